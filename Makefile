@@ -1,0 +1,59 @@
+# Two commands: `make demo` shows what ecnn does, `make test` checks that it does it. Both build .venv first.
+PYTHON ?= python3
+TORCH  ?= torch==2.13.0
+VENV   ?= .venv
+
+BIN   := $(VENV)/bin
+READY := $(VENV)/ready
+
+.PHONY: demo test test-fast test-all check format codebook bench clean help
+
+help:
+	@echo "make demo       design a code and write out/code.json and out/code.png"
+	@echo "make test       the test suite (make test-fast: its quick part, make test-all: everything)"
+	@echo "make check      ruff and mypy (make format: let ruff rewrite)"
+	@echo "make codebook   design the shipped codes again        make bench   benchmarks"
+	@echo "Settings: PYTHON=$(PYTHON)  TORCH='$(TORCH)'  VENV=$(VENV)"
+
+demo: $(READY)
+	$(BIN)/ecnn code --classes 10 --length 30 --objective distance --seed 0 --out out/code.json --plot out/code.png
+
+test: $(READY)
+	$(BIN)/python -m pytest -m "not peer and not gpu"
+
+test-fast: $(READY)
+	$(BIN)/python -m pytest -m "not slow and not peer and not gpu and not browser"
+
+test-all: $(READY)
+	$(BIN)/python -m pytest
+
+check: $(READY)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+format: $(READY)
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+codebook: $(READY)
+	$(BIN)/python tools/make_codebook.py
+
+bench: $(READY)
+	$(BIN)/python benchmarks/annealing.py
+
+# torch comes first and alone: whatever build of it is chosen then constrains all the rest, so that no other package
+# can pull another one. constraints.txt pins everything that torch does not bring.
+$(READY): pyproject.toml constraints.txt Makefile
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "ecnn needs Python 3.11 or newer, but '$(PYTHON)' is not: install one and say make PYTHON=python3.12"; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' || \
+	  { echo "'$(PYTHON)' cannot make virtual environments: install its venv package (on Debian: python3-venv)"; exit 1; }
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet "$(TORCH)" "$$(grep '^numpy==' constraints.txt)"
+	$(BIN)/python -m pip freeze --exclude-editable > $(VENV)/torch.txt
+	$(BIN)/python -m pip install --quiet -c $(VENV)/torch.txt -c constraints.txt -e ".[fast,dev]"
+	@touch $@
+
+clean:
+	rm -rf $(VENV) out .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,5 @@
+"""`python -m ecnn` is the same as `ecnn`."""
+
+from ecnn.cli import app
+
+app()

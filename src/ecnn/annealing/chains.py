@@ -1,0 +1,192 @@
+"""One annealing chain: cost tables for the kernel, its books, cooling, and the budget that all chains share."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from ecnn.annealing import kernel
+from ecnn.progress import Progress
+
+_ENERGY_UNITS = 2.0**36  # per unit of energy: the smallest differences between codes are about 1e-6
+_VI_UNITS = 2.0**40  # per nat
+_DISTANCE_UNITS = 2.0**24  # cost of a pair of columns as close as the reference
+_HALF_POWER = 16  # pairs of columns cost VI^-32 when only the closest pair matters
+_LEVELS = 400  # temperatures per chain, at least
+_HEAT = 0.1  # first temperature / average change of energy by a proposal
+_COOLING = 300.0  # first temperature / last temperature
+
+
+@dataclass
+class Budget:
+    """How much of the search is used up, and what ended it."""
+
+    steps: int
+    seconds: float | None
+    progress: Progress | None
+    news: str = ""
+    proposals: int = 0
+    ended_by: str | None = None  # what ended the search early
+    hurried: bool = False  # whether the clock made a chain cool faster than its steps would
+    started: float = field(default_factory=time.monotonic)
+
+    @property
+    def stopped_by(self) -> str:
+        return self.ended_by or ("seconds" if self.hurried else "steps")
+
+    def spend(self, proposals: int) -> None:
+        self.proposals += proposals
+        if self.progress:
+            self.progress(min(self.proposals, self.steps), self.steps, self.news)
+
+    def is_over(self) -> bool:
+        """Whether the search should end before its steps are spent."""
+        if (
+            self.ended_by is None
+            and self.seconds is not None
+            and time.monotonic() - self.started >= self.seconds
+        ):
+            self.ended_by = "seconds"
+        return self.ended_by is not None
+
+    def seconds_for(self, steps: int) -> float:
+        """The share of the remaining time that falls to so many of the remaining steps."""
+        if self.seconds is None:
+            return math.inf
+        left = self.started + self.seconds - time.monotonic()
+        return left * min(1.0, steps / max(1, self.steps - self.proposals))
+
+
+def energy_problem(num_classes: int, code_length: int, arity: int, column_weight: float) -> kernel.Problem:
+    """The paper's energy (eq:Mobj_alternative) in the kernel's fixed point."""
+    distances = np.maximum(np.arange(code_length + 1), 0.25)  # equal rows cost 16 times a distance of 1
+    # No two different splits of the classes are closer than moving one class out of a pair.
+    closest = (2 / num_classes) * math.log(2)
+    return _problem(
+        (num_classes, code_length, arity),
+        smallest_group=0,
+        row_cost=np.rint(_ENERGY_UNITS * distances**-2.0),
+        column_scale=_ENERGY_UNITS * column_weight,
+        half_power=1,
+        column_clash=int(16 * _ENERGY_UNITS * column_weight / closest**2),
+    )
+
+
+def distance_problem(
+    size: tuple[int, int, int], *, target: int, smallest_group: int, column_distance: float, row_weight: float
+) -> kernel.Problem:
+    """Keeps rows at least `target` apart and pushes the closest columns apart.
+
+    A pair of columns at `column_distance` costs 1 and the cost falls steeply from there; a pair of rows that is
+    short of the target by k costs row_weight * k^2.
+    """
+    short = np.maximum(target - np.arange(size[1] + 1), 0)
+    return _problem(
+        size,
+        smallest_group=smallest_group,
+        row_cost=np.rint(_DISTANCE_UNITS * row_weight * short**2.0),
+        column_scale=_DISTANCE_UNITS * column_distance ** (2 * _HALF_POWER),
+        half_power=_HALF_POWER,
+        column_clash=int(_DISTANCE_UNITS * 1e4),
+    )
+
+
+def _problem(size: tuple[int, int, int], row_cost: np.ndarray, **costs: Any) -> kernel.Problem:
+    num_classes, code_length, arity = size
+    counts = np.arange(num_classes + 1)
+    tables = (
+        row_cost.astype(np.int64),
+        np.rint(_VI_UNITS / num_classes * counts * np.log(np.maximum(counts, 1))).astype(np.int64),
+        -np.log((np.arange(4096) + 0.5) / 4096),
+    )
+    row_table, count_log_count, minus_log = (_for_kernel(table) for table in tables)
+    return kernel.Problem(
+        num_classes=num_classes,
+        code_length=code_length,
+        arity=arity,
+        row_cost=row_table,
+        count_log_count=count_log_count,
+        vi_unit=1 / _VI_UNITS,
+        minus_log=minus_log,
+        **costs,
+    )
+
+
+def _for_kernel(array: np.ndarray) -> Any:
+    """Arrays for machine code, lists for plain Python, which indexes them several times faster."""
+    flat = np.ascontiguousarray(array).reshape(-1)
+    return flat if kernel.COMPILED else flat.tolist()
+
+
+def start_state(problem: kernel.Problem, symbols: np.ndarray, seed: np.random.SeedSequence) -> kernel.State:
+    """The kernel's books for a code, counted from scratch."""
+    size, length, arity = problem.num_classes, problem.code_length, problem.arity
+    symbols = symbols.astype(np.int64)
+    one_hot = (symbols[:, :, None] == np.arange(arity)).astype(np.float64)
+    flat = one_hot.reshape(size, -1)
+    distance = length - np.rint(flat @ flat.T).astype(np.int64)
+    joint = (
+        np.rint(flat.T @ flat).astype(np.int64).reshape(length, arity, length, arity).transpose(0, 2, 1, 3)
+    )
+    counts = one_hot.sum(axis=0).astype(np.int64)
+    table = np.asarray(problem.count_log_count)
+    own, shared = table[counts].sum(axis=1), table[joint].sum(axis=(2, 3))
+    vi = own[:, None] + own[None, :] - 2 * shared
+    pair_cost = np.zeros((length, length), dtype=np.int64)
+    for first, second in itertools.combinations(range(length), 2):
+        pair_cost[first, second] = pair_cost[second, first] = kernel.column_cost(
+            problem, int(vi[first, second])
+        )
+    row_cost = np.asarray(problem.row_cost)
+    energy = int(row_cost[distance[np.triu_indices(size, 1)]].sum() + pair_cost.sum() // 2)
+    words = seed.generate_state(4).astype(np.int64) | np.array([1, 0, 0, 0])  # all-zero words would stay zero
+    arrays = (symbols, symbols.T, distance, counts, joint, own, shared, pair_cost)
+    scratch = (np.zeros(length, dtype=np.int64), np.zeros(length, dtype=np.int64), symbols.copy())
+    tally = np.array([energy, energy, 0, 0, 0])
+    return kernel.State(*(_for_kernel(array) for array in (*arrays, *scratch, words, tally)))
+
+
+def anneal_chain(
+    problem: kernel.Problem, symbols: np.ndarray, steps: int, budget: Budget, seed: np.random.SeedSequence
+) -> tuple[int, np.ndarray]:
+    """The lowest energy (in the problem's fixed point) that one chain met, and its (class, task) symbols.
+
+    First a descent without uphill moves, then geometric cooling from a tenth of the average change that a
+    proposal makes there. A clock that would cut the chain short cools it faster instead, and the budget says so.
+    """
+    state = start_state(problem, symbols, seed)
+    size, length = problem.num_classes, problem.code_length
+    best = (int(state.tally[kernel.ENERGY]), symbols)
+    spent, started, seconds = 0, time.monotonic(), budget.seconds_for(steps)
+    block = max(1, min(steps // _LEVELS, 2_000_000 // (size + length)))
+
+    def run(temperature: float) -> None:
+        nonlocal best, spent
+        proposals = min(block, steps - spent)
+        spent += proposals
+        kernel.anneal(problem, state, proposals, temperature)
+        if state.tally[kernel.BEST_ENERGY] < best[0]:
+            saved = state.best if state.tally[kernel.BEST_IS_SAVED] else state.rows
+            best = (int(state.tally[kernel.BEST_ENERGY]), np.array(saved).reshape(size, length))
+        budget.spend(proposals)
+
+    try:
+        while spent < min(steps // 24, 50 * size * length) and not budget.is_over():
+            run(0.0)
+        state.tally[kernel.TOTAL_CHANGE] = 0
+        run(-1.0)
+        hot = _HEAT * float(state.tally[kernel.TOTAL_CHANGE]) / block
+        while spent < steps and not budget.is_over():
+            share, clock = spent / steps, (time.monotonic() - started) / seconds
+            budget.hurried = budget.hurried or clock > share
+            if clock >= 1:
+                break
+            run(hot * _COOLING ** -max(share, clock))
+    except KeyboardInterrupt:
+        budget.ended_by = "interrupt"
+    return best

@@ -1,0 +1,310 @@
+"""design_code: many chains, and for the largest distances also warm starts from known constructions."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterator, Sequence
+from typing import Literal
+
+import numpy as np
+
+from ecnn.annealing.chains import Budget, anneal_chain, distance_problem, energy_problem
+from ecnn.bounds import min_column_distance_bound, min_row_distance_bound
+from ecnn.codes import CodeMatrix, ColumnWeight, check_size, resolve_column_weight
+from ecnn.constructions import HadamardSource, hadamard_matrices, levenshtein_code, random_code
+from ecnn.errors import InputError
+from ecnn.progress import Progress
+
+Objective = Literal["energy", "distance"]
+
+_STEPS = {"energy": 4_000_000, "distance": 24_000_000}
+
+# What a pair of rows one short of the target costs, beside a pair of columns at the distance aimed for: too light
+# and the target is missed, too heavy and nothing moves. Which is best differs by size, so chains take turns.
+# Raising the row distance takes heavier ones than spreading the columns at a distance already reached.
+_RAISING_WEIGHTS = (3000.0, 30000.0, 300.0)
+_SPREADING_WEIGHTS = (3.0, 300.0, 30.0, 3000.0)
+_ROW_SWAPS = 4000
+
+
+def design_code(
+    num_classes: int,
+    code_length: int,
+    *,
+    arity: int = 2,
+    objective: Objective = "energy",
+    column_weight: ColumnWeight = "balanced",
+    chains: int = 8,
+    steps: int | None = None,
+    seconds: float | None = None,
+    seed: int,
+    init: CodeMatrix | None = None,
+    progress: Progress | None = None,
+) -> CodeMatrix:
+    """The best code that a search of `steps` proposals finds; its `provenance` says how.
+
+    The same arguments give the same code on every machine, with and without numba, unless the search was cut short.
+
+    Args:
+        objective: "energy" anneals the paper's energy (eq:Mobj_alternative). "distance" makes d_H as large as
+            possible, then d_VI, with every symbol given to at least 60 % of its fair share of classes.
+        column_weight: the paper's eta; "balanced" weighs rows and columns about equally.
+        chains: independent runs that share the steps.
+        steps: proposals in all; by default 4 million for "energy", 24 million for "distance".
+        seconds: stop after this long even if steps are left. provenance["stopped_by"] says what ended the search:
+            "steps", "seconds", "interrupt", or "bounds" when no code of this size can have larger distances.
+        init: start every chain from this code instead of random ones.
+        progress: called with (proposals, steps, what was found so far).
+
+    Ctrl-C ends the search and returns the best code so far.
+    """
+    check_size(num_classes, code_length, arity)
+    weight = resolve_column_weight(column_weight, num_classes, code_length, arity)
+    steps = _checked_steps(objective, chains, steps, seconds)
+    if init is not None and (init.num_classes, init.code_length, init.arity) != (
+        num_classes,
+        code_length,
+        arity,
+    ):
+        raise InputError(
+            f"init is {init.num_classes} x {init.code_length} with arity {init.arity}, but the design is "
+            f"{num_classes} x {code_length} with arity {arity}."
+        )
+    budget = Budget(steps, seconds, progress)
+    search = _Search(
+        (num_classes, code_length, arity), weight, chains, budget, np.random.SeedSequence(seed), init
+    )
+    try:
+        search.lower_energy(steps) if objective == "energy" else search.raise_distance()
+    except KeyboardInterrupt:  # between two chains; within one, the chain keeps its own best
+        budget.ended_by = "interrupt"
+    provenance = {
+        "method": "annealing",
+        "objective": objective,
+        "column_weight": weight,
+        "chains": chains,
+        "steps": steps,
+        "seed": int(seed),
+        "proposals": budget.proposals,
+        "stopped_by": budget.stopped_by,
+    }
+    if init is not None:
+        provenance["init"] = init.content_hash
+    return CodeMatrix(search.best.symbols, arity, provenance=provenance)
+
+
+def _checked_steps(objective: str, chains: int, steps: int | None, seconds: float | None) -> int:
+    if objective not in _STEPS:
+        raise InputError(f'objective must be "energy" or "distance", not {objective!r}.')
+    steps = _STEPS[objective] if steps is None else steps
+    if chains < 1 or steps < 1:
+        raise InputError(f"chains and steps must be at least 1, not {chains} and {steps}.")
+    if seconds is not None and not seconds > 0:
+        raise InputError(f"seconds must be more than 0, not {seconds}.")
+    return steps
+
+
+class _Search:
+    """The best code so far and the means to improve it."""
+
+    def __init__(
+        self,
+        size: tuple[int, int, int],
+        column_weight: float,
+        chains: int,
+        budget: Budget,
+        seed: np.random.SeedSequence,
+        init: CodeMatrix | None,
+    ) -> None:
+        self.size, self.column_weight, self.chains = size, column_weight, chains
+        self.budget, self.seed, self.init = budget, seed, init
+        self.smallest_group = max(1, 3 * size[0] // (5 * size[2])) if size[2] <= size[0] else 0
+        self.row_bound = min_row_distance_bound(size[0], size[1], arity=size[2])
+        self.column_bound = min_column_distance_bound(size[0], size[1], arity=size[2])
+        self.best = init or self._random_start()
+
+    def lower_energy(self, steps: int) -> None:
+        """Anneals the energy and keeps the code of the lowest."""
+        problem = energy_problem(*self.size, self.column_weight)
+        lowest = math.inf
+        start = self.best
+        for _ in range(self.chains):
+            energy, symbols = anneal_chain(
+                problem, start.symbols, steps // self.chains, self.budget, self._next_seed()
+            )
+            if energy < lowest:
+                lowest, self.best = energy, _code_or(symbols, start)
+                self.budget.news = f"energy {self.best.energy(self.column_weight):.6g}"
+            if self.budget.is_over():
+                return
+            start = self.init or self._random_start()
+
+    def raise_distance(self) -> None:
+        """Lexicographic: rows first, then columns. A quarter of the steps goes to each way of getting there."""
+        quarter = self.budget.steps // 4
+        self.lower_energy(quarter)
+        self._stop_at_the_bounds()
+        if self.size[2] == 2 and self.init is None:
+            self._use_constructions(quarter)
+        target = self.best.min_row_distance
+        while self.best.min_row_distance == target < self.row_bound and self.budget.proposals <= 3 * quarter:
+            target += 1
+            self._push(target, quarter // 2, [self.best], _RAISING_WEIGHTS)
+        starts = [self.best] if self.init else [self.best, self._random_start()]
+        left = self.budget.steps - self.budget.proposals
+        self._push(self.best.min_row_distance, left, starts, _SPREADING_WEIGHTS)
+
+    def _use_constructions(self, steps: int) -> None:
+        """Starts from the largest row distance for which a construction with enough rows is known."""
+        for target in range(self.row_bound, self.best.min_row_distance - 1, -1):
+            starts = []
+            for _ in range(self.chains):
+                if self.budget.is_over():
+                    return
+                starts += [self._start_from(pool) for pool in self._pools(target)]
+            if starts:
+                for start in starts:
+                    self._keep_better(start)
+                self._push(target, steps, starts, _SPREADING_WEIGHTS)
+                return
+
+    def _push(self, target: int, steps: int, starts: list[CodeMatrix], row_weights: Sequence[float]) -> None:
+        """Keeps rows `target` apart and pushes columns apart, from each start in turn."""
+        turns = max(self.chains, len(starts))
+        for turn in range(turns):
+            if steps < turns or self.budget.is_over():
+                return
+            start = starts[turn % len(starts)]
+            problem = distance_problem(
+                self.size,
+                target=target,
+                smallest_group=self.smallest_group,
+                column_distance=self._column_goal(),
+                row_weight=row_weights[turn // len(starts) % len(row_weights)],
+            )
+            _, symbols = anneal_chain(problem, start.symbols, steps // turns, self.budget, self._next_seed())
+            self._keep_better(_code_or(symbols, start))
+
+    def _column_goal(self) -> float:
+        """A distance between columns that is worth aiming for: the bound, or a fifth more than we have."""
+        goal = min(self.column_bound, 1.2 * self.best.min_column_distance)
+        return goal if 0 < goal < math.inf else 1.0
+
+    def _keep_better(self, code: CodeMatrix) -> None:
+        if self._quality(code) > self._quality(self.best):
+            self.best = code
+            self.budget.news = f"d_H {code.min_row_distance}, d_VI {code.min_column_distance:.4f}"
+            self._stop_at_the_bounds()
+
+    def _stop_at_the_bounds(self) -> None:
+        """Ends the search when no code of this size can be better."""
+        if self._quality(self.best)[:3] >= (self.row_bound, True, round(self.column_bound, 9)):
+            self.budget.ended_by = "bounds"
+
+    def _quality(self, code: CodeMatrix) -> tuple[int, bool, float, float]:
+        even = int(code.group_sizes.min()) >= self.smallest_group
+        # Rounded, so that the last bit of a sum of logarithms does not outrank the energy.
+        columns = round(code.min_column_distance, 9)
+        return code.min_row_distance, even, columns, -code.energy(self.column_weight)
+
+    def _pools(self, target: int) -> Iterator[np.ndarray]:
+        """(row, column) binary codes at that distance with enough rows and at most our number of columns."""
+        rng = np.random.default_rng(self._next_seed())
+        for length in range(self.size[1], target - 1, -1):
+            if length > 2 * target + target % 2 or _levenshtein_rows(length, target) < self.size[0]:
+                continue
+            try:
+                yield levenshtein_code(length, target, hadamard=_shuffled_hadamard(rng)).symbols
+            except InputError:  # no Hadamard matrix of an order that it needs
+                continue
+
+    def _start_from(self, pool: np.ndarray) -> CodeMatrix:
+        """Rows of the pool with far columns, and random columns where the pool is too short."""
+        seed = self._next_seed()
+        rng = np.random.default_rng(seed)
+        # Complementing a column changes no distance; without it Hadamard codes contain an all-ones codeword.
+        rows = choose_rows(pool, self.size[0], _ROW_SWAPS, rng) ^ rng.integers(2, size=pool.shape[1])
+        free = self.size[1] - pool.shape[1]
+        if free:
+            extra = random_code(self.size[0], self.size[1], seed=int(seed.generate_state(1)[0])).symbols[
+                :, :free
+            ]
+            rows = np.hstack([rows, extra])
+        return _code_or(rows, self._random_start())
+
+    def _random_start(self) -> CodeMatrix:
+        num_classes, code_length, arity = self.size
+        return random_code(
+            num_classes, code_length, arity=arity, seed=int(self._next_seed().generate_state(1)[0])
+        )
+
+    def _next_seed(self) -> np.random.SeedSequence:
+        return self.seed.spawn(1)[0]
+
+
+def choose_rows(pool: np.ndarray, num_rows: int, swaps: int, rng: np.random.Generator) -> np.ndarray:
+    """(row, column) that many rows of a binary pool whose columns are as different as a local search gets them.
+
+    A subset of rows keeps the pool's row distance, so only the columns matter: exchanges that lower the sum of
+    VI^-16 are kept.
+    """
+    order = rng.permutation(len(pool))
+    signed = 2 * pool.astype(np.int64) - 1
+    counts = np.arange(num_rows + 1)
+    table = counts * np.log(np.maximum(counts, 1)) / num_rows
+    upper = np.triu_indices(pool.shape[1], k=1)
+
+    def cost(products: np.ndarray, sums: np.ndarray) -> float:
+        # From sums of +-1: how many rows have (1, 1), (1, 0), (0, 1), (0, 0) in each pair of columns.
+        first, second, both = sums[upper[0]], sums[upper[1]], products[upper]
+        cells = [(num_rows + a * first + b * second + a * b * both) // 4 for a in (1, -1) for b in (1, -1)]
+        own = table[(num_rows + sums) // 2] + table[(num_rows - sums) // 2]
+        vi = own[upper[0]] + own[upper[1]] - 2 * sum(table[cell] for cell in cells)
+        return float((np.maximum(vi, 0.01) ** -16).sum())
+
+    chosen, spare = order[:num_rows].copy(), order[num_rows:].copy()
+    products, sums = signed[chosen].T @ signed[chosen], signed[chosen].sum(axis=0)
+    lowest = cost(products, sums)
+    for _ in range(swaps if len(spare) else 0):
+        out, into = rng.integers(num_rows), rng.integers(len(spare))
+        old, new = signed[chosen[out]], signed[spare[into]]
+        trial_products, trial_sums = products + np.outer(new, new) - np.outer(old, old), sums + new - old
+        trial = cost(trial_products, trial_sums)
+        if trial <= lowest:
+            lowest, products, sums = trial, trial_products, trial_sums
+            chosen[out], spare[into] = spare[into], chosen[out]
+    return pool[chosen]
+
+
+def _code_or(symbols: np.ndarray, fallback: CodeMatrix) -> CodeMatrix:
+    """The code of these symbols, or the fallback where they are not one (two equal rows, a constant column)."""
+    try:
+        return CodeMatrix(symbols, fallback.arity)
+    except InputError:
+        return fallback
+
+
+def _levenshtein_rows(length: int, distance: int) -> int:
+    """How many codewords `levenshtein_code` gives."""
+    if distance % 2:
+        length, distance = length + 1, distance + 1
+    return 4 * distance if length == 2 * distance else 2 * (distance // (2 * distance - length))
+
+
+def _shuffled_hadamard(rng: np.random.Generator) -> HadamardSource:
+    """A source that draws one of the known matrices and shuffles it, for codes that are not equivalent."""
+
+    def source(order: int) -> np.ndarray:
+        known = _known_hadamard_matrices(order)
+        if not known:
+            raise InputError(f"no Hadamard matrix of order {order} is known here.")
+        matrix = known[int(rng.integers(len(known)))]
+        return matrix[rng.permutation(order)][:, rng.permutation(order)]
+
+    return source
+
+
+@functools.lru_cache(maxsize=32)
+def _known_hadamard_matrices(order: int) -> tuple[np.ndarray, ...]:
+    return tuple(hadamard_matrices(order).values())

@@ -1,0 +1,5 @@
+"""What can go wrong through no fault of ours: one sentence each, shown as it is by the command line."""
+
+
+class InputError(ValueError):
+    """Something the caller gave cannot be used; the message says what was expected, what came, what to do."""

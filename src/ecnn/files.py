@@ -1,0 +1,157 @@
+"""Reading and writing files so that a reader never sees half of one; the only room that writes to the disk."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import tempfile
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ecnn.errors import InputError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+MAX_JSON_BYTES = 64 * 2**20
+
+
+def write_atomically(path: str | os.PathLike[str], write: Callable[[Path], None]) -> Path:
+    """Calls `write` with a temporary path beside the target, then moves it there in one step.
+
+    A crash, a full disk or an exception inside `write` leaves the target as it was and no temporary file behind.
+    """
+    target = Path(path)
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.", suffix=target.suffix)
+        os.close(handle)
+    except OSError as error:
+        raise InputError(f"cannot write {target}: {error.strerror or error}.") from error
+    temporary = Path(name)
+    try:
+        write(temporary)
+        with open(temporary, "rb") as written:
+            os.fsync(written.fileno())
+        umask = os.umask(0)
+        os.umask(umask)
+        temporary.chmod(0o666 & ~umask)  # mkstemp makes files that only their owner can read
+        os.replace(temporary, target)
+    except OSError as error:
+        raise InputError(f"cannot write {target}: {error.strerror or error}.") from error
+    finally:
+        temporary.unlink(missing_ok=True)
+    return target
+
+
+def check_writable(path: str | os.PathLike[str]) -> None:
+    """Raises InputError unless a file can be written there, so that long work does not end with nowhere to put it."""
+    target = Path(path)
+    if target.is_dir():
+        raise InputError(f"cannot write {target}: it is a folder.")
+    folder = target.parent
+    while not folder.exists():
+        folder = folder.parent
+    if not folder.is_dir() or not os.access(folder, os.W_OK):
+        raise InputError(f"cannot write {target}: {folder} is not a folder that can be written to.")
+
+
+def write_text(path: str | os.PathLike[str], text: str) -> Path:
+    """Writes text as UTF-8, all or nothing."""
+
+    def write(temporary: Path) -> None:
+        temporary.write_bytes(text.encode())
+
+    return write_atomically(path, write)
+
+
+def write_json(path: str | os.PathLike[str], value: Any) -> Path:
+    """Writes strict JSON (no NaN), all or nothing; lists of numbers stay on one line so that people can read them."""
+    text = json.dumps(value, indent=1, allow_nan=False)
+    text = re.sub(
+        r"\[\s+([-\d][^\[\]{}\"]*?)\s+\]", lambda found: "[" + re.sub(r"\s+", "", found[1]) + "]", text
+    )
+    return write_text(path, text + "\n")
+
+
+def write_toml(path: str | os.PathLike[str], tables: dict[str, Any]) -> Path:
+    """Writes a table of scalars, lists and tables of these as TOML, all or nothing; None is left out."""
+    lines = [f"{key} = {_toml_value(value)}" for key, value in tables.items() if _is_toml_value(value)]
+    for name, table in tables.items():
+        if isinstance(table, dict):
+            lines += ["", f"[{name}]"]
+            lines += [f"{key} = {_toml_value(value)}" for key, value in table.items() if value is not None]
+    return write_text(path, "\n".join(lines).strip() + "\n")
+
+
+def _is_toml_value(value: Any) -> bool:
+    return value is not None and not isinstance(value, dict)
+
+
+def _toml_value(value: Any) -> str:
+    if isinstance(value, dict):
+        return "{ " + ", ".join(f"{key} = {_toml_value(item)}" for key, item in value.items()) + " }"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(_toml_value(item) for item in value) + "]"
+    return json.dumps(
+        value, allow_nan=False
+    )  # strings, numbers and booleans are written alike in JSON and TOML
+
+
+def read_toml(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """The content of a TOML file; every way it can be unreadable is an InputError of one sentence."""
+    source = Path(path)
+    try:
+        return tomllib.loads(source.read_bytes().decode())
+    except OSError as error:
+        raise InputError(f"cannot read {source}: {error.strerror or error}.") from error
+    except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise InputError(f"{source} is not TOML: {error}.") from error
+
+
+def write_tensors(path: str | os.PathLike[str], tensors: dict[str, Tensor], header: dict[str, str]) -> Path:
+    """Writes named tensors as safetensors with a header of strings, all or nothing."""
+    from safetensors.torch import save_file
+
+    plain = {key: value.detach().cpu().contiguous() for key, value in tensors.items()}
+    return write_atomically(path, lambda temporary: save_file(plain, temporary, header))
+
+
+def read_tensors(path: str | os.PathLike[str]) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Tensors and header of a safetensors file; nothing in it can run code."""
+    from safetensors import SafetensorError, safe_open
+
+    source = Path(path)
+    try:
+        with safe_open(source, framework="pt") as file:
+            return {key: file.get_tensor(key) for key in file.keys()}, dict(file.metadata() or {})  # noqa: SIM118
+    except FileNotFoundError as error:
+        raise InputError(f"cannot read {source}: No such file or directory.") from error
+    except OSError as error:
+        raise InputError(f"cannot read {source}: {error.strerror or error}.") from error
+    except SafetensorError as error:
+        raise InputError(
+            f"{source} is not a whole safetensors file: it is truncated, altered or of another kind."
+        ) from error
+
+
+def read_json(path: str | os.PathLike[str]) -> Any:
+    """The content of a JSON file; every way it can be unreadable is an InputError of one sentence."""
+    source = Path(path)
+    try:
+        if source.stat().st_size > MAX_JSON_BYTES:
+            raise InputError(
+                f"{source} is larger than {MAX_JSON_BYTES >> 20} MiB, too large for a JSON file of ours."
+            )
+        return json.loads(source.read_bytes().decode())
+    except OSError as error:
+        raise InputError(f"cannot read {source}: {error.strerror or error}.") from error
+    except UnicodeDecodeError as error:
+        raise InputError(f"{source} is not a text file (byte {error.start} is not UTF-8).") from error
+    except json.JSONDecodeError as error:
+        raise InputError(f"{source} is not JSON: {error.msg} at line {error.lineno}.") from error
+    except RecursionError as error:
+        raise InputError(f"{source} is nested too deeply to be a JSON file of ours.") from error

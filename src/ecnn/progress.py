@@ -1,0 +1,32 @@
+"""How long work tells its caller where it is, and a bar that shows it; no room prints by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+#: Called as progress(done, total, what_is_known_so_far), often and cheaply.
+Progress = Callable[[int, int, str], None]
+
+
+@contextmanager
+def progress_bar(title: str) -> Iterator[Progress]:
+    """A bar on standard error, to be passed as `progress=`; shows nothing where that is not a terminal."""
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+
+    console = Console(stderr=True)
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TaskProgressColumn(),
+        TimeRemainingColumn(),
+        TextColumn("{task.fields[news]}"),
+    )
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task(title, total=None, news="")
+
+        def show(done: int, total: int, news: str) -> None:
+            bar.update(task, completed=done, total=total, news=news)
+
+        yield show
