@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+
+import pytest
 from hypothesis import HealthCheck, settings
 
 # Compilation by numba makes the first example slow; results must not depend on the machine's speed.
@@ -9,3 +12,9 @@ settings.register_profile(
     "ecnn", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow], max_examples=60
 )
 settings.load_profile("ecnn")
+
+
+@pytest.fixture(autouse=True)
+def _do_not_wait_for_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tests kill processes, not machines; waiting for a slow disk after every epoch proves nothing."""
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)

@@ -23,7 +23,16 @@ ROOMS = [
     "codes",
     "constructions",
     "annealing",
+    "data",
+    "backbones",
+    "decoders",
+    "objectives",
+    "model",
+    "attacks",
+    "training",
+    "runs",
     "plots",
+    "pipeline",
     "cli",
 ]
 

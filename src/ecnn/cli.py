@@ -5,16 +5,20 @@ from __future__ import annotations
 import functools
 import json
 import math
+import os
 import time
 from collections.abc import Callable
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any, ParamSpec
+from typing import TYPE_CHECKING, Annotated, Any, ParamSpec
 
 import typer
 
 import ecnn
 from ecnn.errors import InputError
+
+if TYPE_CHECKING:
+    from ecnn.pipeline import TrainedRun
 
 app = typer.Typer(
     name="ecnn",
@@ -166,3 +170,94 @@ def _code_as_text(found: ecnn.CodeMatrix, elapsed: float | None, out: Path | Non
         lines += [""] + [f"{key}: {value}" for key, value in found.provenance.items()]
     lines += [f"wrote {path}" for path in (out, plot) if path]
     return "\n".join(lines)
+
+
+@app.command()
+@one_sentence_errors
+def train(
+    data: Annotated[
+        str, typer.Option(help="digits, mnist, cifar10, cifar100, gtsrb, or a folder of images by class.")
+    ],
+    root: Annotated[Path, typer.Option(help="Where dataset files are.")] = Path("data"),
+    out: Annotated[Path | None, typer.Option(help="Run folder.  [default: runs/DATA/MODEL/SEED]")] = None,
+    model: Annotated[str, typer.Option(help="ecnn or resnet.")] = "ecnn",
+    code: Annotated[str | None, typer.Option(help="Code of an ecnn: a file or a shipped name.")] = None,
+    recipe: Annotated[str | None, typer.Option(help="paper, onecycle, robust or small.")] = None,
+    epochs: Annotated[int | None, typer.Option(help="Instead of the recipe's.")] = None,
+    batch_size: Annotated[int | None, typer.Option(help="Instead of the recipe's.")] = None,
+    seed: Annotated[int, typer.Option(help="Same seed, same run.")] = 0,
+    val_fraction: Annotated[
+        float, typer.Option(help="Share of the training images that choose the epoch.")
+    ] = 0.1,
+    eps: Annotated[
+        str | None, typer.Option(help="Train adversarially within this radius, for example 8/255.")
+    ] = None,
+    attack_steps: Annotated[int, typer.Option(help="PGD steps of adversarial training.")] = 10,
+    attack_on: Annotated[
+        str, typer.Option(help="Where PGD looks: scores, linear, members, member_losses.")
+    ] = "scores",
+    image_size: Annotated[int | None, typer.Option(help="For a folder of images: resize to this.")] = None,
+    settings: Annotated[
+        list[str] | None, typer.Option("--set", help="Any entry: train.lr=0.05, model.width=8. Repeatable.")
+    ] = None,
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda, mps.")] = "auto",
+    resume: Annotated[bool, typer.Option(help="Continue a run found in the folder.")] = True,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the resolved spec and stop.")] = False,
+    as_json: JsonFlag = False,
+    debug: DebugFlag = False,
+) -> None:
+    """Train a model and write a run folder. Started by torchrun, the processes share the work."""
+    from ecnn import pipeline
+    from ecnn.attacks.ball import parse_eps
+    from ecnn.data import load_data
+    from ecnn.training import TrainingError
+
+    tables = pipeline.parse_settings(settings or [])
+    for key, value in (("epochs", epochs), ("batch_size", batch_size)):
+        if value is not None:
+            tables["train"][key] = value
+    attack = None
+    if eps is not None:
+        step = 2.5 * parse_eps(eps) / max(1, attack_steps)
+        attack = {"eps": eps, "steps": attack_steps, "step_size": step, "on": attack_on}
+        attack |= {"loss": "cross_entropy", "keep": "last"}
+    request = pipeline.TrainRequest(
+        data=data,
+        root=root,
+        out=out,
+        kind=model,
+        code=code,
+        recipe=recipe,
+        model=tables["model"],
+        train=tables["train"],
+        attack=attack,
+        seed=seed,
+        val_fraction=val_fraction,
+        image_size=image_size,
+        device=device,
+        resume=resume,
+    )
+    if dry_run:
+        found = load_data(data, root, val_fraction=val_fraction, image_size=image_size)
+        typer.echo(json.dumps(pipeline.resolve(request, found)[0], indent=1))
+        return
+    pipeline.join_processes()
+    try:
+        with ecnn.progress_bar("training") as progress:
+            run = pipeline.train_run(request, progress=progress)
+    except TrainingError as error:
+        raise InputError(str(error)) from error
+    finally:
+        pipeline.leave_processes()
+    if os.environ.get("RANK", "0") == "0":
+        typer.echo(json.dumps({**vars(run), "folder": str(run.folder)}) if as_json else _run_as_text(run))
+
+
+def _run_as_text(run: TrainedRun) -> str:
+    val = "no validation" if run.val_accuracy is None else f"validation {100 * run.val_accuracy:.2f} %"
+    lines = [
+        f"test accuracy {100 * run.test_accuracy:.2f} % on {run.test_images:,} images "
+        f"(epoch {run.best_epoch + 1} of {run.epochs}, {val})",
+        f"{run.parameters:,} parameters, {run.seconds:.1f} s, run folder {run.folder}",
+    ]
+    return "\n".join([*lines, *run.notes])

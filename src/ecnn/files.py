@@ -19,10 +19,13 @@ if TYPE_CHECKING:
 MAX_JSON_BYTES = 64 * 2**20
 
 
-def write_atomically(path: str | os.PathLike[str], write: Callable[[Path], None]) -> Path:
+def write_atomically(
+    path: str | os.PathLike[str], write: Callable[[Path], None], *, durable: bool = False
+) -> Path:
     """Calls `write` with a temporary path beside the target, then moves it there in one step.
 
-    A crash, a full disk or an exception inside `write` leaves the target as it was and no temporary file behind.
+    A kill, a full disk or an exception inside `write` leaves the target as it was; only a kill can leave a temporary
+    file behind. `durable` also waits for the disk, against a loss of power.
     """
     target = Path(path)
     try:
@@ -34,8 +37,9 @@ def write_atomically(path: str | os.PathLike[str], write: Callable[[Path], None]
     temporary = Path(name)
     try:
         write(temporary)
-        with open(temporary, "rb") as written:
-            os.fsync(written.fileno())
+        if durable:
+            with open(temporary, "rb") as written:
+                os.fsync(written.fileno())
         umask = os.umask(0)
         os.umask(umask)
         temporary.chmod(0o666 & ~umask)  # mkstemp makes files that only their owner can read
@@ -117,7 +121,7 @@ def write_tensors(path: str | os.PathLike[str], tensors: dict[str, Tensor], head
     from safetensors.torch import save_file
 
     plain = {key: value.detach().cpu().contiguous() for key, value in tensors.items()}
-    return write_atomically(path, lambda temporary: save_file(plain, temporary, header))
+    return write_atomically(path, lambda temporary: save_file(plain, temporary, header), durable=True)
 
 
 def read_tensors(path: str | os.PathLike[str]) -> tuple[dict[str, Tensor], dict[str, str]]:

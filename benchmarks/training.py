@@ -1,0 +1,189 @@
+"""What a member costs: throughput of ECNN beside ResNet-20 and beside a loop over members, and of adversarial training.
+
+Run on a machine with a CUDA device: python benchmarks/training.py. Everything is measured in one process, in turns;
+writes training.json and training.md beside this file.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ecnn import files, runs
+from ecnn.attacks import PGD
+from ecnn.backbones import resnet20
+from ecnn.codes import load_code
+from ecnn.data import Split
+from ecnn.model import ECNN
+from ecnn.objectives import named_objective
+from ecnn.training.engine import Engine
+from ecnn.training.recipes import RECIPES
+
+HERE = Path(__file__).parent
+BATCHES = (128, 256, 2048)
+PLAIN = dataclasses.replace(RECIPES["paper"], diversity_weight=0.0, objective="member_cross_entropy")
+
+
+class LoopedECNN(ECNN):
+    """The same network, run one member at a time: what batching members is compared with."""
+
+    def features(self, images: Tensor) -> Tensor:
+        maps = self.trunk(self.centre(images))
+        parts: Any = self.branches
+        conv, dense = parts.body.conv, parts.dense
+        width = conv.out_channels // self.code.code_length
+        members = []
+        for member in range(self.code.code_length):
+            rows = slice(member * width, (member + 1) * width)
+            hidden = torch.relu(nn.functional.conv2d(maps, conv.weight[rows], conv.bias[rows], padding=1))
+            pooled = hidden.mean(dim=(2, 3))
+            members.append(
+                torch.relu(
+                    pooled @ dense.weight[member].to(pooled.dtype) + dense.bias[member].to(pooled.dtype)
+                )
+            )
+        return torch.stack(members, dim=1)
+
+
+def models() -> dict[str, Callable[[], nn.Module]]:
+    code = load_code("10x30")
+    return {
+        "resnet20": lambda: resnet20(10, batch_norm=False),
+        "resnet20_bn": lambda: resnet20(10),
+        "ecnn30": lambda: ECNN(code),
+        "ecnn30_bn": lambda: ECNN(code, batch_norm=True),
+        "ecnn30_loop": lambda: LoopedECNN(code),
+    }
+
+
+def synthetic(count: int = 20_480) -> Split:
+    generator = torch.Generator().manual_seed(0)
+    images = torch.randint(0, 256, (count, 3, 32, 32), generator=generator, dtype=torch.uint8)
+    return Split(images, torch.arange(count) % 10)
+
+
+def images_per_second(call: Callable[[], Any], images: int, *, seconds: float = 0.6) -> float:
+    """Median over five timings of a call that handles that many images."""
+    for _ in range(3):
+        call()
+    torch.cuda.synchronize()
+    started = time.perf_counter()
+    call()
+    torch.cuda.synchronize()
+    repeats = max(3, int(seconds / 5 / max(1e-5, time.perf_counter() - started)))
+    rates = []
+    for _ in range(5):
+        torch.cuda.synchronize()
+        started = time.perf_counter()
+        for _ in range(repeats):
+            call()
+        torch.cuda.synchronize()
+        rates.append(repeats * images / (time.perf_counter() - started))
+    return sorted(rates)[2]
+
+
+def make_engine(model: nn.Module, data: Split, batch: int, mode: str, attack: Any = None) -> Engine:
+    name = "member_cross_entropy" if isinstance(model, ECNN) else "cross_entropy"
+    recipe = dataclasses.replace(PLAIN, batch_size=batch)
+    options = {"use_graph": mode != "eager", "compile_parts": mode == "compile"}
+    engine = Engine(model.cuda(), data, recipe, named_objective(name), attack, 0, **options)
+    model.train()
+    engine.lr.fill_(1e-4)
+    engine.index.copy_(torch.randperm(len(data), device="cuda")[:batch])
+    if mode != "eager":
+        engine._capture(engine.index.clone())
+        if engine.graph is None:
+            raise RuntimeError(engine.note)
+    return engine
+
+
+def training_rate(
+    build: Callable[[], nn.Module], data: Split, batch: int, mode: str, attack: Any = None
+) -> float:
+    engine = make_engine(build(), data, batch, mode, attack)
+    return images_per_second(engine._step if engine.graph is None else engine.graph.replay, batch)
+
+
+def inference_rate(build: Callable[[], nn.Module], batch: int, mode: str) -> float:
+    model = build().cuda().eval()
+    model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    if mode == "compile":
+        for part in model.children():
+            part.compile()
+    images = torch.rand(batch, 3, 32, 32, device="cuda").contiguous(memory_format=torch.channels_last)
+
+    def forward() -> Any:
+        with torch.no_grad(), torch.autocast("cuda", dtype=torch.bfloat16):
+            return model(images)
+
+    if mode == "eager":
+        return images_per_second(forward, batch)
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            forward()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        forward()
+    return images_per_second(graph.replay, batch)
+
+
+def throughput(modes: tuple[str, ...]) -> list[dict[str, Any]]:
+    data = synthetic()
+    table = []
+    for batch in BATCHES:
+        for name, build in models().items():
+            for mode in modes:
+                if name == "ecnn30_loop" and mode == "compile":
+                    continue
+                row: dict[str, Any] = {"batch": batch, "model": name, "mode": mode}
+                started = time.perf_counter()
+                row["training"] = training_rate(build, data, batch, mode)
+                row["inference"] = inference_rate(build, batch, mode)
+                row["measured_in"] = time.perf_counter() - started
+                table.append(row)
+                sys.stdout.write(f"{row}\n")
+                sys.stdout.flush()
+    return table
+
+
+def adversarial(mode: str) -> list[dict[str, Any]]:
+    """A PGD-10 training step beside eleven plain steps (forward, backward, update) of the same batch."""
+    data, table = synthetic(), []
+    attack = PGD(eps="8/255", steps=10, step_size="2/255", loss="cross_entropy", keep="last")
+    for batch in (256, 512):
+        for name in ("ecnn30_bn", "resnet20_bn"):
+            plain = training_rate(models()[name], data, batch, mode)
+            robust = training_rate(models()[name], data, batch, mode, attack)
+            row = {"batch": batch, "model": name, "mode": mode, "plain": plain, "pgd10": robust}
+            row["cost_in_plain_steps"] = plain / robust
+            table.append(row)
+            sys.stdout.write(f"{row}\n")
+    return table
+
+
+def main() -> None:
+    if not torch.cuda.is_available():
+        raise SystemExit("this benchmark needs a CUDA device")
+    torch.backends.cudnn.benchmark = True
+    modes = ("eager", "graph", "compile") if "--compile" in sys.argv else ("eager", "graph")
+    result = {
+        "environment": runs.environment(),
+        "throughput": throughput(modes),
+        "adversarial": adversarial("graph"),
+    }
+    files.write_json(
+        Path(sys.argv[1]) if len(sys.argv) > 1 and sys.argv[1][0] != "-" else HERE / "training.json", result
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,374 @@
+"""ResNets in the Keras manner and the pieces they are cut into; nothing here knows of codes.
+
+Pieces take `groups`: that many independent copies side by side in the channel axis, run as grouped
+convolutions.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor, nn
+
+from ecnn.errors import InputError
+
+ACTIVATIONS: dict[str, type[nn.Module]] = {"relu": nn.ReLU, "silu": nn.SiLU, "gelu": nn.GELU, "elu": nn.ELU}
+
+Mean = float | npt.ArrayLike | Tensor
+
+# Standard deviation of a standard normal cut off at two: dividing by it keeps the variance asked for.
+_CUT_NORMAL_STD = 0.8796256610342398
+
+
+def make_activation(name: str) -> nn.Module:
+    """A fresh activation by name; an unknown name is an InputError that lists the known ones."""
+    if name not in ACTIVATIONS:
+        raise InputError(f"no activation is called {name!r}; known: {', '.join(ACTIVATIONS)}.")
+    return ACTIVATIONS[name]()
+
+
+def init_he_normal(weight: Tensor, fan_in: int) -> None:
+    """Fills a weight with normal values of variance 2 / fan_in, cut off at two deviations, as Keras does."""
+    deviation = math.sqrt(2 / fan_in) / _CUT_NORMAL_STD
+    nn.init.trunc_normal_(weight, std=deviation, a=-2 * deviation, b=2 * deviation)
+
+
+def full_precision(values: Tensor) -> Tensor:
+    """The same values in float32 or better: half precision would round scores and losses into ties."""
+    return values if values.dtype in (torch.float32, torch.float64) else values.float()
+
+
+def check_images(images: Tensor, in_channels: int) -> None:
+    """Raises InputError unless images are floating (batch, channel, height, width); looks at no value."""
+    if images.ndim != 4 or images.shape[1] != in_channels:
+        raise InputError(
+            f"images must have the shape (batch, {in_channels}, height, width), not {tuple(images.shape)}."
+        )
+    if not images.is_floating_point():
+        raise InputError(
+            f"images must be floating numbers in [0, 1], not {images.dtype}: divide bytes by 255."
+        )
+
+
+class Centre(nn.Module):
+    """Images minus a mean that is saved with the weights.
+
+    Args:
+        mean: a number, one per channel (channel,), or a mean image (channel, height, width); None subtracts
+            zero.
+
+    A saved mean of another shape replaces this one on loading, so that a model can be rebuilt before its mean
+    is known.
+    """
+
+    mean: Tensor
+
+    def __init__(self, mean: Mean | None = None) -> None:
+        super().__init__()
+        self.register_buffer("mean", image_table(0.0 if mean is None else mean, "mean"))
+
+    def forward(self, images: Tensor) -> Tensor:
+        _check_table(self.mean, images, "mean")
+        return images - self.mean
+
+    def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *rest: Any) -> None:
+        saved = state_dict.get(f"{prefix}mean")
+        if isinstance(saved, Tensor) and saved.ndim == 3 and saved.shape != self.mean.shape:
+            self.mean = self.mean.new_zeros(saved.shape)
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+
+
+class Normalized(nn.Module):
+    """A model that takes pixels in [0, 1]: subtracts the mean and divides by std before the model it holds.
+
+    With the normalisation inside, an attack's eps means the same for every model.
+
+    Args:
+        model: any module that takes normalised images.
+        mean, std: a number, one per channel (channel,), or an image (channel, height, width).
+    """
+
+    mean: Tensor
+    std: Tensor
+
+    def __init__(self, model: nn.Module, mean: Mean, std: Mean = 1.0) -> None:
+        super().__init__()
+        self.model = model
+        self.register_buffer("mean", image_table(mean, "mean"))
+        self.register_buffer("std", image_table(std, "std"))
+        if not (self.std > 0).all():
+            raise InputError("std must be positive everywhere.")
+
+    def forward(self, images: Tensor) -> Tensor:
+        _check_table(self.mean, images, "mean")
+        _check_table(self.std, images, "std")
+        result: Tensor = self.model((images - self.mean) / self.std)
+        return result
+
+
+class ConvUnit(nn.Module):
+    """Convolution with bias, then optionally batch norm, then optionally an activation.
+
+    Args:
+        in_channels, out_channels: of one copy.
+        activation: a name of `ACTIVATIONS`, or None for none.
+        groups: independent copies side by side in the channel axis.
+        shared_input: all copies read the same `in_channels` channels. Their kernels then are one ordinary
+            convolution, which has the same parameters as the grouped one and needs no repeated input.
+
+    Departs: Keras pads a strided convolution on the right and below only; here both sides are padded.
+    """
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        *,
+        kernel_size: int = 3,
+        stride: int = 1,
+        batch_norm: bool = False,
+        activation: str | None = "relu",
+        groups: int = 1,
+        shared_input: bool = False,
+    ) -> None:
+        super().__init__()
+        read = 1 if shared_input else groups
+        self.conv = nn.Conv2d(
+            read * in_channels,
+            groups * out_channels,
+            kernel_size,
+            stride=stride,
+            padding=kernel_size // 2,
+            groups=read,
+        )
+        init_he_normal(self.conv.weight, in_channels * kernel_size**2)
+        _zero_bias(self.conv)
+        self.norm = nn.BatchNorm2d(groups * out_channels) if batch_norm else nn.Identity()
+        self.activation = nn.Identity() if activation is None else make_activation(activation)
+
+    def forward(self, maps: Tensor) -> Tensor:
+        result: Tensor = self.activation(self.norm(self.conv(maps)))
+        return result
+
+
+class ResidualUnit(nn.Module):
+    """Two 3x3 convolutions beside a shortcut, then the activation of their sum.
+
+    The shortcut is the input itself, or a 1x1 convolution (with bias, without batch norm) when the unit
+    changes the width or the size. Arguments as in `ConvUnit`.
+    """
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        *,
+        stride: int = 1,
+        batch_norm: bool = False,
+        activation: str = "relu",
+        groups: int = 1,
+        shared_input: bool = False,
+    ) -> None:
+        super().__init__()
+        self.repeats = groups if shared_input else 1
+        self.first = ConvUnit(
+            in_channels,
+            out_channels,
+            stride=stride,
+            batch_norm=batch_norm,
+            activation=activation,
+            groups=groups,
+            shared_input=shared_input,
+        )
+        self.second = ConvUnit(
+            out_channels, out_channels, batch_norm=batch_norm, activation=None, groups=groups
+        )
+        self.shortcut: ConvUnit | None = None
+        if stride != 1 or in_channels != out_channels:
+            self.shortcut = ConvUnit(
+                in_channels,
+                out_channels,
+                kernel_size=1,
+                stride=stride,
+                activation=None,
+                groups=groups,
+                shared_input=shared_input,
+            )
+        self.activation = make_activation(activation)
+
+    def forward(self, maps: Tensor) -> Tensor:
+        change: Tensor = self.second(self.first(maps))
+        if self.shortcut is not None:
+            summed = change + self.shortcut(maps)
+        elif self.repeats == 1:
+            summed = change + maps
+        else:  # every copy adds the maps that all of them read, without repeating them in memory
+            summed = (torch.unflatten(change, 1, (self.repeats, -1)) + maps.unsqueeze(1)).flatten(1, 2)
+        result: Tensor = self.activation(summed)
+        return result
+
+
+def unit_plan(depth: int, width: int) -> list[tuple[int, int, int]]:
+    """(in_channels, out_channels, stride) of each residual unit of a ResNet: three stacks, width doubling.
+
+    Args:
+        depth: 6n + 2 for n units a stack: 8, 14, 20, 26, 32, ...
+        width: channels of the stem and of the first stack.
+    """
+    if isinstance(depth, bool) or not isinstance(depth, int) or depth < 8 or depth % 6 != 2:
+        raise InputError(f"depth must be 6n + 2, such as 8, 14, 20 or 32, not {depth!r}.")
+    if isinstance(width, bool) or not isinstance(width, int) or width < 1:
+        raise InputError(f"width must be a whole number from 1 up, not {width!r}.")
+    plan, channels = [], width
+    for stack in range(3):
+        for unit in range((depth - 2) // 6):
+            out_channels = width * 2**stack
+            plan.append((channels, out_channels, 2 if stack > 0 and unit == 0 else 1))
+            channels = out_channels
+    return plan
+
+
+class Trunk(nn.Module):
+    """Stem and first residual units of a ResNet: images to maps (batch, groups * out_channels, h, w).
+
+    ResNet-20's stem and first 8 units are the paper's shared trunk, tab:func (197,184 parameters for 3
+    channels).
+
+    Args:
+        in_channels: of the images.
+        num_units: how many units to keep; None keeps all (9 for depth 20, 15 for depth 32).
+        groups: independent trunks, all reading the same images, side by side in the channel axis.
+    """
+
+    def __init__(
+        self,
+        in_channels: int = 3,
+        num_units: int | None = None,
+        *,
+        depth: int = 20,
+        width: int = 16,
+        batch_norm: bool = False,
+        activation: str = "relu",
+        groups: int = 1,
+    ) -> None:
+        super().__init__()
+        plan = unit_plan(depth, width)
+        num_units = len(plan) if num_units is None else num_units
+        if not 1 <= num_units <= len(plan):
+            raise InputError(f"num_units must be from 1 to {len(plan)} for depth {depth}, not {num_units}.")
+        self.out_channels = plan[num_units - 1][1]
+        self.stem = ConvUnit(
+            in_channels,
+            width,
+            batch_norm=batch_norm,
+            activation=activation,
+            groups=groups,
+            shared_input=True,
+        )
+        self.units = nn.Sequential(
+            *(
+                ResidualUnit(
+                    before, after, stride=stride, batch_norm=batch_norm, activation=activation, groups=groups
+                )
+                for before, after, stride in plan[:num_units]
+            )
+        )
+
+    def forward(self, images: Tensor) -> Tensor:
+        result: Tensor = self.units(self.stem(images))
+        return result
+
+
+class ResNet(nn.Module):
+    """Plain classifier from pixels in [0, 1] to class scores (batch, class), the baseline beside an ECNN.
+
+    Args:
+        num_classes: scores per image.
+        in_channels: of the images.
+        depth: 6n + 2; 20 has 273,066 trainable parameters, 32 has 467,946 (ten classes, three channels).
+        mean: subtracted from the images, see `Centre`.
+    """
+
+    def __init__(
+        self,
+        num_classes: int,
+        in_channels: int = 3,
+        *,
+        depth: int = 20,
+        width: int = 16,
+        batch_norm: bool = True,
+        activation: str = "relu",
+        mean: Mean | None = None,
+    ) -> None:
+        super().__init__()
+        self.config: dict[str, Any] = {
+            "num_classes": num_classes,
+            "in_channels": in_channels,
+            "depth": depth,
+            "width": width,
+            "batch_norm": batch_norm,
+            "activation": activation,
+        }
+        self.in_channels = in_channels
+        self.centre = Centre(mean)
+        self.trunk = Trunk(
+            in_channels, depth=depth, width=width, batch_norm=batch_norm, activation=activation
+        )
+        self.head = nn.Linear(self.trunk.out_channels, num_classes)
+        init_he_normal(self.head.weight, self.trunk.out_channels)
+        _zero_bias(self.head)
+
+    def features(self, images: Tensor) -> Tensor:
+        """(batch, 4 * width) what the head reads: the trunk's maps averaged over the image."""
+        check_images(images, self.in_channels)
+        maps: Tensor = self.trunk(self.centre(images))
+        return maps.mean(dim=(2, 3))
+
+    def forward(self, images: Tensor) -> Tensor:
+        return full_precision(self.head(self.features(images)))
+
+
+def resnet20(num_classes: int = 10, in_channels: int = 3, **options: Any) -> ResNet:
+    """`ResNet` with 9 units; options as there."""
+    return ResNet(num_classes, in_channels, depth=20, **options)
+
+
+def resnet32(num_classes: int = 10, in_channels: int = 3, **options: Any) -> ResNet:
+    """`ResNet` with 15 units; options as there."""
+    return ResNet(num_classes, in_channels, depth=32, **options)
+
+
+def image_table(values: Mean, what: str) -> Tensor:
+    """(channel, height, width) float32, with 1 for an axis that a number or (channel,) leaves out."""
+    try:
+        table = values.detach().clone() if isinstance(values, Tensor) else torch.from_numpy(np.array(values))
+        table = table.to(torch.float32)
+    except (TypeError, ValueError) as error:
+        raise InputError(f"{what} must be made of numbers: {error}.") from error
+    if table.ndim not in (0, 1, 3) or table.numel() == 0:
+        raise InputError(
+            f"{what} must be a number, (channel,) or (channel, height, width), not of shape "
+            f"{tuple(table.shape)}."
+        )
+    if not table.isfinite().all():
+        raise InputError(f"{what} must be finite.")
+    return table if table.ndim == 3 else table.reshape(-1, 1, 1)
+
+
+def _check_table(table: Tensor, images: Tensor, what: str) -> None:
+    """Raises InputError when broadcasting would change the images' shape or fail."""
+    if any(size not in (1, given) for size, given in zip(table.shape, images.shape[1:], strict=True)):
+        raise InputError(
+            f"the {what} has shape {tuple(table.shape)} but the images {tuple(images.shape[1:])}: give "
+            f"images of the size that the {what} was made for."
+        )
+
+
+def _zero_bias(layer: nn.Conv2d | nn.Linear) -> None:
+    if layer.bias is not None:
+        nn.init.zeros_(layer.bias)

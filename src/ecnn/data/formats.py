@@ -1,0 +1,224 @@
+"""Readers of the file formats that datasets come in; a file that is cut short, altered or hostile is an InputError."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import io
+import math
+import pickle
+import struct
+import warnings
+import zipfile
+import zlib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ecnn.errors import InputError
+from ecnn.progress import Progress
+
+MAX_NPZ_BYTES = 4 * 2**30
+_GREY_MODES = ("1", "L", "LA")
+_DEEP_MODES = ("I", "F")  # also I;16 and its kin: Pillow would clip them, not scale them
+_IDX_HEAD = 4
+
+
+def read_checked(path: Path, md5: str | None) -> bytes:
+    """The bytes of a file, which must have the known MD5 if one is known."""
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise InputError(f"cannot read {path}: {error.strerror or error}.") from error
+    found = hashlib.md5(content, usedforsecurity=False).hexdigest()
+    if md5 is not None and found != md5:
+        raise InputError(
+            f"{path} is not the official file: its MD5 is {found} instead of {md5}, so it was truncated or "
+            "altered; delete it and fetch it again."
+        )
+    return content
+
+
+def gunzip(content: bytes, path: Path) -> bytes:
+    """The content of a .gz file."""
+    try:
+        return gzip.decompress(content)
+    except (OSError, EOFError, zlib.error) as error:
+        raise InputError(f"{path} is not a whole gzip file: {error}.") from error
+
+
+def read_idx(content: bytes, path: Path, ndim: int) -> np.ndarray:
+    """The uint8 array in an idx file, MNIST's format: a magic number, the sizes of all axes, then the values."""
+    head = _IDX_HEAD + 4 * ndim
+    magic = bytes((0, 0, 8, ndim))
+    if content[:_IDX_HEAD] != magic:
+        raise InputError(
+            f"{path} is not an idx file of bytes with {ndim} axes: it starts with {content[:4].hex()} instead of "
+            f"{magic.hex()}."
+        )
+    if len(content) < head:
+        raise InputError(f"{path} is cut short: an idx file has {head} bytes before its values.")
+    shape = struct.unpack(f">{ndim}I", content[_IDX_HEAD:head])
+    if len(content) - head != math.prod(shape):
+        raise InputError(
+            f"{path} promises {' x '.join(map(str, shape))} values but holds {len(content) - head}: it is cut short "
+            "or damaged."
+        )
+    return np.frombuffer(content, dtype=np.uint8, offset=head).reshape(shape)
+
+
+def _latin1(text: str, encoding: str) -> bytes:
+    """What `_codecs.encode` does for bytes in pickles of protocol 2, and nothing else that it could do."""
+    if encoding != "latin1":
+        raise pickle.UnpicklingError(f"the encoding {encoding!r}")
+    return text.encode("latin1")
+
+
+# All that an array in a pickle needs. numpy's function is taken from an array, as its module was renamed.
+_RECONSTRUCT: Callable[..., Any] = np.empty(0).__reduce__()[0]  # type: ignore[assignment]
+_HARMLESS: dict[tuple[str, str], Any] = {
+    ("numpy.core.multiarray", "_reconstruct"): _RECONSTRUCT,
+    ("numpy._core.multiarray", "_reconstruct"): _RECONSTRUCT,
+    ("numpy", "ndarray"): np.ndarray,
+    ("numpy", "dtype"): np.dtype,
+    ("_codecs", "encode"): _latin1,
+}
+
+
+class _ArrayUnpickler(pickle.Unpickler):
+    """Reads lists, dictionaries, texts, numbers and arrays; whatever else a pickle asks for is refused unseen."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) not in _HARMLESS:
+            raise pickle.UnpicklingError(f"it asks for {module}.{name}, which no dataset needs")
+        return _HARMLESS[module, name]
+
+
+def read_pickle(content: bytes, path: Path, keys: Sequence[str]) -> dict[str, Any]:
+    """The named entries of a dictionary pickled by Python 2, without running anything that the pickle asks for."""
+    try:
+        value = _ArrayUnpickler(io.BytesIO(content), encoding="bytes").load()
+    # Damaged pickles raise nearly every kind of error.
+    except Exception as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise InputError(f"{path} is refused as a pickle of plain arrays: {reason}.") from error
+    entries = {}
+    if isinstance(value, dict):
+        entries = {key.decode("latin1") if isinstance(key, bytes) else key: value[key] for key in value}
+    missing = [key for key in keys if key not in entries]
+    if missing:
+        raise InputError(f'{path} has no entry "{missing[0]}", which a CIFAR file has.')
+    return {key: entries[key] for key in keys}
+
+
+def read_npz(path: Path, keys: Sequence[str], md5: str | None = None) -> dict[str, np.ndarray]:
+    """The named arrays of an .npz file; arrays of Python objects, which could run code, are refused."""
+    content = read_checked(path, md5)
+    arrays = {}
+    try:
+        with zipfile.ZipFile(io.BytesIO(content)) as archive:
+            names = set(archive.namelist())
+            size = sum(info.file_size for info in archive.infolist())
+            if size > MAX_NPZ_BYTES:
+                raise InputError(f"{path} unpacks to {size >> 30} GiB, too large for a dataset of ours.")
+            for key in keys:
+                if f"{key}.npy" not in names:
+                    raise InputError(
+                        f'{path} has no array "{key}"; it needs {", ".join(keys)} and has '
+                        f"{', '.join(sorted(name.removesuffix('.npy') for name in names)) or 'none'}."
+                    )
+                with archive.open(f"{key}.npy") as member:
+                    arrays[key] = np.lib.format.read_array(member, allow_pickle=False)
+    except InputError:
+        raise
+    except (OSError, ValueError, EOFError, MemoryError, NotImplementedError, RuntimeError) as error:
+        raise InputError(f"{path} is not an .npz file of plain arrays: {_first_line(error)}.") from error
+    except (zipfile.BadZipFile, zlib.error) as error:
+        raise InputError(f"{path} is not a whole .npz file: {_first_line(error)}.") from error
+    return arrays
+
+
+def read_images(
+    paths: Sequence[Path], *, image_size: tuple[int, int] | None, progress: Progress | None = None
+) -> np.ndarray:
+    """(image, channel, height, width) uint8 from image files: one channel if all are grey, else RGB.
+
+    Args:
+        image_size: (height, width) that every image is resized to, bilinearly; None when all have the same.
+    """
+    pictures: list[np.ndarray] = []
+    for done, path in enumerate(paths, start=1):
+        picture = _read_image(path, image_size)
+        if pictures and picture.shape[:2] != pictures[0].shape[:2]:
+            raise InputError(
+                f"the images have different sizes ({paths[0]}: {_size(pictures[0])}, {path}: {_size(picture)} "
+                "pixels): pass image_size."
+            )
+        pictures.append(picture)
+        if progress is not None and (done % 256 == 0 or done == len(paths)):
+            progress(done, len(paths), "images read")
+    if any(picture.ndim == 3 for picture in pictures):
+        stacked = np.stack(
+            [
+                picture if picture.ndim == 3 else np.repeat(picture[:, :, None], 3, axis=2)
+                for picture in pictures
+            ]
+        )
+        return np.ascontiguousarray(stacked.transpose(0, 3, 1, 2))
+    return np.stack(pictures)[:, None]
+
+
+def resize(
+    images: np.ndarray, image_size: tuple[int, int] | None, progress: Progress | None = None
+) -> np.ndarray:
+    """(image, channel, height, width) images resized bilinearly to (height, width), or as they are."""
+    if image_size is None or images.shape[2:] == image_size:
+        return images
+    from PIL import Image
+
+    height, width = image_size
+    resized = np.empty((*images.shape[:2], height, width), dtype=np.uint8)
+    for number, image in enumerate(images):
+        for channel, plane in enumerate(image):
+            picture = Image.fromarray(np.ascontiguousarray(plane))
+            resized[number, channel] = np.asarray(picture.resize((width, height), Image.Resampling.BILINEAR))
+        if progress is not None and ((number + 1) % 256 == 0 or number + 1 == len(images)):
+            progress(number + 1, len(images), "images resized")
+    return resized
+
+
+def _read_image(path: Path, image_size: tuple[int, int] | None) -> np.ndarray:
+    """(height, width) of a grey image or (height, width, 3) of any other, uint8."""
+    from PIL import Image
+
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", Image.DecompressionBombWarning)
+            with Image.open(path) as image:
+                if image.mode.startswith(_DEEP_MODES):
+                    raise InputError(
+                        f"{path} has more than 8 bits per value (mode {image.mode}): convert it first."
+                    )
+                picture = image.convert("L" if image.mode in _GREY_MODES else "RGB")
+    except InputError:
+        raise
+    except (Image.DecompressionBombWarning, Image.DecompressionBombError) as error:
+        raise InputError(
+            f"{path} is refused: it would unpack to too many pixels ({_first_line(error)})."
+        ) from error
+    # Pillow's decoders raise many kinds of error for damaged files.
+    except Exception as error:
+        raise InputError(f"{path} cannot be read as an image: {_first_line(error)}.") from error
+    if image_size is not None and picture.size != (image_size[1], image_size[0]):
+        picture = picture.resize((image_size[1], image_size[0]), Image.Resampling.BILINEAR)
+    return np.asarray(picture)
+
+
+def _size(picture: np.ndarray) -> str:
+    return f"{picture.shape[0]} x {picture.shape[1]}"
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")

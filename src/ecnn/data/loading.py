@@ -1,0 +1,140 @@
+"""load_data: a dataset by its name or from a folder of images, with a validation part taken from training images."""
+
+from __future__ import annotations
+
+import difflib
+import os
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from ecnn.data.formats import read_npz
+from ecnn.data.sets import AdversarialSigns, Dataset, Split, hold_out
+from ecnn.data.sources import CHECKSUMS, READERS, Arrays, Request, check_sizes, read_folder
+from ecnn.errors import InputError
+from ecnn.progress import Progress
+
+#: Datasets that `load_data` knows by name.
+NAMES: tuple[str, ...] = tuple(READERS)
+
+
+def load_data(
+    name: str | os.PathLike[str],
+    root: str | os.PathLike[str] | None = None,
+    *,
+    val_fraction: float = 0.1,
+    seed: int = 0,
+    image_size: int | tuple[int, int] | None = None,
+    download: bool = True,
+    progress: Progress | None = None,
+) -> Dataset:
+    """A dataset with its train, val and test splits as bytes; nothing is normalised, so attacks see true pixels.
+
+    Args:
+        name: digits, mnist, cifar10, cifar100, gtsrb, or a folder of images by class, also looked for below `root`.
+        root: folder of the files; None is the environment's ECNN_DATA, or else `data` in the working directory.
+        val_fraction: how much of each class is taken from the training images for validation, 0 up to below 1.
+        seed: which images those are; test images do not depend on it.
+        image_size: pixels of a side, or (height, width), to resize to; None keeps the size (GTSRB: 32).
+        download: fetch missing official files.
+        progress: called while images are read or downloaded.
+
+    Returns:
+        The dataset; every way its files can be missing, damaged or altered is an InputError of one sentence.
+    """
+    _check_fraction_and_seed(val_fraction, seed)
+    request = Request(_resolve_root(root), _resolve_size(image_size), download, progress)
+    if str(name) in READERS:
+        title = str(name)
+        arrays = READERS[title](request)
+        check_sizes(title, len(arrays.train_labels), len(arrays.test_labels))
+    else:
+        folder = _find_folder(name, request.root)
+        title = folder.resolve().name
+        arrays = read_folder(folder, request)
+    return _as_dataset(title, arrays, val_fraction, seed)
+
+
+def load_adversarial_signs(root: str | os.PathLike[str] | None = None) -> AdversarialSigns:
+    """The 392 adversarial traffic signs of OptProjTran and the 20 clean signs they were made from.
+
+    Args:
+        root: folder that holds optprojtran/optprojtran.npz; None as in `load_data`.
+    """
+    relative = "optprojtran/optprojtran.npz"
+    path = _resolve_root(root) / relative
+    keys = ("x_adv", "y_true", "y_target", "victim", "x_clean", "y_clean")
+    arrays = read_npz(path, keys, CHECKSUMS.get(relative))
+    for key, kinds, ndim in zip(keys, ("f", "iu", "iu", "iu", "u", "iu"), (4, 1, 1, 1, 4, 1), strict=True):
+        if arrays[key].dtype.kind not in kinds or arrays[key].ndim != ndim:
+            raise InputError(
+                f'{path}: "{key}" has an unexpected form, {arrays[key].dtype} {arrays[key].shape}.'
+            )
+    images, clean = (
+        torch.from_numpy(np.ascontiguousarray(arrays[key].transpose(0, 3, 1, 2)))
+        for key in ("x_adv", "x_clean")
+    )
+    labels, targets, victims, clean_labels = (
+        torch.from_numpy(arrays[key].astype(np.int64)) for key in ("y_true", "y_target", "victim", "y_clean")
+    )
+    return AdversarialSigns(
+        images.to(torch.float32), labels, targets, victims, clean.to(torch.float32) / 255, clean_labels
+    )
+
+
+def _as_dataset(title: str, arrays: Arrays, val_fraction: float, seed: int) -> Dataset:
+    train = _as_split(arrays.train_images, arrays.train_labels)
+    kept, held = hold_out(train.labels.numpy(), val_fraction, seed, arrays.tracks)
+    return Dataset(
+        name=title,
+        train=train.select(kept) if len(held) else train,
+        val=train.select(held),
+        test=_as_split(arrays.test_images, arrays.test_labels),
+        class_names=arrays.class_names,
+    )
+
+
+def _as_split(images: np.ndarray, labels: np.ndarray) -> Split:
+    # Copied unless writable: torch must not share memory that Python takes to be immutable.
+    owned = np.require(images, dtype=np.uint8, requirements=["C", "W"])
+    return Split(torch.from_numpy(owned), torch.from_numpy(labels.astype(np.int64)))
+
+
+def _check_fraction_and_seed(val_fraction: float, seed: int) -> None:
+    if (
+        isinstance(val_fraction, bool)
+        or not isinstance(val_fraction, int | float)
+        or not 0 <= val_fraction < 1
+    ):
+        raise InputError(f"val_fraction must be a number from 0 up to, but not, 1, not {val_fraction!r}.")
+    if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
+        raise InputError(f"seed must be a whole number from 0 up, not {seed!r}.")
+
+
+def _resolve_root(root: str | os.PathLike[str] | None) -> Path:
+    return Path(os.environ.get("ECNN_DATA") or "data") if root is None else Path(root)
+
+
+def _resolve_size(image_size: int | tuple[int, int] | None) -> tuple[int, int] | None:
+    if image_size is None:
+        return None
+    sides = image_size if isinstance(image_size, tuple | list) else (image_size, image_size)
+    if len(sides) != 2 or not all(
+        isinstance(side, int) and not isinstance(side, bool) and side > 0 for side in sides
+    ):
+        raise InputError(
+            f"image_size must be a number of pixels or (height, width), each 1 or more, not {image_size!r}."
+        )
+    return sides[0], sides[1]
+
+
+def _find_folder(name: str | os.PathLike[str], root: Path) -> Path:
+    for folder in (Path(name), root / name):
+        if str(name) and folder.is_dir():
+            return folder
+    if str(name) == "optprojtran":
+        raise InputError("optprojtran is no dataset to train on: use load_adversarial_signs.")
+    close = difflib.get_close_matches(str(name).lower().replace("-", ""), NAMES, n=1)
+    hint = f" (did you mean {close[0]}?)" if close else ""
+    raise InputError(f"no dataset and no folder is called {str(name)!r}{hint}; datasets: {', '.join(NAMES)}.")

@@ -1,0 +1,247 @@
+"""What a loaded dataset is: Split, Dataset and AdversarialSigns, and how images are held out of a split."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ecnn.errors import InputError
+
+# Images summed at a time: a sum over a whole split would first copy it as 64-bit numbers.
+_CHUNK = 4096
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Split:
+    """Images and their classes, kept as bytes so that a whole dataset fits on the device that trains on it.
+
+    Attributes:
+        images: (image, channel, height, width) uint8.
+        labels: (image,) int64 class numbers from 0 up.
+    """
+
+    images: Tensor
+    labels: Tensor
+
+    def __post_init__(self) -> None:
+        images, labels = self.images, self.labels
+        if not isinstance(images, Tensor) or images.dtype != torch.uint8 or images.ndim != 4:
+            raise InputError(
+                f"images must be a uint8 tensor (image, channel, height, width), not {_describe(images)}."
+            )
+        if not isinstance(labels, Tensor) or labels.dtype != torch.int64 or labels.ndim != 1:
+            raise InputError(f"labels must be an int64 tensor (image,), not {_describe(labels)}.")
+        if 0 in images.shape[1:]:
+            raise InputError(
+                f"images need at least one channel, row and column, not shape {tuple(images.shape)}."
+            )
+        if len(images) != len(labels):
+            raise InputError(f"every image needs one label, but there are {len(images)} and {len(labels)}.")
+        if images.device != labels.device:
+            raise InputError(
+                f"images are on {images.device} but labels on {labels.device}: move one of them."
+            )
+        if len(labels) and int(labels.min()) < 0:
+            raise InputError(f"labels must be 0 or more, not {int(labels.min())}.")
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def __getitem__(self, index: int | slice | Tensor) -> tuple[Tensor, Tensor]:
+        """Images as float32 in [0, 1] and their labels; the batch axis stays, also for a single number."""
+        if isinstance(index, int):
+            if not -len(self) <= index < len(self):  # IndexError also ends `for images, labels in split`
+                raise IndexError(f"image {index} of a split of {len(self)} images")
+            index = slice(index % len(self), index % len(self) + 1)
+        elif isinstance(index, Tensor):
+            index = index.to(self.images.device)
+        return self.images[index].to(torch.float32) / 255, self.labels[index]
+
+    def __repr__(self) -> str:
+        return f"Split({len(self)} images of {'x'.join(map(str, self.images.shape[1:]))})"
+
+    def to(self, device: torch.device | str) -> Split:
+        """The same split on another device."""
+        return Split(self.images.to(device), self.labels.to(device))
+
+    def take(self, limit: int | None) -> Split:
+        """The first `limit` images, or all of them when there are fewer or the limit is None."""
+        if limit is None:
+            return self
+        if isinstance(limit, bool) or not isinstance(limit, int) or limit < 0:
+            raise InputError(f"limit must be None or a whole number from 0 up, not {limit!r}.")
+        return Split(self.images[:limit], self.labels[:limit])
+
+    def select(self, indices: Tensor | np.ndarray) -> Split:
+        """The images with these numbers, in this order."""
+        chosen = torch.as_tensor(indices, device=self.images.device)
+        if chosen.ndim != 1 or (len(chosen) and chosen.dtype not in (torch.int64, torch.int32, torch.bool)):
+            raise InputError(f"indices must be one axis of whole numbers, not {_describe(chosen)}.")
+        if not len(chosen):
+            return self.take(0)
+        if chosen.dtype != torch.bool and not -len(self) <= int(chosen.min()) <= int(chosen.max()) < len(
+            self
+        ):
+            raise InputError(
+                f"indices must lie in 0..{len(self) - 1}, not {int(chosen.min())}..{int(chosen.max())}."
+            )
+        return Split(self.images[chosen], self.labels[chosen])
+
+
+@dataclass(frozen=True, eq=False)
+class Dataset:
+    """Images to train on, to choose by (`val`) and to report on (`test`), and the names of their classes."""
+
+    name: str
+    train: Split
+    val: Split
+    test: Split
+    class_names: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        if len(self.class_names) < 2:
+            raise InputError(f"{self.name}: a dataset needs at least 2 classes, not {len(self.class_names)}.")
+        shape = self.train.images.shape[1:]
+        for part, split in self._splits():
+            if split.images.shape[1:] != shape:
+                raise InputError(
+                    f"{self.name}: the {part} images have shape {tuple(split.images.shape[1:])} but the train "
+                    f"images {tuple(shape)}."
+                )
+            if len(split) and int(split.labels.max()) >= self.num_classes:
+                raise InputError(
+                    f"{self.name}: the {part} split has a label {int(split.labels.max())}, but the "
+                    f"{self.num_classes} classes are 0..{self.num_classes - 1}."
+                )
+        counts = torch.bincount(self.train.labels, minlength=self.num_classes).tolist()
+        if 0 in counts:
+            empty = counts.index(0)
+            raise InputError(
+                f"{self.name}: class {empty} ({self.class_names[empty]}) has no training image: add some or "
+                "remove the class."
+            )
+
+    def _splits(self) -> tuple[tuple[str, Split], ...]:
+        return (("train", self.train), ("val", self.val), ("test", self.test))
+
+    @property
+    def num_classes(self) -> int:
+        return len(self.class_names)
+
+    @property
+    def in_channels(self) -> int:
+        return int(self.train.images.shape[1])
+
+    @property
+    def image_size(self) -> tuple[int, int]:
+        """(height, width) in pixels."""
+        return int(self.train.images.shape[2]), int(self.train.images.shape[3])
+
+    @cached_property
+    def mean_image(self) -> Tensor:
+        """(channel, height, width) float32 mean of the training images alone, in [0, 1]."""
+        images = self.train.images
+        # Whole numbers add up to the same sum in any order, so every device computes the same mean.
+        total = torch.zeros(images.shape[1:], dtype=torch.int64, device=images.device)
+        for chunk in torch.split(images, _CHUNK):
+            total += chunk.sum(dim=0, dtype=torch.int64)
+        mean = total.cpu().to(torch.float64) / (255 * len(images))
+        return mean.to(torch.float32).to(images.device)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """SHA-256 over the images and labels of all three splits, so that a run can say what it was trained on."""
+        digest = hashlib.sha256()
+        for part, split in self._splits():
+            digest.update(f"{part} {tuple(split.images.shape)}\n".encode())
+            digest.update(split.images.cpu().numpy().tobytes())
+            digest.update(split.labels.cpu().numpy().astype("<i8").tobytes())
+        return digest.hexdigest()
+
+    def to(self, device: torch.device | str) -> Dataset:
+        """The same dataset on another device."""
+        return replace(self, train=self.train.to(device), val=self.val.to(device), test=self.test.to(device))
+
+
+@dataclass(frozen=True, eq=False)
+class AdversarialSigns:
+    """Traffic signs changed by others so that their own network misread them (OptProjTran).
+
+    The images are float32 because a small perturbation can be lost by rounding to bytes.
+
+    Attributes:
+        images: (image, 3, 32, 32) float32 in [0, 1], the changed signs.
+        labels: (image,) the GTSRB class that the sign shows.
+        targets: (image,) the class that the attack aimed at.
+        victims: (image,) which clean image each one was made from.
+        clean_images: (victim, 3, 32, 32) float32 in [0, 1].
+        clean_labels: (victim,) GTSRB classes.
+    """
+
+    images: Tensor
+    labels: Tensor
+    targets: Tensor
+    victims: Tensor
+    clean_images: Tensor
+    clean_labels: Tensor
+
+    def __post_init__(self) -> None:
+        for name, images, owners in (
+            ("images", self.images, (self.labels, self.targets, self.victims)),
+            ("clean_images", self.clean_images, (self.clean_labels,)),
+        ):
+            if images.dtype != torch.float32 or images.ndim != 4 or images.shape[1] != 3:
+                raise InputError(
+                    f"{name} must be float32 of shape (image, 3, height, width), not {_describe(images)}."
+                )
+            if not bool(((images >= 0) & (images <= 1)).all()):  # also false for nan
+                raise InputError(f"{name} must lie in [0, 1].")
+            for labels in owners:
+                if labels.dtype != torch.int64 or labels.shape != images.shape[:1]:
+                    raise InputError(
+                        f"{name} need int64 labels of shape ({len(images)},), not {_describe(labels)}."
+                    )
+        if bool(((self.victims < 0) | (self.victims >= len(self.clean_images))).any()):
+            raise InputError(f"victims must be numbers of the {len(self.clean_images)} clean images.")
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def __repr__(self) -> str:
+        return f"AdversarialSigns({len(self)} images of {len(self.clean_images)} signs)"
+
+
+def hold_out(
+    labels: np.ndarray, fraction: float, seed: int, groups: np.ndarray | None = None
+) -> tuple[np.ndarray, np.ndarray]:
+    """Image numbers that stay and image numbers that are held out, both in rising order.
+
+    Every class gives the rounded fraction of its images: at least one when it has two, and never all.
+
+    Args:
+        labels: (image,) class of each image.
+        fraction: 0 <= fraction < 1; 0 holds nothing out.
+        seed: decides which images.
+        groups: (image,) images of a class with the same number are kept together and counted as one. Frames of one
+            passing car look alike, so a split between them would measure memory.
+    """
+    rng = np.random.default_rng(seed)
+    held = np.zeros(len(labels), dtype=bool)
+    units = np.arange(len(labels)) if groups is None else groups
+    if fraction > 0:
+        for label in np.unique(labels):
+            own = np.unique(units[labels == label])
+            count = min(max(round(fraction * len(own)), 1), len(own) - 1)
+            held |= (labels == label) & np.isin(units, rng.permutation(own)[:count])
+    return np.flatnonzero(~held), np.flatnonzero(held)
+
+
+def _describe(value: object) -> str:
+    if isinstance(value, Tensor):
+        return f"{str(value.dtype).removeprefix('torch.')} of shape {tuple(value.shape)}"
+    return type(value).__name__

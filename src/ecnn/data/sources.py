@@ -1,0 +1,364 @@
+"""Where each dataset's files are, what they must contain, and how they become arrays."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from ecnn.data.downloads import Archive, provide
+from ecnn.data.formats import gunzip, read_checked, read_idx, read_images, read_npz, read_pickle, resize
+from ecnn.data.sets import hold_out
+from ecnn.errors import InputError
+from ecnn.progress import Progress
+
+TEST_FRACTION = 0.2  # where a source has no test images of its own
+TEST_SEED = 0  # never the caller's seed: test images must not move between runs
+IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".ppm", ".pgm", ".tif", ".tiff", ".webp")
+
+# MD5 of official files, by path below the root.
+CHECKSUMS = {
+    "MNIST/raw/train-images-idx3-ubyte": "6bbc9ace898e44ae57da46a324031adb",
+    "MNIST/raw/train-labels-idx1-ubyte": "a25bea736e30d166cdddb491f175f624",
+    "MNIST/raw/t10k-images-idx3-ubyte": "2646ac647ad5339dbf082846283269ea",
+    "MNIST/raw/t10k-labels-idx1-ubyte": "27ae3e4e09519cfbb04c329615203637",
+    "MNIST/raw/train-images-idx3-ubyte.gz": "f68b3c2dcbeaaa9fbdd348bbdeb94873",
+    "MNIST/raw/train-labels-idx1-ubyte.gz": "d53e105ee54ea40749a09fcbcd1e9432",
+    "MNIST/raw/t10k-images-idx3-ubyte.gz": "9fb629c4189551a2d022fa330f9573f3",
+    "MNIST/raw/t10k-labels-idx1-ubyte.gz": "ec29112dd5afa0611ce80d1b7f02629c",
+    "cifar-10-batches-py/data_batch_1": "c99cafc152244af753f735de768cd75f",
+    "cifar-10-batches-py/data_batch_2": "d4bba439e000b95fd0a9bffe97cbabec",
+    "cifar-10-batches-py/data_batch_3": "54ebc095f3ab1f0389bbae665268c751",
+    "cifar-10-batches-py/data_batch_4": "634d18415352ddfa80567beed471001a",
+    "cifar-10-batches-py/data_batch_5": "482c414d41f54cd18b22e5b47cb7c3cb",
+    "cifar-10-batches-py/test_batch": "40351d587109b95175f43aff81a1287e",
+    "cifar-10-batches-py/batches.meta": "5ff9c542aee3614f3951f8cda6e48888",
+    "cifar-100-python/train": "16019d7e3df5f24257cddd939b257f8d",
+    "cifar-100-python/test": "f0ef6b0ae62326f3e7ffdfab6717acfc",
+    "cifar-100-python/meta": "7973b15100ade9c7d40fb424638fde48",
+    "optprojtran/optprojtran.npz": "888453def74bb8a6ba023a85bad59785",
+}
+
+# How many training and test images there are; files without an official checksum are checked by this.
+SIZES = {
+    "digits": (1437, 360),
+    "mnist": (60_000, 10_000),
+    "cifar10": (50_000, 10_000),
+    "cifar100": (50_000, 10_000),
+    "gtsrb": (39_209, 12_630),
+}
+
+_MNIST = "https://ossci-datasets.s3.amazonaws.com/mnist/"
+_CIFAR = "https://www.cs.toronto.edu/~kriz/"
+_GTSRB = "https://sid.erda.dk/public/archives/daaeac0d7ce1152aea9b61d9f1e19370/"
+_GTSRB_TRAIN = "GTSRB/Final_Training/Images"
+_GTSRB_TEST = "GTSRB/Final_Test/Images"
+
+ARCHIVES: dict[str, tuple[Archive, ...]] = {
+    "mnist": tuple(
+        Archive(_MNIST + Path(relative).name, md5, "MNIST/raw", (relative,), unpack=False)
+        for relative, md5 in CHECKSUMS.items()
+        if relative.endswith(".gz")
+    ),
+    "cifar10": (
+        Archive(
+            _CIFAR + "cifar-10-python.tar.gz",
+            "c58f30108f718f92721af3b95e74349a",
+            ".",
+            tuple(relative for relative in CHECKSUMS if relative.startswith("cifar-10-")),
+        ),
+    ),
+    "cifar100": (
+        Archive(
+            _CIFAR + "cifar-100-python.tar.gz",
+            "eb9058c3a382ffc7106e4002c42a8d85",
+            ".",
+            tuple(relative for relative in CHECKSUMS if relative.startswith("cifar-100-")),
+        ),
+    ),
+    "gtsrb": (
+        Archive(
+            _GTSRB + "GTSRB_Final_Training_Images.zip",
+            "f33fd80ac59bff73c82d25ab499e03a3",
+            ".",
+            (f"{_GTSRB_TRAIN}/00042/GT-00042.csv",),
+        ),
+        Archive(
+            _GTSRB + "GTSRB_Final_Test_Images.zip",
+            "c7e4e6327067d32654124b0fe9e82185",
+            ".",
+            (f"{_GTSRB_TEST}/00000.ppm",),
+        ),
+        Archive(
+            _GTSRB + "GTSRB_Final_Test_GT.zip",
+            "fe31e9c9270bbcd7b84b7f21a9d9d9e5",
+            _GTSRB_TEST,
+            (f"{_GTSRB_TEST}/GT-final_test.csv",),
+        ),
+    ),
+}
+
+_GTSRB_NAMES = (
+    *(f"speed limit {limit}" for limit in (20, 30, 50, 60, 70, 80)),
+    *(
+        "end of speed limit 80",
+        "speed limit 100",
+        "speed limit 120",
+        "no overtaking",
+        "no overtaking by lorries",
+    ),
+    *(
+        "priority at next crossing",
+        "priority road",
+        "give way",
+        "stop",
+        "no vehicles",
+        "no lorries",
+        "no entry",
+    ),
+    *("danger", "bend to the left", "bend to the right", "double bend", "bumpy road", "slippery road"),
+    *("road narrows on the right", "road works", "traffic lights", "pedestrians", "children", "bicycles"),
+    *("ice or snow", "wild animals", "end of all limits", "turn right", "turn left", "ahead only"),
+    *("ahead or right", "ahead or left", "keep right", "keep left", "roundabout", "end of no overtaking"),
+    "end of no overtaking by lorries",
+)
+
+
+@dataclass(frozen=True)
+class Request:
+    """What the caller asked for, passed to every reader."""
+
+    root: Path
+    image_size: tuple[int, int] | None
+    download: bool
+    progress: Progress | None
+
+
+@dataclass(frozen=True)
+class Arrays:
+    """A dataset as it was read: images (image, channel, height, width) uint8, labels (image,) whole numbers.
+
+    `tracks` numbers the training images that must stay together inside their class, if there are any.
+    """
+
+    train_images: np.ndarray
+    train_labels: np.ndarray
+    test_images: np.ndarray
+    test_labels: np.ndarray
+    class_names: tuple[str, ...]
+    tracks: np.ndarray | None = None
+
+
+def read_digits(request: Request) -> Arrays:
+    """scikit-learn's own 8x8 digits, which need no files."""
+    try:
+        from sklearn.datasets import load_digits
+        from sklearn.model_selection import train_test_split
+    except ImportError as error:
+        raise InputError("digits come with scikit-learn, which is not installed: install it.") from error
+    digits = load_digits()
+    images = np.rint(digits.images * 255 / 16).astype(np.uint8)[:, None]
+    images = resize(images, request.image_size, request.progress)
+    labels = digits.target.astype(np.int64)
+    train, test = train_test_split(
+        np.arange(len(labels)), test_size=TEST_FRACTION, stratify=labels, random_state=TEST_SEED
+    )
+    train, test = np.sort(train), np.sort(test)
+    return Arrays(images[train], labels[train], images[test], labels[test], _ten_digits())
+
+
+def read_mnist(request: Request) -> Arrays:
+    """The four idx files, compressed or not."""
+    provide("mnist", ARCHIVES["mnist"], request.root, request.download, request.progress)
+    arrays = []
+    for part in ("train", "t10k"):
+        images = _read_mnist_file(request.root, f"{part}-images-idx3-ubyte", ndim=3)
+        labels = _read_mnist_file(request.root, f"{part}-labels-idx1-ubyte", ndim=1)
+        arrays += [resize(images[:, None], request.image_size, request.progress), labels]
+    return Arrays(arrays[0], arrays[1], arrays[2], arrays[3], _ten_digits())
+
+
+def _read_mnist_file(root: Path, file_name: str, ndim: int) -> np.ndarray:
+    relative = f"MNIST/raw/{file_name}"
+    if (root / relative).exists():
+        content = read_checked(root / relative, CHECKSUMS.get(relative))
+        return read_idx(content, root / relative, ndim)
+    packed = root / f"{relative}.gz"
+    content = gunzip(read_checked(packed, CHECKSUMS.get(f"{relative}.gz")), packed)
+    return read_idx(content, packed, ndim)
+
+
+def read_cifar10(request: Request) -> Arrays:
+    """The five training batches and the test batch of the Python version."""
+    provide("cifar10", ARCHIVES["cifar10"], request.root, request.download, request.progress)
+    batches = [
+        _read_cifar_file(request, f"cifar-10-batches-py/data_batch_{number}", "labels")
+        for number in range(1, 6)
+    ]
+    images, labels = (np.concatenate(parts) for parts in zip(*batches, strict=True))
+    test_images, test_labels = _read_cifar_file(request, "cifar-10-batches-py/test_batch", "labels")
+    names = _read_cifar_names(request.root, "cifar-10-batches-py/batches.meta", "label_names")
+    return Arrays(images, labels, test_images, test_labels, names)
+
+
+def read_cifar100(request: Request) -> Arrays:
+    """The fine classes of the Python version."""
+    provide("cifar100", ARCHIVES["cifar100"], request.root, request.download, request.progress)
+    train = _read_cifar_file(request, "cifar-100-python/train", "fine_labels")
+    test = _read_cifar_file(request, "cifar-100-python/test", "fine_labels")
+    return Arrays(*train, *test, _read_cifar_names(request.root, "cifar-100-python/meta", "fine_label_names"))
+
+
+def _read_cifar_file(request: Request, relative: str, labels_key: str) -> tuple[np.ndarray, np.ndarray]:
+    path = request.root / relative
+    entries = read_pickle(read_checked(path, CHECKSUMS.get(relative)), path, ("data", labels_key))
+    pixels, labels = entries["data"], entries[labels_key]
+    if not isinstance(pixels, np.ndarray) or pixels.dtype != np.uint8 or pixels.shape[1:] != (3072,):
+        raise InputError(f"{path} should hold rows of 3072 bytes, one per image.")
+    if (
+        not isinstance(labels, list)
+        or len(labels) != len(pixels)
+        or not all(isinstance(label, int) and 0 <= label < 100 for label in labels)
+    ):
+        raise InputError(f"{path} should hold {len(pixels)} labels, one per image, each from 0 to 99.")
+    images = pixels.reshape(-1, 3, 32, 32)
+    return resize(images, request.image_size, request.progress), np.array(labels, dtype=np.int64)
+
+
+def _read_cifar_names(root: Path, relative: str, key: str) -> tuple[str, ...]:
+    path = root / relative
+    names = read_pickle(read_checked(path, CHECKSUMS.get(relative)), path, (key,))[key]
+    if not isinstance(names, list) or not all(isinstance(name, bytes | str) for name in names):
+        raise InputError(f"{path} should hold a list of class names.")
+    return tuple(name.decode("latin1") if isinstance(name, bytes) else name for name in names)
+
+
+def read_gtsrb(request: Request) -> Arrays:
+    """Traffic signs from 32x32 .npz files if they are there and that size is wanted, else from the official folders."""
+    size = request.image_size or (32, 32)
+    packed = [request.root / "gtsrb" / f"{part}.npz" for part in ("train", "test")]
+    if size == (32, 32) and any(path.exists() for path in packed):
+        train = _read_gtsrb_npz(packed[0], ("x", "y", "track"))
+        test = _read_gtsrb_npz(packed[1], ("x", "y"))
+        return Arrays(train["x"], train["y"], test["x"], test["y"], _GTSRB_NAMES, train["track"])
+    provide("gtsrb", ARCHIVES["gtsrb"], request.root, request.download, request.progress)
+    rows = []
+    for label in range(len(_GTSRB_NAMES)):
+        rows += _read_gtsrb_csv(request.root / _GTSRB_TRAIN / f"{label:05d}" / f"GT-{label:05d}.csv")
+    try:
+        tracks = np.array([int(path.name.split("_")[0]) for path, _ in rows])
+    except ValueError as error:
+        raise InputError(
+            f"{request.root / _GTSRB_TRAIN} should hold files named track_frame.ppm, like 00000_00012.ppm."
+        ) from error
+    test_rows = _read_gtsrb_csv(request.root / _GTSRB_TEST / "GT-final_test.csv")
+    # Counted before the images are read: half an archive should not cost minutes.
+    check_sizes("gtsrb", len(rows), len(test_rows))
+    images = read_images([path for path, _ in rows + test_rows], image_size=size, progress=request.progress)
+    labels = np.array([label for _, label in rows + test_rows])
+    cut = len(rows)
+    return Arrays(images[:cut], labels[:cut], images[cut:], labels[cut:], _GTSRB_NAMES, tracks)
+
+
+def _read_gtsrb_npz(path: Path, keys: tuple[str, ...]) -> dict[str, np.ndarray]:
+    arrays = read_npz(path, keys)
+    images = arrays["x"]
+    if images.dtype != np.uint8 or images.ndim != 4 or images.shape[1:] != (32, 32, 3):
+        raise InputError(
+            f'{path}: "x" should be uint8 (image, 32, 32, 3), not {images.dtype} {images.shape}.'
+        )
+    for key in keys[1:]:
+        if arrays[key].dtype.kind not in "iu" or arrays[key].shape != images.shape[:1]:
+            raise InputError(f'{path}: "{key}" should be one whole number per image.')
+    arrays["x"] = np.ascontiguousarray(images.transpose(0, 3, 1, 2))
+    return arrays
+
+
+def _read_gtsrb_csv(path: Path) -> list[tuple[Path, int]]:
+    """Image files and their classes, in the order of an official annotation file."""
+    try:
+        with path.open(newline="", encoding="utf-8") as lines:
+            rows = [(row["Filename"], int(row["ClassId"])) for row in csv.DictReader(lines, delimiter=";")]
+    except OSError as error:
+        raise InputError(f"cannot read {path}: {error.strerror or error}.") from error
+    except (KeyError, TypeError, ValueError, csv.Error) as error:
+        raise InputError(f"{path} should have columns Filename and ClassId separated by ;.") from error
+    for name, _ in rows:
+        if not name or Path(name).name != name:
+            raise InputError(f"{path} names the file {name!r}, which is not a plain file name.")
+    return [(path.parent / name, label) for name, label in rows]
+
+
+def read_folder(folder: Path, request: Request) -> Arrays:
+    """One's own images: folder/train/<class>/* and folder/test/<class>/*, or folder/<class>/* with a test part drawn.
+
+    Classes are numbered in the order of their names.
+    """
+    train_folder, test_folder = folder / "train", folder / "test"
+    if train_folder.is_dir() and test_folder.is_dir():
+        names, train_paths, train_labels = _list_classes(train_folder)
+        test_names, test_paths, test_labels = _list_classes(test_folder)
+        if names != test_names:
+            odd = sorted(set(names) ^ set(test_names))[0]
+            raise InputError(
+                f"{train_folder} and {test_folder} differ: only one of them has a class {odd!r}."
+            )
+        images = read_images(
+            train_paths + test_paths, image_size=request.image_size, progress=request.progress
+        )
+        cut = len(train_paths)
+        return Arrays(images[:cut], np.array(train_labels), images[cut:], np.array(test_labels), names)
+    names, paths, listed = _list_classes(folder)
+    images = read_images(paths, image_size=request.image_size, progress=request.progress)
+    labels = np.array(listed)
+    train, test = hold_out(labels, TEST_FRACTION, TEST_SEED)
+    return Arrays(images[train], labels[train], images[test], labels[test], names)
+
+
+def _list_classes(folder: Path) -> tuple[tuple[str, ...], list[Path], list[int]]:
+    classes = sorted(entry for entry in folder.iterdir() if entry.is_dir() and not entry.name.startswith("."))
+    if len(classes) < 2:
+        raise InputError(
+            f"{folder} should hold at least 2 folders of images, one per class (or a folder train and a folder test of "
+            f"such folders), not {len(classes)}."
+        )
+    paths: list[Path] = []
+    labels: list[int] = []
+    for label, entry in enumerate(classes):
+        own = sorted(
+            path
+            for path in entry.iterdir()
+            if path.suffix.lower() in IMAGE_SUFFIXES and not path.name.startswith(".")
+        )
+        if not own:
+            raise InputError(
+                f"{entry} has no image ({', '.join(IMAGE_SUFFIXES)}): add some or remove the folder."
+            )
+        paths += own
+        labels += [label] * len(own)
+    return tuple(entry.name for entry in classes), paths, labels
+
+
+def check_sizes(name: str, train: int, test: int) -> None:
+    """Raises InputError unless the dataset has all of its images."""
+    if (train, test) != SIZES.get(name, (train, test)):
+        raise InputError(
+            f"{name} should have {SIZES[name][0]} training and {SIZES[name][1]} test images, not {train} and {test}: "
+            "some files are missing or were altered; delete them and fetch them again."
+        )
+
+
+def _ten_digits() -> tuple[str, ...]:
+    return tuple("0123456789")
+
+
+READERS: dict[str, Callable[[Request], Arrays]] = {
+    "digits": read_digits,
+    "mnist": read_mnist,
+    "cifar10": read_cifar10,
+    "cifar100": read_cifar100,
+    "gtsrb": read_gtsrb,
+}

@@ -1,0 +1,218 @@
+"""Member logits to class scores: soft and hard ways of comparing what the members say with the codewords."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from ecnn.backbones import full_precision
+from ecnn.codes import CodeMatrix
+from ecnn.errors import InputError
+
+MemberOutput = Literal["logit", "symbols"]
+MEMBER_OUTPUTS: tuple[str, ...] = ("logit", "symbols")
+DEFAULT_DECODER: dict[str, str] = {"logit": "tanh", "symbols": "sigmoid"}
+
+# Added to every class's share, so that a class without any has a finite logarithm, as Verma & Swami do.
+SHARE_FLOOR = 1e-6
+
+
+def check_member_output(code: CodeMatrix, member_output: str) -> None:
+    """Raises InputError unless members of that kind can speak this code."""
+    if member_output not in MEMBER_OUTPUTS:
+        raise InputError(f'member_output must be "logit" or "symbols", not {member_output!r}.')
+    if member_output == "logit" and code.arity != 2:
+        raise InputError(
+            f"one logit per member can only tell two symbols apart, but the code has arity {code.arity}: use "
+            'member_output="symbols".'
+        )
+
+
+class Decoder(nn.Module):
+    """Base of the decoders: from member logits to class scores (batch, class), in float32 or better.
+
+    Scores are never computed in half precision, not even under autocast: they are sums of up to `code_length`
+    terms whose small differences decide.
+
+    Args:
+        code: whose codewords are compared with the members.
+        member_output: "logit" for member logits (batch, member), "symbols" for (batch, member, symbol).
+    """
+
+    accepts: ClassVar[tuple[str, ...]] = ()
+    signs: Tensor
+    one_hot: Tensor
+
+    def __init__(self, code: CodeMatrix, member_output: str) -> None:
+        super().__init__()
+        check_member_output(code, member_output)
+        if member_output not in self.accepts:
+            raise InputError(
+                f"{type(self).__name__} reads members with {' or '.join(self.accepts)} output, not "
+                f"{member_output!r}; for those use {', '.join(decoders_for(member_output))}."
+            )
+        self.member_output = member_output
+        self.shape = (code.code_length,) if member_output == "logit" else (code.code_length, code.arity)
+        # (class, member * symbol) in signs, and the same with 0 for -1; rebuilt from the code, so not saved.
+        table = code.signed if member_output == "logit" else 2 * code.one_hot - 1
+        signs = torch.from_numpy(table.reshape(code.num_classes, -1).astype(np.float32))
+        self.register_buffer("signs", signs, persistent=False)
+        self.register_buffer("one_hot", (signs + 1) / 2, persistent=False)
+
+    def forward(self, member_logits: Tensor) -> Tensor:
+        if member_logits.ndim != len(self.shape) + 1 or tuple(member_logits.shape[1:]) != self.shape:
+            expected = ", ".join(str(size) for size in self.shape)
+            raise InputError(
+                f"member logits must have the shape (batch, {expected}), not {tuple(member_logits.shape)}."
+            )
+        logits = full_precision(member_logits)
+        device = logits.device.type
+        if device != "meta" and torch.is_autocast_enabled(device):
+            with torch.autocast(device, enabled=False):
+                return self.scores(logits)
+        return self.scores(logits)
+
+    def scores(self, member_logits: Tensor) -> Tensor:
+        """(batch, class) scores of checked member logits; what a decoder defines."""
+        raise NotImplementedError
+
+
+class TanhDecoder(Decoder):
+    """Correlation of tanh(z) with each codeword in signs, from -N to N: the paper's decoder.
+
+    In float32 the gradient of tanh is exactly zero from |z| = 9.02 on: gradient attacks on these scores can
+    stall where the model is not robust. Use `LinearDecoder` or the member logits to attack.
+    """
+
+    accepts = ("logit",)
+
+    def scores(self, member_logits: Tensor) -> Tensor:
+        return _correlate(torch.tanh(member_logits), self.signs)
+
+
+class LinearDecoder(Decoder):
+    """Correlation of the logits themselves with each codeword: nothing saturates.
+
+    For symbols members, each member's mean over its symbols is subtracted first, so a common level of its
+    logits changes nothing.
+    """
+
+    accepts = ("logit", "symbols")
+
+    def scores(self, member_logits: Tensor) -> Tensor:
+        if self.member_output == "logit":
+            return _correlate(member_logits, self.signs)
+        return _correlate(member_logits - member_logits.mean(dim=-1, keepdim=True), self.one_hot)
+
+
+class SigmoidDecoder(Decoder):
+    """Sum over members of sigmoid(z) at the symbol that each class writes, from 0 to N.
+
+    Departs: the appendix prints M nu(z) with an M of the wrong size; as in the authors' program, M is
+        expanded one-hot. The sum depends on the common level of a member's logits, which training by
+        differences leaves
+        free: raising it flattens all scores without changing any member's answer.
+    """
+
+    accepts = ("symbols",)
+
+    def scores(self, member_logits: Tensor) -> Tensor:
+        return _correlate(torch.sigmoid(member_logits), self.one_hot)
+
+
+class SoftmaxDecoder(Decoder):
+    """Expected number of symbols that agree with each codeword, from 0 to N.
+
+    Departs: replaces the logistic function by a softmax over each member's symbols, so a common level changes
+        nothing.
+    """
+
+    accepts = ("symbols",)
+
+    def scores(self, member_logits: Tensor) -> Tensor:
+        return _correlate(torch.softmax(member_logits, dim=-1), self.one_hot)
+
+
+class BinaryTanhDecoder(Decoder):
+    """Correlation of tanh(z) with the codewords expanded to one sign per symbol, from -qN to qN.
+
+    The main text's binary decoder read for q-ary members: the code becomes M x qN by one-hot expansion.
+    """
+
+    accepts = ("symbols",)
+
+    def scores(self, member_logits: Tensor) -> Tensor:
+        return _correlate(torch.tanh(member_logits), self.signs)
+
+
+class ShareDecoder(Decoder):
+    """Logarithm of each class's share of the positive correlations of tanh(z): Verma & Swami's p_nu.
+
+    p_k is proportional to max(m_k . tanh(z), 0) + 1e-6, the floor being their program's. A class whose
+    correlation is negative has an exactly zero gradient.
+
+    Departs: the printed denominator does not sum over classes; a probability must.
+    """
+
+    accepts = ("logit",)
+
+    def scores(self, member_logits: Tensor) -> Tensor:
+        shares = torch.relu(_correlate(torch.tanh(member_logits), self.signs)) + SHARE_FLOOR
+        return shares.log() - shares.sum(dim=1, keepdim=True).log()
+
+
+class HammingDecoder(Decoder):
+    """How many of the members' hard symbols agree with each codeword, 0 to N; the gradient is zero.
+
+    A logit above zero is symbol 1; the largest of several is the symbol (the first, if tied).
+    """
+
+    accepts = ("logit", "symbols")
+
+    def scores(self, member_logits: Tensor) -> Tensor:
+        # Through sign the scores keep a (zero) gradient, so that an attack finds nothing rather than fails.
+        sign = torch.sign(member_logits)
+        if self.member_output == "logit":
+            bits = torch.sign(sign - 0.5)
+            return (_correlate(bits, self.signs) + self.shape[0]) / 2
+        best = member_logits.argmax(dim=-1, keepdim=True)
+        answer = torch.zeros_like(member_logits).scatter(-1, best, 1.0)
+        return _correlate(answer + 0 * sign, self.one_hot)
+
+
+DECODERS: dict[str, type[Decoder]] = {
+    "tanh": TanhDecoder,
+    "linear": LinearDecoder,
+    "sigmoid": SigmoidDecoder,
+    "softmax": SoftmaxDecoder,
+    "binary_tanh": BinaryTanhDecoder,
+    "p_nu": ShareDecoder,
+    "hamming": HammingDecoder,
+}
+
+
+def decoders_for(member_output: str) -> tuple[str, ...]:
+    """Names of the decoders that read members of that kind."""
+    return tuple(name for name, decoder in DECODERS.items() if member_output in decoder.accepts)
+
+
+def make_decoder(code: CodeMatrix, member_output: str, name: str | None = None) -> Decoder:
+    """The decoder of that name; None takes the paper's, tanh for logit and sigmoid for symbols members."""
+    check_member_output(code, member_output)
+    name = DEFAULT_DECODER[member_output] if name is None else name
+    if name not in DECODERS:
+        raise InputError(f"no decoder is called {name!r}; known: {', '.join(DECODERS)}.")
+    if member_output not in DECODERS[name].accepts:
+        raise InputError(
+            f"the decoder {name!r} does not read members with {member_output} output; these do: "
+            f"{', '.join(decoders_for(member_output))}."
+        )
+    return DECODERS[name](code, member_output)
+
+
+def _correlate(values: Tensor, table: Tensor) -> Tensor:
+    """(batch, class) inner products of (batch, member[, symbol]) with (class, member * symbol)."""
+    return values.flatten(1) @ table.to(values.dtype).T

@@ -1,0 +1,429 @@
+"""What training minimises: member losses, entropy terms, margins as pure functions, and named objectives.
+
+Nothing here waits for the device or has a shape that depends on values, so a training step can be captured in
+a CUDA graph. Losses and entropies are computed in float32 or better and stay exact for confident members.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+import torch
+import torch.nn.functional as F  # noqa: N812 as all of torch's users call it
+from torch import Tensor
+
+from ecnn.backbones import full_precision
+from ecnn.errors import InputError
+
+EntropyUnit = Literal["nats", "normalised"]
+ENTROPY_UNITS: tuple[str, ...] = ("nats", "normalised")
+
+
+class CodedModel(Protocol):
+    """What a member objective needs of a model; `ECNN` is one."""
+
+    code_symbols: Tensor
+    share_head: bool
+    head: Any
+
+    def features(self, images: Tensor) -> Tensor: ...
+
+    def apply_head(self, features: Tensor) -> Tensor: ...
+
+    def member_logits(self, images: Tensor) -> Tensor: ...
+
+
+class Objective(Protocol):
+    """A scalar loss of a batch; training takes any callable of this form."""
+
+    def __call__(self, model: Any, images: Tensor, labels: Tensor) -> Tensor: ...
+
+
+def member_targets(code_symbols: Tensor, labels: Tensor) -> Tensor:
+    """(batch, member) the symbol that each member should answer: the codeword of each label.
+
+    Args:
+        code_symbols: (class, task) integers 0..arity-1, on the labels' device.
+        labels: (batch,) class indices.
+    """
+    return code_symbols.index_select(0, labels)
+
+
+def member_cross_entropy(member_logits: Tensor, targets: Tensor) -> Tensor:
+    """Cross entropy of the members' answers in nats, averaged over members (eqn:loss).
+
+    Args:
+        member_logits: (batch, member) logits of symbol 1, or (batch, member, symbol).
+        targets: (batch, member) from `member_targets`.
+
+    Returns:
+        (batch,) from 0 up.
+
+    Departs: eq:enc prints 1/(N(N-1)K); the mean over members and images is 1/(NK).
+    """
+    logits = _checked_logits(member_logits, targets)
+    if logits.ndim == 2:
+        return F.softplus(-_signs(targets, logits) * logits).mean(dim=1)
+    return _cross_entropy(logits, targets).mean(dim=1)
+
+
+def member_hinge(member_logits: Tensor, targets: Tensor, *, margin: float = 1.0) -> Tensor:
+    """How far binary members stay below the margin on the right side, averaged over members (eqn:loss).
+
+    Args:
+        member_logits: (batch, member) logits of symbol 1.
+        targets: (batch, member) zeros and ones.
+        margin: where a logit is good enough.
+
+    Returns:
+        (batch,) mean of max(margin - t z, 0) with t = -1 or +1.
+    """
+    logits = _checked_logits(member_logits, targets, ndim=2)
+    return torch.relu(margin - _signs(targets, logits) * logits).mean(dim=1)
+
+
+def symbol_hinge(member_logits: Tensor, targets: Tensor, *, margin: float = 1.0) -> Tensor:
+    """How far the right symbol stays below the margin over the best other, averaged over members (eq:enc_q).
+
+    It sees only differences of a member's logits and leaves their common level free.
+
+    Args:
+        member_logits: (batch, member, symbol).
+        targets: (batch, member) right symbols.
+        margin: by how much the right symbol should win; the paper's kappa.
+
+    Returns:
+        (batch,) mean of max(margin - (z_true - max of the others), 0).
+    """
+    logits = _checked_logits(member_logits, targets, ndim=3)
+    return torch.relu(margin - _lead(logits, targets)).mean(dim=1)
+
+
+def member_entropy(member_logits: Tensor, *, entropy_unit: EntropyUnit = "nats") -> Tensor:
+    """Average uncertainty of the members about their own tasks.
+
+    Training rewards it so that members do not grow confident on shared features (eq:div2). With a shared head
+    it has no term across members: it is a penalty on confidence.
+
+    Args:
+        member_logits: (batch, member) one logit per binary task, or (batch, member, symbol).
+        entropy_unit: "nats", or "normalised" by log(arity).
+
+    Returns:
+        (batch,) between 0 and log(arity), or 1 when normalised.
+
+    Departs: the printed joint objective adds this term; Lemma lem:solution and the authors' program subtract
+        it, so `joint_loss` does too. Their program also divides by log(arity): `entropy_unit`.
+    """
+    if member_logits.ndim not in (2, 3):
+        raise InputError(
+            "member logits must be (batch, member) or (batch, member, symbol), not "
+            f"{tuple(member_logits.shape)}."
+        )
+    binary = member_logits.ndim == 2
+    unit = _unit(entropy_unit, 2 if binary else member_logits.shape[2])
+    logits = full_precision(member_logits)
+    return (_binary_entropy(logits) if binary else _symbol_entropy(logits)).mean(dim=1) / unit
+
+
+def cross_member_entropy(
+    features: Tensor, weight: Tensor, bias: Tensor | None = None, *, entropy_unit: EntropyUnit = "nats"
+) -> Tensor:
+    """Average uncertainty of each member's head about every other member's features (eq:div1).
+
+    Features that only their own head can read are what the paper calls diverse. When all heads are the same,
+    this is `member_entropy`.
+
+    Args:
+        features: (batch, member, feature).
+        weight: (member, feature) or (member, feature, symbol), the unshared heads.
+        bias: (member,) or (member, symbol), or None.
+        entropy_unit: "nats", or "normalised" by log(arity).
+
+    Returns:
+        (batch,) mean over the N(N-1) ordered pairs of different members.
+
+    Departs: the printed heads have no bias; ours do.
+    """
+    members = weight.shape[0]
+    if (
+        weight.ndim not in (2, 3)
+        or features.ndim != 3
+        or tuple(features.shape[1:]) != tuple(weight.shape[:2])
+    ):
+        raise InputError(
+            "features must be (batch, member, feature) and weights (member, feature) or (member, feature, "
+            f"symbol), not {tuple(features.shape)} and {tuple(weight.shape)}."
+        )
+    if members < 2:
+        raise InputError("the entropy across members needs at least 2 members, not 1.")
+    binary = weight.ndim == 2
+    unit = _unit(entropy_unit, 2 if binary else weight.shape[2])
+    # i: the head, j: whose features it reads.
+    logits = torch.einsum("bjf,if->bij" if binary else "bjf,ifs->bijs", features, weight)
+    if bias is not None:
+        logits = logits + (bias[:, None] if binary else bias[:, None, :])
+    logits = full_precision(logits)
+    entropies = _binary_entropy(logits) if binary else _symbol_entropy(logits)
+    others = 1 - torch.eye(members, dtype=entropies.dtype, device=entropies.device)
+    return (entropies * others).sum(dim=(1, 2)) / (members * (members - 1) * unit)
+
+
+def joint_loss(loss: Tensor, entropy: Tensor, diversity_weight: float) -> Tensor:
+    """Loss minus the weighted entropy: what joint training minimises (eq:enc_dec, eq:enc_dec_q).
+
+    Departs: the printed `- gamma zeta log(zeta)` is plus gamma times the entropy, so minimising it would
+        punish uncertainty; the text, Lemma lem:solution and the authors' program reward it.
+    """
+    return loss - diversity_weight * entropy
+
+
+def stationary_logit(diversity_weight: float, *, entropy_unit: EntropyUnit = "nats", arity: int = 2) -> float:
+    """The logit at which member cross entropy minus the weighted entropy is smallest (lem:solution).
+
+    Where softplus(-z) - weight * H(sigmoid(z)) has derivative zero, weight * z * sigmoid(z) = 1. For several
+    symbols z is the lead of the right symbol over the others, which are then all equal.
+
+    Args:
+        diversity_weight: from 0 (no finite optimum: infinity) up.
+        entropy_unit: of the entropy that the weight multiplies; normalised by log(arity), a weight counts
+            more.
+        arity: symbols per member.
+
+    Returns:
+        10.000454 for a weight of 0.1 in nats.
+    """
+    unit = _unit(entropy_unit, arity)
+    if not 0 <= diversity_weight < math.inf:
+        raise InputError(f"diversity_weight must be a number from 0 up, not {diversity_weight!r}.")
+    weight = diversity_weight / unit
+    if weight == 0:
+        return math.inf
+    # The right symbol has a probability between 1/arity and 1, and the product grows with z.
+    low, high = 1 / weight, arity / weight
+    while low < (middle := (low + high) / 2) < high:
+        low, high = (middle, high) if weight * middle * _confidence(middle, arity) < 1 else (low, middle)
+    return low
+
+
+def stationary_confidence(
+    diversity_weight: float, *, entropy_unit: EntropyUnit = "nats", arity: int = 2
+) -> float:
+    """The probability that a member gives the right symbol when `stationary_logit` is reached (lem:solution).
+
+    1 for a weight of 0, and, rounded, for any logit above 37: prefer the logit then.
+
+    Returns:
+        0.99995 for a weight of 0.1 in nats.
+    """
+    logit = stationary_logit(diversity_weight, entropy_unit=entropy_unit, arity=arity)
+    return _confidence(logit, arity)
+
+
+def stationary_weight(confidence: float, *, entropy_unit: EntropyUnit = "nats", arity: int = 2) -> float:
+    """The diversity weight at which members settle at that probability of the right symbol (lem:solution).
+
+    The inverse of `stationary_confidence`.
+
+    Args:
+        confidence: above 1/arity and below 1.
+    """
+    unit = _unit(entropy_unit, arity)
+    if not 1 / arity < confidence < 1:
+        raise InputError(f"confidence must lie between 1/{arity} and 1, not {confidence!r}.")
+    return unit / (confidence * math.log(confidence * (arity - 1) / (1 - confidence)))
+
+
+def score_cross_entropy(scores: Tensor, labels: Tensor) -> Tensor:
+    """(batch,) softmax cross entropy of class scores, in nats.
+
+    Exact where the usual form is not: in float32 that one has an exactly zero gradient in the true score once
+    the lead exceeds 17.
+
+    Args:
+        scores: (batch, class).
+        labels: (batch,) class indices.
+    """
+    return _cross_entropy(full_precision(scores), labels)
+
+
+def member_margin(member_logits: Tensor, targets: Tensor) -> Tensor:
+    """(batch, member) by how much each member prefers the right answer; negative where its bit is wrong.
+
+    Args:
+        member_logits: (batch, member) logits of symbol 1, or (batch, member, symbol).
+        targets: (batch, member) the right symbols.
+    """
+    logits = _checked_logits(member_logits, targets)
+    return _signs(targets, logits) * logits if logits.ndim == 2 else _lead(logits, targets)
+
+
+def score_margin(scores: Tensor, labels: Tensor) -> Tensor:
+    """(batch,) score of the true class minus the best other; negative when the image is misclassified."""
+    return _lead(full_precision(scores), labels)
+
+
+@dataclass(frozen=True)
+class MemberObjective:
+    """Mean member loss minus the weighted entropy; the decoder plays no part (eq:enc_dec, eq:enc_dec_q).
+
+    Attributes:
+        kind: "hinge" or "cross_entropy".
+        diversity_weight: the paper's gamma; 0.1 for MNIST and CIFAR-10 there.
+        entropy_unit: "normalised" by log(arity) as in the authors' program, or "nats" as printed.
+        margin: of the hinge.
+        diversity: "own" rewards each member's own entropy (eq:div2), "cross" that of each head on the others'
+            features (eq:div1). With a shared head the two are equal.
+        scale: multiplies everything; the authors' program trains with 5.
+    """
+
+    kind: Literal["hinge", "cross_entropy"] = "hinge"
+    diversity_weight: float = 0.0
+    entropy_unit: EntropyUnit = "normalised"
+    margin: float = 1.0
+    diversity: Literal["own", "cross"] = "own"
+    scale: float = 1.0
+
+    def __post_init__(self) -> None:
+        for name, known in (
+            ("kind", ("hinge", "cross_entropy")),
+            ("entropy_unit", ENTROPY_UNITS),
+            ("diversity", ("own", "cross")),
+        ):
+            if getattr(self, name) not in known:
+                raise InputError(f"{name} must be {' or '.join(known)}, not {getattr(self, name)!r}.")
+        for name, least in (("diversity_weight", 0.0), ("margin", 0.0), ("scale", 0.0)):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value < math.inf:
+                raise InputError(f"{name} must be a number from 0 up, not {value!r}.")
+
+    def __call__(self, model: CodedModel, images: Tensor, labels: Tensor) -> Tensor:
+        if not hasattr(model, "code_symbols"):
+            raise InputError(
+                f"a member objective needs a model with a code; {type(model).__name__} has none."
+            )
+        targets = member_targets(model.code_symbols, labels)
+        across = self.diversity == "cross" and self.diversity_weight > 0 and not model.share_head
+        if not across:
+            member_logits = model.member_logits(images)
+            loss = self.member_loss(member_logits, targets)
+            if self.diversity_weight == 0:
+                return self.scale * loss.mean()
+            entropy = member_entropy(member_logits, entropy_unit=self.entropy_unit)
+        else:
+            features = model.features(images)
+            member_logits = model.apply_head(features)
+            loss = self.member_loss(member_logits, targets)
+            weight, bias = model.head.weight, model.head.bias
+            if member_logits.ndim == 2:
+                weight, bias = weight.squeeze(-1), bias.squeeze(-1)
+            entropy = cross_member_entropy(features, weight, bias, entropy_unit=self.entropy_unit)
+        return self.scale * joint_loss(loss, entropy, self.diversity_weight).mean()
+
+    def member_loss(self, member_logits: Tensor, targets: Tensor) -> Tensor:
+        """(batch,) the loss without the entropy term."""
+        if self.kind == "cross_entropy":
+            return member_cross_entropy(member_logits, targets)
+        hinge = member_hinge if member_logits.ndim == 2 else symbol_hinge
+        return hinge(member_logits, targets, margin=self.margin)
+
+
+@dataclass(frozen=True)
+class ScoreObjective:
+    """Mean softmax cross entropy of the class scores: how ordinary classifiers are trained."""
+
+    def __call__(self, model: Any, images: Tensor, labels: Tensor) -> Tensor:
+        return score_cross_entropy(model(images), labels).mean()
+
+
+OBJECTIVES: dict[str, MemberObjective | ScoreObjective] = {
+    "member_hinge": MemberObjective(kind="hinge"),
+    "member_cross_entropy": MemberObjective(kind="cross_entropy"),
+    "cross_entropy": ScoreObjective(),
+}
+
+
+def named_objective(name: str, **options: Any) -> MemberObjective | ScoreObjective:
+    """The objective of that name with these attributes; an unknown name or option is an InputError."""
+    if name not in OBJECTIVES:
+        raise InputError(f"no objective is called {name!r}; known: {', '.join(OBJECTIVES)}.")
+    known = [field.name for field in dataclasses.fields(OBJECTIVES[name]) if field.name != "kind"]
+    _refuse_unknown(name, options, known)
+    return dataclasses.replace(OBJECTIVES[name], **options)
+
+
+def _refuse_unknown(name: str, options: Mapping[str, Any], known: list[str]) -> None:
+    unknown = [option for option in options if option not in known]
+    if unknown:
+        raise InputError(
+            f"the objective {name!r} has no option {unknown[0]!r}; it has {', '.join(known) or 'none'}."
+        )
+
+
+def _checked_logits(member_logits: Tensor, targets: Tensor, ndim: int | None = None) -> Tensor:
+    """The logits in float32 or better, after a look at the shapes."""
+    allowed = (2, 3) if ndim is None else (ndim,)
+    if member_logits.ndim not in allowed or member_logits.shape[:2] != targets.shape:
+        shapes = {2: "(batch, member)", 3: "(batch, member, symbol)"}
+        expected = " or ".join(shapes[size] for size in allowed)
+        raise InputError(
+            f"expected member logits {expected} and targets (batch, member), not "
+            f"{tuple(member_logits.shape)} and {tuple(targets.shape)}."
+        )
+    return full_precision(member_logits)
+
+
+def _signs(targets: Tensor, logits: Tensor) -> Tensor:
+    """-1 for symbol 0, +1 for symbol 1."""
+    return 2 * targets.to(logits.dtype) - 1
+
+
+def _without(logits: Tensor, index: Tensor) -> Tensor:
+    """The logits with minus infinity at one index of the last axis."""
+    return logits.scatter(-1, index.unsqueeze(-1), -math.inf)
+
+
+def _lead(logits: Tensor, targets: Tensor) -> Tensor:
+    """By how much the target's logit exceeds the best other one, along the last axis."""
+    right = logits.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
+    return right - _without(logits, targets).amax(dim=-1)
+
+
+def _cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+    """-log softmax at the target, along the last axis.
+
+    As softplus of the others against the target: the usual form loses everything when the target's
+    probability rounds to 1.
+    """
+    right = logits.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
+    return F.softplus(_without(logits, targets).logsumexp(dim=-1) - right)
+
+
+def _binary_entropy(logits: Tensor) -> Tensor:
+    # Both terms are non-negative, so nothing cancels; p*log(p) is already nan at a float32 logit of 20.
+    size = logits.abs()
+    return F.softplus(-size) + size * torch.sigmoid(-size)
+
+
+def _symbol_entropy(logits: Tensor) -> Tensor:
+    # The same for several symbols, against the most probable one: log(1 + rest) plus the mean lead.
+    best = logits.argmax(dim=-1, keepdim=True)
+    lead = logits.gather(-1, best) - logits
+    odds = torch.exp(-lead).scatter(-1, best, 0.0)
+    rest = odds.sum(dim=-1)
+    return torch.log1p(rest) + (odds * lead).sum(dim=-1) / (1 + rest)
+
+
+def _unit(entropy_unit: str, arity: int) -> float:
+    """What an entropy in nats is divided by."""
+    if entropy_unit not in ENTROPY_UNITS:
+        raise InputError(f'entropy_unit must be "nats" or "normalised", not {entropy_unit!r}.')
+    return 1.0 if entropy_unit == "nats" else math.log(arity)
+
+
+def _confidence(lead: float, arity: int) -> float:
+    return 1 / (1 + (arity - 1) * math.exp(-lead))

@@ -1,0 +1,146 @@
+"""A run directory: what was asked for, the code, the weights, the log; and the models that come with the package."""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+from collections.abc import Callable
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import ecnn
+from ecnn import files
+from ecnn.backbones import ResNet
+from ecnn.codes import CodeMatrix, load_code
+from ecnn.errors import InputError
+from ecnn.model import ECNN
+from ecnn.training.checkpoints import load_checkpoint, load_model_tensors
+from ecnn.training.fit import BEST
+
+SPEC, CODE, ENVIRONMENT, DONE = "spec.toml", "code.json", "env.json", "DONE"
+
+
+def build_model(
+    kind: str,
+    *,
+    code: CodeMatrix | None,
+    num_classes: int,
+    in_channels: int,
+    mean: Tensor | None,
+    **options: Any,
+) -> nn.Module:
+    """A model by name: "ecnn" (needs a code) or "resnet"; options are its keyword arguments."""
+    if kind not in MODELS:
+        raise InputError(f"a model is one of {', '.join(MODELS)}, not {kind!r}.")
+    try:
+        return MODELS[kind](code, num_classes, in_channels, mean, options)
+    except TypeError as error:
+        raise InputError(f"the model {kind!r} cannot be built so: {error}.") from error
+
+
+def _build_ecnn(
+    code: CodeMatrix | None, num_classes: int, in_channels: int, mean: Tensor | None, options: dict[str, Any]
+) -> nn.Module:
+    if code is None:
+        raise InputError('an "ecnn" model needs a code.')
+    if code.num_classes != num_classes:
+        raise InputError(
+            f"the code has {code.num_classes} classes, but the data has {num_classes}: use a code for {num_classes}."
+        )
+    return ECNN(code, in_channels, mean=mean, **options)
+
+
+def _build_resnet(
+    code: CodeMatrix | None, num_classes: int, in_channels: int, mean: Tensor | None, options: dict[str, Any]
+) -> nn.Module:
+    return ResNet(num_classes, in_channels, mean=mean, **options)
+
+
+MODELS: dict[str, Callable[..., nn.Module]] = {"ecnn": _build_ecnn, "resnet": _build_resnet}
+
+
+def start_run(folder: Path, spec: dict[str, Any], code: CodeMatrix | None) -> None:
+    """Writes what is known before training: the resolved spec, the code, the environment.
+
+    A folder that holds another run is refused.
+    """
+    if (folder / SPEC).exists() and files.read_toml(folder / SPEC) != _without_none(spec):
+        raise InputError(f"{folder} holds a run with another spec.toml: choose another folder.")
+    files.write_toml(folder / SPEC, spec)
+    if code is not None:
+        code.save(folder / CODE)
+    files.write_json(folder / ENVIRONMENT, environment())
+
+
+def finish_run(folder: Path) -> None:
+    """Marks the run as complete."""
+    files.write_text(folder / DONE, "")
+
+
+def is_done(folder: Path) -> bool:
+    return (folder / DONE).exists()
+
+
+def environment() -> dict[str, Any]:
+    """Versions and hardware, for whoever wants to know where a number comes from."""
+    has_cuda = torch.cuda.is_available()
+    return {
+        "ecnn": ecnn.__version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "device": torch.cuda.get_device_name() if has_cuda else platform.processor() or platform.machine(),
+        "platform": sys.platform,
+    }
+
+
+def load_model(source: str | os.PathLike[str], *, device: str | torch.device = "cpu") -> nn.Module:
+    """The best weights of a run directory or of a shipped model (see `models`), in eval mode."""
+    folder = Path(source)
+    if not folder.is_dir():
+        if str(source) not in models():
+            known = f"; shipped models: {', '.join(models())}" if models() else ""
+            raise InputError(f"no run folder and no model is called {str(source)!r}{known}.")
+        folder = Path(str(resources.files("ecnn") / "zoo" / str(source)))
+    spec = files.read_toml(folder / SPEC)
+    missing = [key for key in ("model", "data") if key not in spec]
+    if missing:
+        raise InputError(f"{folder / SPEC} lacks the table [{missing[0]}].")
+    code = load_code(folder / CODE) if (folder / CODE).exists() else None
+    options = dict(spec["model"])
+    height, width = spec["data"]["image_size"]
+    channels = spec["data"]["in_channels"]
+    model = build_model(
+        options.pop("kind"),
+        code=code,
+        num_classes=spec["data"]["num_classes"],
+        in_channels=channels,
+        mean=torch.zeros(channels, height, width),  # the true one is among the weights
+        **options,
+    )
+    tensors, _ = load_checkpoint(folder / BEST)
+    load_model_tensors(model, tensors, folder / BEST)
+    return model.to(device).eval()
+
+
+def models() -> tuple[str, ...]:
+    """Names of the shipped models."""
+    zoo = resources.files("ecnn") / "zoo"
+    if not zoo.is_dir():
+        return ()
+    return tuple(sorted(entry.name for entry in zoo.iterdir() if (entry / SPEC).is_file()))
+
+
+def _without_none(spec: dict[str, Any]) -> dict[str, Any]:
+    return {
+        key: {name: item for name, item in value.items() if item is not None}
+        if isinstance(value, dict)
+        else value
+        for key, value in spec.items()
+        if value is not None
+    }

@@ -1,0 +1,78 @@
+"""Checkpoints: one safetensors file with everything needed to go on, written all at once."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ecnn import files
+from ecnn.errors import InputError
+
+FORMAT = "ecnn-checkpoint"
+VERSION = 1
+
+
+def optimizer_tensors(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """The optimizer's state as named tensors, by position and name of the parameter's entry."""
+    state = optimizer.state_dict()["state"]
+    return {
+        f"optimizer.{index}.{name}": value if isinstance(value, Tensor) else torch.tensor(value)
+        for index, entries in state.items()
+        for name, value in entries.items()
+        if value is not None
+    }
+
+
+def load_optimizer(optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor]) -> None:
+    """Puts back what `optimizer_tensors` took; learning rates stay as they are."""
+    state: dict[int, dict[str, Tensor]] = {}
+    for key, value in tensors.items():
+        if key.startswith("optimizer."):
+            _, index, name = key.split(".", 2)
+            state.setdefault(int(index), {})[name] = value
+    whole = optimizer.state_dict()
+    optimizer.load_state_dict({"state": state, "param_groups": whole["param_groups"]})
+
+
+def save_checkpoint(path: Path, tensors: dict[str, Tensor], facts: dict[str, Any]) -> None:
+    """Writes tensors and JSON facts into one file, all or nothing."""
+    header = {"format": FORMAT, "version": str(VERSION), "facts": json.dumps(facts, allow_nan=False)}
+    files.write_tensors(path, tensors, header)
+
+
+def load_checkpoint(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """What `save_checkpoint` wrote; a truncated or foreign file is an InputError."""
+    tensors, header = files.read_tensors(path)
+    if header.get("format") != FORMAT or header.get("version") != str(VERSION):
+        raise InputError(f"{path} is not a checkpoint of this version of ecnn: move it away to start anew.")
+    try:
+        facts = json.loads(header["facts"])
+    except (KeyError, json.JSONDecodeError) as error:
+        raise InputError(f"{path} lacks the facts of its run: move it away to start anew.") from error
+    return tensors, facts
+
+
+def model_tensors(model: nn.Module, prefix: str = "") -> dict[str, Tensor]:
+    """A copy of the model's state on the CPU, which further training does not change."""
+    state = model.state_dict()
+    return {prefix + key: value.detach().to("cpu", copy=True).contiguous() for key, value in state.items()}
+
+
+def load_model_tensors(model: nn.Module, tensors: dict[str, Tensor], source: Path, prefix: str = "") -> None:
+    """Strictly loads what `model_tensors` gave; the sentence names the first difference."""
+    found = {key.removeprefix(prefix): value for key, value in tensors.items() if key.startswith(prefix)}
+    expected = model.state_dict()
+    for key in sorted({*found, *expected}):
+        if key not in found or key not in expected:
+            side = "lacks" if key not in found else "has an unknown"
+            raise InputError(f"{source} was made for another model: it {side} {key!r}.")
+        if found[key].shape != expected[key].shape:
+            raise InputError(
+                f"{source} was made for another model: {key!r} has shape {tuple(found[key].shape)}, not "
+                f"{tuple(expected[key].shape)}."
+            )
+    model.load_state_dict(found)

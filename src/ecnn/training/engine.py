@@ -1,0 +1,262 @@
+"""One epoch of training on one device: the step, eager or as one CUDA graph, and the books it keeps.
+
+Randomness is drawn per epoch from (seed, epoch), never carried over, so that a run that resumes at an epoch's end
+repeats exactly what the uninterrupted run would have done.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from ecnn.data import Augmentation, Split
+from ecnn.errors import InputError
+from ecnn.training.recipes import Recipe
+
+Objective = Callable[[Any, Tensor, Tensor], Tensor]
+Attack = Callable[..., Tensor]
+
+_WARM_UP_STEPS = 3
+
+
+def seed_of(seed: int, epoch: int, purpose: int) -> int:
+    """A generator seed that differs by run, epoch and what it is for."""
+    return int(np.random.SeedSequence([seed, epoch, purpose]).generate_state(1, np.uint64)[0] >> 1)
+
+
+class Engine:
+    """Model, optimizer, running average and the step that moves them."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        train: Split,
+        recipe: Recipe,
+        objective: Objective,
+        attack: Attack | None,
+        seed: int,
+        *,
+        use_graph: bool,
+        compile_parts: bool = False,
+    ) -> None:
+        self.model, self.recipe, self.objective, self.attack, self.seed = (
+            model,
+            recipe,
+            objective,
+            attack,
+            seed,
+        )
+        self.device = next(model.parameters()).device
+        self.rank, self.world = _rank_and_world()
+        self._check(train)
+        self.train = train.to(self.device)
+        if self.device.type == "cuda":
+            model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        self.averaged = copy.deepcopy(model).requires_grad_(False) if recipe.ema else None
+        if compile_parts:
+            for part in model.children():
+                part.compile()
+        self.steps_per_epoch = len(train) // recipe.batch_size
+        self.augment = Augmentation(shift=recipe.shift, flip=recipe.flip, fill=recipe.fill)  # type: ignore[arg-type]
+        self.generator = torch.Generator(self.device)
+        self.lr = torch.zeros((), device=self.device)
+        self.ema_share = torch.zeros((), device=self.device)
+        self.index = torch.zeros(recipe.batch_size, dtype=torch.int64, device=self.device)
+        self.loss = torch.zeros((), device=self.device)
+        self.optimizer = self._make_optimizer()
+        self.use_graph = use_graph
+        self.graph: Any = None
+        self.note = ""
+
+    def _check(self, train: Split) -> None:
+        if len(train) < self.recipe.batch_size:
+            raise InputError(
+                f"a batch of {self.recipe.batch_size} is larger than the training set of {len(train)} images: use a "
+                "smaller batch_size."
+            )
+        if self.recipe.batch_size % self.world:
+            raise InputError(
+                f"a batch of {self.recipe.batch_size} cannot be shared equally by {self.world} processes."
+            )
+
+    def _make_optimizer(self) -> torch.optim.Optimizer:
+        parameters = [p for p in self.model.parameters() if p.requires_grad]
+        groups = [
+            {"params": [p for p in parameters if p.dim() > 1], "weight_decay": self.recipe.weight_decay},
+            {"params": [p for p in parameters if p.dim() <= 1], "weight_decay": 0.0},
+        ]
+        on_cuda = self.device.type == "cuda"
+        # A learning rate in a tensor can change while the graph that reads it stays the same.
+        options: dict[str, Any] = {"lr": self.lr if on_cuda else 0.0, "fused": on_cuda or None}
+        if self.recipe.optimizer == "sgd":
+            return torch.optim.SGD(groups, momentum=0.9, nesterov=True, **options)
+        if on_cuda:
+            options["capturable"] = True
+        kind = torch.optim.AdamW if self.recipe.optimizer == "adamw" else torch.optim.Adam
+        return kind(groups, **options)
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """bfloat16 where the recipe says so; on the CPU always float32."""
+        wanted = self.recipe.precision
+        enabled = wanted == "bfloat16" or (wanted == "auto" and self.device.type == "cuda")
+        return torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=enabled)
+
+    def final_model(self) -> nn.Module:
+        """The model whose accuracy counts: the running average where there is one."""
+        return self.averaged if self.averaged is not None else self.model
+
+    def run_epoch(self, epoch: int, on_step: Callable[[int], None]) -> Tensor:
+        """(step,) losses of the epoch, still on the device."""
+        order_generator = torch.Generator().manual_seed(seed_of(self.seed, epoch, 0))
+        order = torch.randperm(len(self.train), generator=order_generator)
+        batches = order[: self.steps_per_epoch * self.recipe.batch_size].to(self.device)
+        batches = batches.view(self.steps_per_epoch, self.recipe.batch_size)
+        self.model.train()
+        if self.use_graph and self.graph is None:
+            self._capture(batches[0])
+        self.generator.manual_seed(seed_of(self.seed, epoch, 1))
+        losses = torch.zeros(self.steps_per_epoch, device=self.device)
+        total = self.steps_per_epoch * self.recipe.epochs
+        for step in range(self.steps_per_epoch):
+            done = epoch * self.steps_per_epoch + step
+            self._set_rates(done, total)
+            self.index.copy_(batches[step])
+            if self.graph is not None:
+                self.graph.replay()
+            else:
+                self._step()
+            losses[step].copy_(self.loss)
+            on_step(step + 1)
+        return losses
+
+    def _set_rates(self, done: int, total: int) -> None:
+        lr = self.recipe.lr_at(done / total)
+        if self.device.type == "cuda":
+            self.lr.fill_(lr)
+        else:
+            for group in self.optimizer.param_groups:
+                group["lr"] = lr
+        if self.recipe.ema:
+            # A young average forgets faster, or it would remember the random start.
+            self.ema_share.fill_(1 - min(self.recipe.ema, (1 + done) / (10 + done)))
+
+    def _step(self) -> None:
+        images = self.train.images[self.index].to(torch.float32).div_(255)
+        labels = self.train.labels[self.index]
+        images = self.augment(images, self.generator)
+        if self.world > 1:  # every process draws for the whole batch and keeps its part, so draws agree
+            images, labels = images[self.rank :: self.world], labels[self.rank :: self.world]
+        if self.device.type == "cuda":
+            images = images.contiguous(memory_format=torch.channels_last)
+        with self.autocast():
+            if self.attack is not None:
+                images = self._with_adversarial(images, labels)
+            loss = self.objective(self.model, images, labels)
+        self.optimizer.zero_grad(set_to_none=True)
+        torch.autograd.backward(loss)
+        if self.world > 1:
+            self._average_gradients()
+        self.optimizer.step()
+        self.loss.copy_(loss.detach())
+        if self.averaged is not None:
+            self._update_average()
+
+    def _with_adversarial(self, images: Tensor, labels: Tensor) -> Tensor:
+        """The batch with its first part attacked; crafted in eval mode so that batch statistics stay clean ones."""
+        assert self.attack is not None
+        count = max(1, round(self.recipe.adversarial_ratio * len(images)))
+        with eval_mode(self.model):
+            crafted = craft(self.attack, self.model, images[:count], labels[:count], self.generator).detach()
+        return crafted if count == len(images) else torch.cat([crafted, images[count:]])
+
+    def _average_gradients(self) -> None:
+        gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
+        flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
+        torch.distributed.all_reduce(flat)
+        flat /= self.world
+        offset = 0
+        for gradient in gradients:
+            gradient.copy_(flat[offset : offset + gradient.numel()].view_as(gradient))
+            offset += gradient.numel()
+
+    def _update_average(self) -> None:
+        assert self.averaged is not None
+        with torch.no_grad():
+            ours, theirs = _float_state(self.averaged), _float_state(self.model)
+            differences = torch._foreach_sub(theirs, ours)
+            torch._foreach_mul_(differences, self.ema_share)
+            torch._foreach_add_(ours, differences)
+
+    def _capture(self, first_batch: Tensor) -> None:
+        """Records the whole step as one CUDA graph; a failure is noted and the step stays eager."""
+        before = [tensor.clone() for tensor in self._all_state()]
+        try:
+            self.index.copy_(first_batch)
+            stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                for _ in range(_WARM_UP_STEPS):
+                    self._step()
+            torch.cuda.current_stream().wait_stream(stream)
+            graph = torch.cuda.CUDAGraph()
+            graph.register_generator_state(self.generator)
+            self.optimizer.zero_grad(set_to_none=True)
+            with torch.cuda.graph(graph):
+                self._step()
+            self.graph = graph
+        except (RuntimeError, AttributeError) as error:
+            self.note = (
+                f"the step runs eagerly, because it could not be captured: {str(error).splitlines()[0]}"
+            )
+            self.use_graph = False
+            torch.cuda.synchronize()
+        after = self._all_state()
+        with torch.no_grad():
+            for index, tensor in enumerate(after):  # the optimizer's state is new after the first step: zeros
+                tensor.copy_(before[index]) if index < len(before) else tensor.zero_()
+
+    def _all_state(self) -> list[Tensor]:
+        """Every tensor that a step changes; the optimizer's come last."""
+        tensors = [*self.model.state_dict().values()]
+        if self.averaged is not None:
+            tensors += self.averaged.state_dict().values()
+        for entries in self.optimizer.state.values():
+            tensors += [value for value in entries.values() if isinstance(value, Tensor)]
+        return tensors
+
+
+def craft(
+    attack: Attack, model: nn.Module, images: Tensor, labels: Tensor, generator: torch.Generator
+) -> Tensor:
+    """What the attack makes of the images; its random numbers are ours where it lets us say so."""
+    options = {"generator": generator} if "generator" in inspect.signature(attack).parameters else {}
+    return attack(model, images, labels, **options)
+
+
+@contextmanager
+def eval_mode(model: nn.Module) -> Iterator[None]:
+    """The model in eval mode, every part of it restored afterwards."""
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes.items():
+            module.training = training
+
+
+def _float_state(model: nn.Module) -> list[Tensor]:
+    return [tensor for tensor in model.state_dict().values() if tensor.is_floating_point()]
+
+
+def _rank_and_world() -> tuple[int, int]:
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return torch.distributed.get_rank(), torch.distributed.get_world_size()
+    return 0, 1

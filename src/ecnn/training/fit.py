@@ -1,0 +1,367 @@
+"""fit(): epochs, validation, checkpoints, alarms."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import logging
+import math
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ecnn import files
+from ecnn.data import Split
+from ecnn.errors import InputError
+from ecnn.objectives import named_objective
+from ecnn.progress import Progress
+from ecnn.training.checkpoints import (
+    load_checkpoint,
+    load_model_tensors,
+    load_optimizer,
+    model_tensors,
+    optimizer_tensors,
+    save_checkpoint,
+)
+from ecnn.training.engine import Attack, Engine, Objective, craft, eval_mode
+from ecnn.training.recipes import Recipe, resolve_recipe
+
+LAST, BEST, LOG = "last.safetensors", "model.safetensors", "train.jsonl"
+_ROBUST_VAL_IMAGES = 1000
+_logger = logging.getLogger("ecnn")
+
+
+class TrainingError(RuntimeError):
+    """Training went wrong in a way that settings can mend; the last good checkpoint is kept."""
+
+
+@dataclass(frozen=True)
+class History:
+    """What happened, epoch by epoch.
+
+    Attributes:
+        epochs: one dict per epoch: epoch, loss, lr, val_accuracy, val_robust_accuracy, images_per_second, seconds.
+        best_epoch: the epoch whose weights the model has now (-1 when nothing was trained).
+        best_accuracy: its validation accuracy (under attack when there is one), None without validation data.
+        alarms: sentences about robust or catastrophic overfitting.
+        note: why the step ran eagerly although a graph was wanted; empty otherwise.
+        resumed_from: how many epochs a checkpoint contributed.
+    """
+
+    epochs: tuple[dict[str, Any], ...]
+    best_epoch: int
+    best_accuracy: float | None
+    alarms: tuple[str, ...] = ()
+    note: str = ""
+    resumed_from: int = 0
+
+
+@dataclass
+class _Run:
+    """State of the loop that a checkpoint carries beside the tensors."""
+
+    epochs: list[dict[str, Any]] = field(default_factory=list)
+    best_epoch: int = -1
+    best_accuracy: float | None = None
+    alarms: list[str] = field(default_factory=list)
+
+
+def fit(
+    model: nn.Module,
+    train: Split,
+    *,
+    val: Split | None,
+    recipe: str | Recipe = "paper",
+    epochs: int | None = None,
+    batch_size: int | None = None,
+    lr: float | None = None,
+    weight_decay: float | None = None,
+    optimizer: str | None = None,
+    diversity_weight: float | None = None,
+    objective: str | Objective | None = None,
+    attack: Attack | None = None,
+    adversarial_ratio: float | None = None,
+    ema: float | None = None,
+    precision: str | None = None,
+    seed: int,
+    run_dir: str | os.PathLike[str] | None = None,
+    resume: bool = True,
+    graph: bool | None = None,
+    progress: Progress | None = None,
+) -> History:
+    """Trains the model where it is and leaves it with its best validated weights, in eval mode.
+
+    Args:
+        val: chooses the epoch; split it from the training data. None keeps the last epoch.
+        recipe: a name of `RECIPES` or a `Recipe`; every option below that is not None replaces its entry.
+        objective: a name, or any callable (model, images, labels) -> scalar.
+        attack: any callable (model, images, labels) -> images, for adversarial training.
+        run_dir: where checkpoints and train.jsonl go; a run found there is continued unless resume is False.
+        graph: capture the step in a CUDA graph; by default on CUDA with one process.
+        progress: called with (steps done, steps in all, what is known).
+
+    Under torchrun every process calls it with the same arguments; the batch is shared and gradients are averaged.
+    """
+    name = objective if isinstance(objective, str) else None
+    settings = resolve_recipe(
+        recipe,
+        epochs=epochs,
+        batch_size=batch_size,
+        lr=lr,
+        weight_decay=weight_decay,
+        optimizer=optimizer,
+        diversity_weight=diversity_weight,
+        objective=name,
+        adversarial_ratio=adversarial_ratio,
+        ema=ema,
+        precision=precision,
+    )
+    loss = objective if callable(objective) else objective_of(settings)
+    _check_labels(model, train, val)
+    device = next(model.parameters()).device
+    engine = Engine(model, train, settings, loss, attack, seed, use_graph=_wants_graph(graph, device))
+    loop = _Loop(engine, val, settings, attack, Path(run_dir) if run_dir is not None else None, progress)
+    return loop.run(resume=resume, fingerprint=_fingerprint(model, train, settings, objective, attack, seed))
+
+
+def objective_of(settings: Recipe) -> Objective:
+    """The recipe's objective as a callable."""
+    options: dict[str, Any] = {}
+    if settings.objective.startswith("member"):
+        options = {"diversity_weight": settings.diversity_weight, "entropy_unit": settings.entropy_unit}
+    return named_objective(settings.objective, **options)
+
+
+def accuracy(
+    model: nn.Module, split: Split, *, attack: Attack | None = None, batch_size: int = 1000
+) -> float:
+    """Share of right answers in float32 without TF32, in eval mode, optionally on attacked images."""
+    device = next(model.parameters()).device
+    correct = torch.zeros((), dtype=torch.int64, device=device)
+    generator = torch.Generator(device).manual_seed(0)  # the same starts in every epoch
+    before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+    try:
+        with eval_mode(model), torch.no_grad():
+            for start in range(0, len(split), batch_size):
+                images, labels = (tensor.to(device) for tensor in split[start : start + batch_size])
+                if attack is not None:
+                    images = craft(attack, model, images, labels, generator)
+                correct += (model(images).argmax(dim=1) == labels).sum()
+    finally:
+        torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = before
+    return float(correct) / max(1, len(split))
+
+
+class _Loop:
+    """Epochs with validation, checkpoints and alarms around an engine."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        val: Split | None,
+        settings: Recipe,
+        attack: Attack | None,
+        run_dir: Path | None,
+        progress: Progress | None,
+    ) -> None:
+        self.engine, self.settings, self.attack, self.run_dir = engine, settings, attack, run_dir
+        self.val = val if val is not None and len(val) else None
+        self.progress = progress if engine.rank == 0 else None
+        self.state = _Run()
+        self.best: dict[str, Tensor] | None = None
+        self.news = ""
+
+    def run(self, *, resume: bool, fingerprint: str) -> History:
+        start = self._resume(fingerprint) if resume else 0
+        for epoch in range(start, self.settings.epochs):
+            self._one_epoch(epoch)
+            self._save(fingerprint)
+        self._finish()
+        return History(
+            epochs=tuple(self.state.epochs),
+            best_epoch=self.state.best_epoch,
+            best_accuracy=self.state.best_accuracy,
+            alarms=tuple(self.state.alarms),
+            note=self.engine.note,
+            resumed_from=start,
+        )
+
+    def _one_epoch(self, epoch: int) -> None:
+        started = time.monotonic()
+        losses = self.engine.run_epoch(epoch, lambda step: self._report(epoch, step)).cpu()
+        seconds = time.monotonic() - started
+        self._stop_if_diverged(epoch, losses)
+        record = {
+            "epoch": epoch,
+            "loss": float(losses.mean()),
+            "lr": self.settings.lr_at(epoch / self.settings.epochs),
+            "images_per_second": len(losses) * self.settings.batch_size / seconds,
+            "seconds": seconds,
+            **self._validate(),
+        }
+        self.state.epochs.append(record)
+        self._keep_best(record)
+        self._raise_alarms()
+        shown = [f"loss {record['loss']:.4f}"]
+        shown += [
+            f"{key} {100 * record[f'val_{key}']:.1f} %"
+            for key in ("accuracy", "robust_accuracy")
+            if f"val_{key}" in record
+        ]
+        self.news = f"{record['images_per_second']:,.0f} images/s, " + ", ".join(shown)
+        self._report(epoch, self.engine.steps_per_epoch)
+
+    def _validate(self) -> dict[str, float]:
+        if self.val is None:
+            return {}
+        model = self.engine.final_model()
+        values = {"val_accuracy": accuracy(model, self.val)}
+        if self.attack is not None:
+            robust = accuracy(model, self.val.take(_ROBUST_VAL_IMAGES), attack=self.attack)
+            values["val_robust_accuracy"] = robust
+        return values
+
+    def _keep_best(self, record: dict[str, Any]) -> None:
+        value = record.get("val_robust_accuracy", record.get("val_accuracy"))
+        if value is None or self.state.best_accuracy is None or value > self.state.best_accuracy:
+            self.state.best_epoch, self.state.best_accuracy = record["epoch"], value
+            self.best = model_tensors(self.engine.final_model())
+            if self.run_dir is not None and self.engine.rank == 0:
+                facts = {"best_epoch": record["epoch"], "best_accuracy": value}
+                save_checkpoint(self.run_dir / BEST, self.best, facts)
+
+    def _stop_if_diverged(self, epoch: int, losses: Tensor) -> None:
+        first = abs(self.state.epochs[0]["loss"]) if self.state.epochs else abs(float(losses[0]))
+        bad = torch.nonzero(~torch.isfinite(losses) | (losses.abs() > 1000 * max(first, 1.0)))
+        if len(bad):
+            step = int(bad[0])
+            kept = (
+                f"the checkpoint after epoch {epoch - 1} is kept"
+                if self.run_dir and epoch
+                else "nothing was saved"
+            )
+            raise TrainingError(
+                f"training diverged in epoch {epoch}, step {step} (loss {float(losses[step]):.4g}); {kept}. Lower lr "
+                f"(now {self.settings.lr}), or use precision='float32'."
+            )
+
+    def _raise_alarms(self) -> None:
+        for alarm in overfitting_alarms(self.state.epochs):
+            if alarm not in self.state.alarms:
+                self.state.alarms.append(alarm)
+                _logger.warning(alarm)
+
+    def _report(self, epoch: int, step: int) -> None:
+        if self.progress:
+            total = self.engine.steps_per_epoch
+            self.progress(epoch * total + step, self.settings.epochs * total, self.news)
+
+    def _save(self, fingerprint: str) -> None:
+        if self.run_dir is None or self.engine.rank != 0:
+            return
+        engine = self.engine
+        tensors = {**model_tensors(engine.model, "model."), **optimizer_tensors(engine.optimizer)}
+        if engine.averaged is not None:
+            tensors |= model_tensors(engine.averaged, "averaged.")
+        if self.best is not None:
+            tensors |= {f"best.{key}": value for key, value in self.best.items()}
+        facts = {"fingerprint": fingerprint, **dataclasses.asdict(self.state)}
+        lines = [json.dumps(record) for record in self.state.epochs]
+        files.write_text(self.run_dir / LOG, "\n".join(lines) + "\n")
+        save_checkpoint(self.run_dir / LAST, tensors, facts)
+
+    def _resume(self, fingerprint: str) -> int:
+        """How many epochs are done already, with everything put back as it was after them."""
+        if self.run_dir is None or not (self.run_dir / LAST).exists():
+            return 0
+        path = self.run_dir / LAST
+        tensors, facts = load_checkpoint(path)
+        if facts.get("fingerprint") != fingerprint:
+            raise InputError(
+                f"{path} belongs to a run with other settings, data or code: choose another folder, or resume=False."
+            )
+        load_model_tensors(self.engine.model, tensors, path, "model.")
+        if self.engine.averaged is not None:
+            load_model_tensors(self.engine.averaged, tensors, path, "averaged.")
+        load_optimizer(self.engine.optimizer, tensors)
+        facts.pop("fingerprint")
+        self.state = _Run(**facts)
+        best = {key.removeprefix("best."): value for key, value in tensors.items() if key.startswith("best.")}
+        self.best = best or None
+        return len(self.state.epochs)
+
+    def _finish(self) -> None:
+        model = self.engine.model
+        best = self.best if self.best is not None else model_tensors(self.engine.final_model())
+        model.load_state_dict(best)
+        model.eval()
+
+
+def overfitting_alarms(epochs: list[dict[str, Any]]) -> list[str]:
+    """Sentences about what the curves of validation accuracy under attack give away."""
+    robust = [record.get("val_robust_accuracy") for record in epochs]
+    known = [value for value in robust if value is not None]
+    alarms = []
+    if len(known) >= 2 and known[-2] > 0.1 and known[-1] < 0.5 * known[-2]:
+        alarms.append(
+            f"catastrophic overfitting: accuracy under attack fell from {known[-2]:.1%} to {known[-1]:.1%} in epoch "
+            f"{epochs[-1]['epoch']}; use more attack steps or a smaller step_size."
+        )
+    recent = known[-5:]
+    if len(known) > 10 and max(recent) < max(known) - 0.03 and epochs[-1]["loss"] < epochs[-6]["loss"]:
+        alarms.append(
+            "robust overfitting: accuracy under attack has been 3 points below its best for 5 epochs while the "
+            "training loss fell; the best epoch is kept, and fewer epochs or more augmentation would do."
+        )
+    return alarms
+
+
+def _wants_graph(graph: bool | None, device: torch.device) -> bool:
+    alone = not (torch.distributed.is_available() and torch.distributed.is_initialized())
+    return device.type == "cuda" and alone and graph is not False
+
+
+def _check_labels(model: Any, *splits: Split | None) -> None:
+    code = getattr(model, "code", None)
+    if code is None:
+        return
+    for split in splits:
+        if split is not None and len(split) and int(split.labels.max()) >= code.num_classes:
+            raise InputError(
+                f"a label is {int(split.labels.max())}, but the code has {code.num_classes} classes (0 to "
+                f"{code.num_classes - 1}): use a code for as many classes as the data has."
+            )
+
+
+def _fingerprint(
+    model: Any,
+    train: Split,
+    settings: Recipe,
+    objective: str | Callable[..., Any] | None,
+    attack: Any,
+    seed: int,
+) -> str:
+    """Changes whenever continuing a run would mix two different ones."""
+    shapes = {key: list(value.shape) for key, value in model.state_dict().items()}
+    code = getattr(model, "code", None)
+    facts = {
+        "recipe": dataclasses.asdict(settings),
+        "objective": repr(objective) if dataclasses.is_dataclass(objective) else str(type(objective)),
+        "attack": repr(attack) if dataclasses.is_dataclass(attack) else str(type(attack)),
+        "seed": seed,
+        "shapes": shapes,
+        "code": code.content_hash if code is not None else None,
+        "images": [len(train), *train.images.shape[1:]],
+        "labels": hashlib.sha256(train.labels.cpu().numpy().tobytes()).hexdigest(),
+    }
+    if not math.isfinite(settings.lr):
+        raise InputError(f"lr must be finite, not {settings.lr}.")
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()

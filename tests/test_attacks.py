@@ -1,0 +1,230 @@
+"""Attacks: the ball, the contract, closed-form optima on linear models, and what saturation hides."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from ecnn.attacks import PGD, VIEWS, project, random_start
+from ecnn.attacks.ball import parse_eps
+from ecnn.attacks.views import linear_scores, member_margins
+from ecnn.codes import load_code
+from ecnn.constructions import random_code
+from ecnn.errors import InputError
+from ecnn.model import ECNN
+
+
+class Linear(nn.Module):
+    """Scores linear in the pixels, so that the worst image in a ball is known."""
+
+    def __init__(self, num_classes: int = 3, pixels: int = 12) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(1)
+        self.weight = nn.Parameter(torch.randn(num_classes, pixels, generator=generator, dtype=torch.float64))
+
+    def forward(self, images: Tensor) -> Tensor:
+        return images.flatten(1) @ self.weight.T
+
+
+def images_and_labels(batch: int = 5, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    images = torch.rand(batch, 3, 2, 2, generator=generator, dtype=dtype)
+    return images, torch.randint(3, (batch,), generator=generator)
+
+
+def tiny_ecnn(**options: Any) -> ECNN:
+    torch.manual_seed(0)
+    return ECNN(random_code(4, 6, seed=0), 3, width=4, depth=8, feature_dim=8, **options).eval()
+
+
+@pytest.mark.parametrize(
+    ("text", "value"), [("8/255", 8 / 255), ("0.04", 0.04), (0.3, 0.3), (0, 0.0), ("1", 1.0)]
+)
+def test_eps_as_people_write_it(text: Any, value: float) -> None:
+    assert parse_eps(text) == pytest.approx(value, abs=1e-15)
+
+
+@pytest.mark.parametrize("eps", ["8/0", "eight", -0.1, math.nan, math.inf, "-1/255"])
+def test_bad_eps(eps: Any) -> None:
+    with pytest.raises(InputError, match="eps must be"):
+        parse_eps(eps)
+
+
+@given(st.floats(0, 1), st.integers(0, 2**31))
+def test_projection_is_into_the_ball_and_leaves_it_alone(eps: float, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    images = torch.rand(4, 1, 3, 3, generator=generator, dtype=torch.float64)
+    points = images + torch.randn(images.shape, generator=generator, dtype=torch.float64)
+    inside = project(points, images, eps)
+    assert (inside - images).abs().max() <= eps + 1e-15
+    assert inside.min() >= 0
+    assert inside.max() <= 1
+    assert torch.equal(project(inside, images, eps), inside)
+    start = random_start(images, eps, generator)
+    assert torch.equal(project(start, images, eps), start)
+
+
+@pytest.mark.parametrize("keep", ["best", "last"])
+@pytest.mark.parametrize("on", [*VIEWS, lambda model, x, y: -model(x).gather(1, y[:, None]).squeeze(1)])
+def test_contract(on: Any, keep: Any) -> None:
+    model = tiny_ecnn().train()
+    images, labels = images_and_labels(dtype=torch.float32)
+    attack = PGD(eps=0.1, steps=3, step_size=0.04, on=on, keep=keep)
+    before, grads = torch.get_rng_state(), [p.grad for p in model.parameters()]
+    crafted = attack(model, images, labels, generator=torch.Generator().manual_seed(0))
+    assert crafted.shape == images.shape
+    assert (crafted - images).abs().max() <= 0.1 + 1e-6
+    assert 0 <= crafted.min() <= crafted.max() <= 1
+    assert not crafted.requires_grad
+    assert model.training
+    assert [p.grad for p in model.parameters()] == grads == [None] * len(grads)
+    assert torch.equal(torch.get_rng_state(), before)
+    identity = PGD(eps=0, steps=3, step_size=0.04, on=on, keep=keep)
+    assert torch.equal(identity(model, images, labels), images)
+
+
+def test_a_row_does_not_depend_on_the_others() -> None:
+    model = tiny_ecnn().double()
+    images, labels = images_and_labels()
+    attack = PGD(eps=0.1, steps=5, step_size=0.04, random_start=False)
+    together = attack(model, images, labels)
+    alone = torch.cat([attack(model, images[i : i + 1], labels[i : i + 1]) for i in range(len(images))])
+    assert torch.allclose(together, alone, atol=1e-12)
+
+
+@pytest.mark.parametrize("random", [True, False])
+def test_linear_model_reaches_the_optimum(random: bool) -> None:
+    """Two classes: the margin's worst point is the corner that the weight difference points at, cut to [0, 1]."""
+    model = Linear(num_classes=2)
+    images, _ = images_and_labels()
+    labels = torch.tensor([0, 1, 0, 1, 0])
+    crafted = PGD(eps=0.2, steps=40, step_size=0.03, random_start=random)(model, images, labels)
+    direction = (model.weight[1] - model.weight[0]).detach().sign().view(3, 2, 2)
+    signs = torch.where(labels == 0, 1.0, -1.0)[:, None, None, None]
+    optimum = (images + 0.2 * signs * direction).clamp(0, 1)
+    assert torch.allclose(crafted, optimum, atol=1e-9)
+
+
+def test_more_steps_never_lower_the_kept_loss() -> None:
+    model = tiny_ecnn()
+    images, labels = images_and_labels(dtype=torch.float32)
+    losses = []
+    for steps in (0, 1, 2, 5, 10):
+        crafted = PGD(eps=0.1, steps=steps, step_size=0.05, random_start=False)(model, images, labels)
+        scores = model(crafted)
+        true = scores.gather(1, labels[:, None]).squeeze(1)
+        wrong = scores.scatter(1, labels[:, None], -math.inf).amax(1)
+        losses.append((wrong - true).detach())
+    for fewer, more in itertools.pairwise(losses):
+        assert (more >= fewer - 1e-6).all()
+
+
+def test_slack_stops_pushing() -> None:
+    model = Linear(num_classes=2)
+    images, labels = images_and_labels()
+    labels = labels.clamp(max=1)
+    far = PGD(eps=1.0, steps=50, step_size=0.05, random_start=False, keep="last")(model, images, labels)
+    near = PGD(eps=1.0, steps=50, step_size=0.05, random_start=False, keep="last", loss_slack=0.1)(
+        model, images, labels
+    )
+
+    def lead(points: Tensor) -> Tensor:
+        scores: Tensor = model(points).detach()
+        return scores.gather(1, 1 - labels[:, None]) - scores.gather(1, labels[:, None])
+
+    assert (lead(near) > 0).all()
+    assert (lead(near) < lead(far)).all()
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"on": "soul"}, "looks on="),
+        ({"loss": "hate"}, "loss must be"),
+        ({"keep": "none"}, "keep must be"),
+        ({"steps": -1}, "steps must be"),
+        ({"eps": "x"}, "eps must be"),
+    ],
+)
+def test_bad_settings_are_found_when_the_attack_is_made(changes: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(InputError, match=sentence):
+        PGD(**{"eps": 0.1, "steps": 1, "step_size": 0.1, **changes})
+
+
+@pytest.mark.parametrize("member_output", ["logit", "symbols"])
+def test_member_margins_by_hand(member_output: Any) -> None:
+    model = tiny_ecnn(member_output=member_output)
+    images, labels = images_and_labels(dtype=torch.float32)
+    with torch.no_grad():
+        logits, margins = model.member_logits(images), member_margins(model, images, labels)
+    for row, label in enumerate(labels.tolist()):
+        for task, symbol in enumerate(model.code.symbols[label].tolist()):
+            if member_output == "logit":
+                expected = logits[row, task] * (2 * symbol - 1)
+            else:
+                expected = logits[row, task, symbol] - logits[row, task, 1 - symbol]
+            assert float(margins[row, task]) == pytest.approx(float(expected), abs=1e-5)
+
+
+def test_a_common_level_of_symbols_moves_no_view() -> None:
+    """What the authors' sigmoid decoder depends on, differences do not see."""
+    model = tiny_ecnn(member_output="symbols")
+    shifted = _Shifted(model, 7.0)
+    images, labels = images_and_labels(dtype=torch.float32)
+    with torch.no_grad():
+        assert torch.allclose(linear_scores(shifted, images), linear_scores(model, images), atol=1e-4)
+        assert torch.allclose(
+            member_margins(shifted, images, labels), member_margins(model, images, labels), atol=1e-4
+        )
+        assert not torch.allclose(model.decode(shifted.member_logits(images)), model(images), atol=0.1)
+
+
+class _Shifted(nn.Module):
+    """The model with a constant added to every member logit."""
+
+    def __init__(self, model: ECNN, level: float) -> None:
+        super().__init__()
+        self.model, self.level, self.code_symbols = model, level, model.code_symbols
+
+    def member_logits(self, images: Tensor) -> Tensor:
+        return self.model.member_logits(images) + self.level
+
+
+class Saturated(nn.Module):
+    """Members whose logits are huge, read through tanh: gradients of the scores are exactly zero in float32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.code = load_code("10x30")
+        self.code_symbols = torch.from_numpy(self.code.symbols.astype("int64"))
+        self.signs = torch.from_numpy(self.code.signed.astype("float32"))
+
+    def member_logits(self, images: Tensor) -> Tensor:
+        """The first ten pixels say how much the image looks like each class."""
+        return 60 * (images.flatten(1)[:, :10] @ self.signs)
+
+    def forward(self, images: Tensor) -> Tensor:
+        return torch.tanh(self.member_logits(images)) @ self.signs.T
+
+
+def test_a_saturated_decoder_hides_from_scores_and_not_from_members() -> None:
+    model = Saturated()
+    generator = torch.Generator().manual_seed(0)
+    labels = torch.arange(10).repeat(5)
+    images = (0.3 + 0.05 * torch.rand(50, 1, 4, 4, generator=generator)).clamp(0, 1)
+    images.flatten(1)[torch.arange(50), labels] += 0.4
+    assert (model(images).argmax(1) == labels).float().mean() == 1
+
+    def robust(on: str) -> float:
+        crafted = PGD(eps=0.3, steps=50, step_size=0.02, on=on, random_start=False)(model, images, labels)
+        return float((model(crafted).argmax(1) == labels).float().mean())
+
+    assert robust("scores") > 0.9
+    assert robust("members") == robust("linear") == 0

@@ -1,0 +1,377 @@
+"""Training: schedules, equality of every way to run it, kill and resume, divergence, hostile checkpoints."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from ecnn import files
+from ecnn.attacks import PGD
+from ecnn.constructions import random_code
+from ecnn.data import Split
+from ecnn.errors import InputError
+from ecnn.model import ECNN
+from ecnn.training import RECIPES, Recipe, TrainingError, fit
+from ecnn.training.fit import accuracy, overfitting_alarms
+from ecnn.training.recipes import resolve_recipe
+
+TINY = Recipe(
+    epochs=4,
+    batch_size=16,
+    optimizer="adam",
+    lr=0.02,
+    schedule="onecycle",
+    objective="member_cross_entropy",
+    diversity_weight=0.05,
+    shift=1,
+    ema=0.9,
+)
+
+
+def tiny_data(count: int = 96, seed: int = 0) -> Split:
+    """Four classes told apart by which quarter of the image is bright."""
+    generator = torch.Generator().manual_seed(seed)
+    labels = torch.arange(count) % 4
+    images = torch.randint(0, 90, (count, 1, 8, 8), generator=generator, dtype=torch.uint8)
+    for quarter in range(4):
+        rows, columns = 4 * (quarter // 2), 4 * (quarter % 2)
+        images[labels == quarter, :, rows : rows + 4, columns : columns + 4] += 120
+    return Split(images, labels)
+
+
+def tiny_model(seed: int = 0, **options: Any) -> ECNN:
+    torch.manual_seed(seed)
+    return ECNN(random_code(4, 6, seed=0), 1, width=4, depth=8, feature_dim=8, **options)
+
+
+def same(a: nn.Module, b: nn.Module) -> bool:
+    return all(
+        torch.equal(x, y) for x, y in zip(a.state_dict().values(), b.state_dict().values(), strict=True)
+    )
+
+
+def without_times(history: Any) -> list[dict[str, Any]]:
+    timed = ("seconds", "images_per_second")
+    return [{key: value for key, value in record.items() if key not in timed} for record in history.epochs]
+
+
+def test_schedules() -> None:
+    paper = RECIPES["paper"]
+    rates = [paper.lr_at(epoch / 200) for epoch in (0, 79, 80, 119, 120, 159, 160, 179, 180, 199)]
+    assert rates == pytest.approx([1e-3, 1e-3, 1e-4, 1e-4, 1e-5, 1e-5, 1e-6, 1e-6, 5e-7, 5e-7])
+    cycle = RECIPES["onecycle"]
+    assert [cycle.lr_at(x) / cycle.lr for x in (0, 0.1, 0.2, 0.6, 1)] == pytest.approx([0, 0.5, 1, 0.5, 0])
+
+
+def test_a_recipe_fills_what_is_not_given() -> None:
+    assert resolve_recipe("paper") == RECIPES["paper"]
+    changed = resolve_recipe("paper", epochs=3, lr=None)
+    assert (changed.epochs, changed.lr) == (3, 1e-3)
+    for arguments, sentence in (
+        (("poper",), "recipe must be one of paper"),
+        (("paper", {"epoch": 3}), "has no 'epoch'"),
+        (("paper", {"lr": -1.0}), "lr must be"),
+        (("paper", {"optimizer": "lion"}), "optimizer must be one of"),
+        (("paper", {"ema": 1.0}), "ema must lie"),
+        (("paper", {"adversarial_ratio": 0.0}), "adversarial_ratio"),
+    ):
+        with pytest.raises(InputError, match=sentence):
+            resolve_recipe(arguments[0], **(arguments[1] if len(arguments) > 1 else {}))
+
+
+def test_it_learns_and_keeps_the_best_validated_epoch(tmp_path: Path) -> None:
+    model, val = tiny_model(batch_norm=True), tiny_data(40, seed=1)
+    history = fit(model, tiny_data(), val=val, recipe=TINY, epochs=20, seed=0, run_dir=tmp_path)
+    values = [record["val_accuracy"] for record in history.epochs]
+    assert history.best_accuracy == max(values) > 0.9
+    assert history.best_epoch == values.index(max(values))
+    assert accuracy(model, val) == history.best_accuracy
+    assert not model.training
+    logged = [json.loads(line) for line in (tmp_path / "train.jsonl").read_text().splitlines()]
+    assert logged == list(history.epochs)
+    tensors, _ = files.read_tensors(tmp_path / "model.safetensors")
+    assert all(torch.equal(tensors[key], value) for key, value in model.state_dict().items())
+
+
+def test_the_same_seed_gives_the_same_bits() -> None:
+    models = [tiny_model() for _ in range(3)]
+    for model, seed in zip(models, (0, 0, 1), strict=True):
+        fit(model, tiny_data(), val=None, recipe=TINY, seed=seed)
+    assert same(models[0], models[1])
+    assert not same(models[0], models[2])
+
+
+@pytest.mark.parametrize("optimizer", ["adam", "adamw", "sgd"])
+def test_stopping_and_resuming_changes_no_bit(tmp_path: Path, optimizer: str) -> None:
+    recipe = dataclasses.replace(TINY, optimizer=optimizer, lr=0.01, weight_decay=1e-3)
+    arguments: dict[str, Any] = {"val": tiny_data(40, seed=1), "recipe": recipe, "seed": 0}
+    straight = tiny_model()
+    whole = fit(straight, tiny_data(), **arguments)
+
+    def stop_in_third_epoch(done: int, total: int, news: str) -> None:
+        if done == 2 * 6 + 3:
+            raise TimeoutError
+
+    with pytest.raises(TimeoutError):
+        fit(tiny_model(), tiny_data(), **arguments, run_dir=tmp_path, progress=stop_in_third_epoch)
+    resumed = tiny_model(seed=9)  # its own start must not matter
+    again = fit(resumed, tiny_data(), **arguments, run_dir=tmp_path)
+    assert again.resumed_from == 2
+    assert same(straight, resumed)
+    assert without_times(again) == without_times(whole)
+    assert (again.best_epoch, again.best_accuracy) == (whole.best_epoch, whole.best_accuracy)
+    done = tiny_model(seed=9)
+    assert fit(done, tiny_data(), **arguments, run_dir=tmp_path).resumed_from == 4
+    assert same(straight, done)
+
+
+def test_adversarial_training_by_any_callable() -> None:
+    calls: list[int] = []
+
+    def brighten(model: nn.Module, images: Tensor, labels: Tensor) -> Tensor:
+        calls.append(len(images))
+        assert not model.training  # crafted in eval mode, so that batch statistics stay clean
+        return (images + 0.1).clamp(max=1)
+
+    model = tiny_model(batch_norm=True)
+    fit(model, tiny_data(), val=None, recipe=TINY, epochs=1, seed=0, attack=brighten, adversarial_ratio=0.5)
+    assert calls == [8] * 6
+    calls.clear()
+    history = fit(
+        model, tiny_data(), val=tiny_data(40, seed=1), recipe=TINY, epochs=2, seed=0, attack=brighten
+    )
+    assert calls == ([16] * 6 + [40]) * 2
+    assert "val_robust_accuracy" in history.epochs[0]
+
+
+def test_adversarial_training_resists_its_attack() -> None:
+    attack = PGD(eps=0.15, steps=5, step_size=0.06, loss="cross_entropy", keep="last")
+    test = tiny_data(80, seed=2)
+    robust = []
+    for trained_with in (None, attack):
+        model = tiny_model(batch_norm=True)
+        fit(model, tiny_data(), val=None, recipe=TINY, epochs=12, seed=0, attack=trained_with)
+        robust.append(accuracy(model, test, attack=PGD(eps=0.15, steps=20, step_size=0.03)))
+    assert robust[1] > robust[0] + 0.1
+
+
+def test_objectives_as_callables_and_names() -> None:
+    def own(model: Any, images: Tensor, labels: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(model(images), labels)
+
+    named, called = tiny_model(), tiny_model()
+    fit(named, tiny_data(), val=None, recipe=TINY, seed=0, objective="cross_entropy")
+    fit(called, tiny_data(), val=None, recipe=TINY, seed=0, objective=own)
+    for a, b in zip(named.state_dict().values(), called.state_dict().values(), strict=True):
+        assert torch.allclose(a, b, atol=1e-3)
+    with pytest.raises(InputError, match="no objective is called"):
+        fit(tiny_model(), tiny_data(), val=None, recipe=TINY, seed=0, objective="fame")
+
+
+def test_divergence_stops_and_keeps_the_last_good_checkpoint(tmp_path: Path) -> None:
+    steps: list[int] = []
+
+    def explode(model: Any, images: Tensor, labels: Tensor) -> Tensor:
+        steps.append(1)
+        loss = nn.functional.cross_entropy(model(images), labels)
+        return loss * float("nan") if len(steps) == 6 + 3 else loss
+
+    model = tiny_model()
+    with pytest.raises(TrainingError, match=r"epoch 1, step 2 .*after epoch 0 is kept.*Lower lr"):
+        fit(model, tiny_data(), val=None, recipe=TINY, seed=0, objective=explode, run_dir=tmp_path)
+    resumed = fit(
+        tiny_model(), tiny_data(), val=None, recipe=TINY, seed=0, objective=explode, run_dir=tmp_path
+    )
+    assert resumed.resumed_from == 1
+
+
+def test_refusals(tmp_path: Path) -> None:
+    arguments: dict[str, Any] = {"val": None, "recipe": TINY, "seed": 0}
+    with pytest.raises(InputError, match="batch of 97 is larger than the training set of 96"):
+        fit(tiny_model(), tiny_data(), **arguments, batch_size=97)
+    five = Split(tiny_data().images, torch.arange(96) % 5)
+    with pytest.raises(InputError, match="a label is 4, but the code has 4 classes"):
+        fit(tiny_model(), five, **arguments)
+    fit(tiny_model(), tiny_data(), **arguments, epochs=1, run_dir=tmp_path)
+    last = tmp_path / "last.safetensors"
+    whole = last.read_bytes()
+    for changes in ({"seed": 1}, {"epochs": 2}, {"lr": 0.1}):
+        with pytest.raises(InputError, match="other settings, data or code"):
+            fit(tiny_model(), tiny_data(), **{**arguments, "epochs": 1, **changes}, run_dir=tmp_path)
+    for damage in (whole[:-10], whole[: len(whole) // 2], b"", b"PK\x03\x04" + whole, b"\x80\x04N."):
+        last.write_bytes(damage)
+        with pytest.raises(InputError, match="not a whole safetensors file"):
+            fit(tiny_model(), tiny_data(), **arguments, epochs=1, run_dir=tmp_path)
+    files.write_tensors(last, {"x": torch.zeros(1)}, {"format": "other"})
+    with pytest.raises(InputError, match="is not a checkpoint of this version"):
+        fit(tiny_model(), tiny_data(), **arguments, epochs=1, run_dir=tmp_path)
+    assert (
+        fit(tiny_model(), tiny_data(), **arguments, epochs=1, run_dir=tmp_path, resume=False).resumed_from
+        == 0
+    )
+
+
+def test_a_full_disk_keeps_the_last_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments: dict[str, Any] = {"val": None, "recipe": TINY, "seed": 0, "run_dir": tmp_path}
+    real, calls = files.write_tensors, []
+
+    def full_after_three(path: Any, tensors: Any, header: Any) -> Path:
+        calls.append(path)
+        if len(calls) > 3:
+            raise InputError(f"cannot write {path}: No space left on device.")
+        return real(path, tensors, header)
+
+    monkeypatch.setattr(files, "write_tensors", full_after_three)
+    with pytest.raises(InputError, match="No space left"):
+        fit(tiny_model(), tiny_data(), **arguments)
+    monkeypatch.undo()
+    straight, resumed = tiny_model(), tiny_model(seed=5)
+    fit(straight, tiny_data(), val=None, recipe=TINY, seed=0)
+    assert fit(resumed, tiny_data(), **arguments).resumed_from == 1
+    assert same(straight, resumed)
+
+
+def test_alarms() -> None:
+    def curve(robust: list[float], loss: list[float]) -> list[dict[str, Any]]:
+        pairs = enumerate(zip(robust, loss, strict=True))
+        return [{"epoch": e, "val_robust_accuracy": r, "loss": value} for e, (r, value) in pairs]
+
+    falling = [1.0 - 0.02 * epoch for epoch in range(20)]
+    steady = [0.3 + 0.01 * epoch for epoch in range(20)]
+    assert overfitting_alarms(curve(steady, falling)) == []
+    peaked = steady[:12] + [0.36] * 8
+    assert "robust overfitting" in overfitting_alarms(curve(peaked, falling))[0]
+    assert "catastrophic overfitting" in overfitting_alarms(curve([*steady[:5], 0.02], falling[:6]))[0]
+    assert overfitting_alarms([{"epoch": 0, "loss": 1.0}]) == []
+
+
+def test_accuracy_restores_modes_and_counts() -> None:
+    class Fixed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.unused = nn.Parameter(torch.zeros(1))
+            self.drop = nn.Dropout(0.5)
+
+        def forward(self, images: Tensor) -> Tensor:
+            assert not self.training
+            return nn.functional.one_hot(torch.zeros(len(images), dtype=torch.int64), 4).float()
+
+    model = Fixed().train()
+    model.drop.eval()
+    assert accuracy(model, tiny_data(96), batch_size=7) == 0.25
+    assert model.training
+    assert not model.drop.training
+
+
+# As a person runs it.
+
+
+def command(out: Path, *more: str) -> list[str]:
+    small = ("--set", "model.width=4", "--set", "model.depth=8", "--batch-size", "32")
+    base = [sys.executable, "-m", "ecnn", "train", "--data", "digits", "--device", "cpu", "--seed", "3"]
+    return [*base, "--epochs", "4", "--out", str(out), "--json", *small, *more]
+
+
+def single_thread() -> dict[str, str]:
+    return {**os.environ, "OMP_NUM_THREADS": "1"}
+
+
+def weights(folder: Path) -> dict[str, Tensor]:
+    return files.read_tensors(folder / "model.safetensors")[0]
+
+
+def test_kill_and_resume_on_the_command_line(tmp_path: Path) -> None:
+    straight = subprocess.run(
+        command(tmp_path / "straight"), capture_output=True, text=True, check=True, env=single_thread()
+    )
+    killed = tmp_path / "killed"
+    with subprocess.Popen(command(killed), stdout=subprocess.DEVNULL, env=single_thread()) as process:
+        deadline = time.monotonic() + 60
+        while not (killed / "last.safetensors").exists() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        time.sleep(0.1)
+        process.send_signal(signal.SIGKILL)
+    assert not (killed / "DONE").exists()
+    moved = killed.rename(tmp_path / "moved")  # a run resumes from a copied folder
+    resumed = subprocess.run(command(moved), capture_output=True, text=True, check=True, env=single_thread())
+    a, b = json.loads(straight.stdout), json.loads(resumed.stdout)
+    for key in ("parameters", "epochs", "best_epoch", "val_accuracy", "test_accuracy", "test_images"):
+        assert a[key] == b[key]
+    first, second = weights(tmp_path / "straight"), weights(moved)
+    assert all(torch.equal(first[key], second[key]) for key in first)
+    assert (moved / "DONE").exists()
+    assert not [path for path in moved.iterdir() if path.name.startswith(".")]
+
+
+def test_two_processes_match_one(tmp_path: Path) -> None:
+    """Same global batch: gradients are averaged in another order, so equal to rounding (1e-4 after two epochs)."""
+    subprocess.run(
+        command(tmp_path / "one", "--epochs", "2"), capture_output=True, check=True, env=single_thread()
+    )
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--master-port=29517"]
+    pair = [*launcher, *command(tmp_path / "two", "--epochs", "2")[1:]]
+    done = subprocess.run(pair, capture_output=True, text=True, check=False, env=single_thread())
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert json.loads(done.stdout.strip().splitlines()[-1])["epochs"] == 2
+    one, two = weights(tmp_path / "one"), weights(tmp_path / "two")
+    for key in one:
+        assert torch.allclose(one[key], two[key], atol=1e-4), key
+    (tmp_path / "two" / "DONE").unlink()
+    again = subprocess.run(pair, capture_output=True, text=True, check=False, env=single_thread())
+    assert again.returncode == 0, again.stderr[-2000:]
+    assert all(torch.equal(two[key], value) for key, value in weights(tmp_path / "two").items())
+
+
+@pytest.mark.slow
+def test_digits_reach_96_percent(tmp_path: Path) -> None:
+    base = [
+        sys.executable,
+        "-m",
+        "ecnn",
+        "train",
+        "--data",
+        "digits",
+        "--device",
+        "cpu",
+        "--seed",
+        "3",
+        "--json",
+    ]
+    started = time.monotonic()
+    done = subprocess.run([*base, "--out", str(tmp_path)], capture_output=True, text=True, check=True)
+    result = json.loads(done.stdout)
+    assert result["test_accuracy"] >= 0.96
+    assert result["parameters"] == 490_209
+    assert time.monotonic() - started < 60
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("optimizer", ["adam", "sgd"])
+@pytest.mark.parametrize("adversarial", [False, True])
+def test_graph_and_eager_agree_on_cuda(optimizer: str, adversarial: bool) -> None:
+    """The same random numbers and the same steps: what differs is rounding, a small part of the way travelled."""
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    attack = PGD(eps=0.1, steps=2, step_size=0.05, loss="cross_entropy", keep="last") if adversarial else None
+    recipe = dataclasses.replace(TINY, optimizer=optimizer, lr=1e-3, precision="float32", ema=None)
+    start = torch.nn.utils.parameters_to_vector(tiny_model(batch_norm=True).parameters())
+    ends = []
+    for graph in (True, False):
+        model = tiny_model(batch_norm=True).cuda()
+        history = fit(model, tiny_data(), val=None, recipe=recipe, seed=0, attack=attack, graph=graph)
+        assert history.note == ""
+        ends.append(torch.nn.utils.parameters_to_vector(model.parameters()).cpu())
+    travelled = (ends[0] - start).norm()
+    assert travelled > 0.01
+    assert (ends[0] - ends[1]).norm() < 0.1 * travelled
