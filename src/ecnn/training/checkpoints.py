@@ -19,12 +19,13 @@ VERSION = 1
 def optimizer_tensors(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     """The optimizer's state as named tensors, by position and name of the parameter's entry."""
     state = optimizer.state_dict()["state"]
-    return {
+    named = {
         f"optimizer.{index}.{name}": value if isinstance(value, Tensor) else torch.tensor(value)
         for index, entries in state.items()
         for name, value in entries.items()
         if value is not None
     }
+    return copied_to_cpu(named)
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor]) -> None:
@@ -58,8 +59,22 @@ def load_checkpoint(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
 
 def model_tensors(model: nn.Module, prefix: str = "") -> dict[str, Tensor]:
     """A copy of the model's state on the CPU, which further training does not change."""
-    state = model.state_dict()
-    return {prefix + key: value.detach().to("cpu", copy=True).contiguous() for key, value in state.items()}
+    return copied_to_cpu({prefix + key: value for key, value in model.state_dict().items()})
+
+
+def copied_to_cpu(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Contiguous copies on the CPU, fetched from another device in one transfer per dtype."""
+    result = {
+        key: value.detach().clone().contiguous()
+        for key, value in tensors.items()
+        if value.device.type == "cpu"
+    }
+    for dtype in {value.dtype for key, value in tensors.items() if key not in result}:
+        keys = [key for key, value in tensors.items() if key not in result and value.dtype == dtype]
+        flat = torch.cat([tensors[key].detach().contiguous().reshape(-1) for key in keys]).cpu()
+        for key, part in zip(keys, torch.split(flat, [tensors[key].numel() for key in keys]), strict=True):
+            result[key] = part.view(tensors[key].shape).clone()
+    return {key: result[key] for key in tensors}
 
 
 def load_model_tensors(model: nn.Module, tensors: dict[str, Tensor], source: Path, prefix: str = "") -> None:

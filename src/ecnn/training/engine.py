@@ -60,8 +60,9 @@ class Engine:
         if self.device.type == "cuda":
             model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         self.averaged = copy.deepcopy(model).requires_grad_(False) if recipe.ema else None
+        self.worker = self._make_worker()
         if compile_parts:
-            for part in model.children():
+            for part in self.worker.children():
                 part.compile()
         self.steps_per_epoch = len(train) // recipe.batch_size
         self.augment = Augmentation(shift=recipe.shift, flip=recipe.flip, fill=recipe.fill)  # type: ignore[arg-type]
@@ -102,14 +103,50 @@ class Engine:
         kind = torch.optim.AdamW if self.recipe.optimizer == "adamw" else torch.optim.Adam
         return kind(groups, **options)
 
-    def autocast(self) -> AbstractContextManager[Any]:
-        """bfloat16 where the recipe says so; on the CPU always float32."""
+    @property
+    def is_half(self) -> bool:
+        """Whether steps compute in bfloat16; "auto" does so on CUDA only."""
         wanted = self.recipe.precision
-        enabled = wanted == "bfloat16" or (wanted == "auto" and self.device.type == "cuda")
-        return torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=enabled)
+        return wanted == "bfloat16" or (wanted == "auto" and self.device.type == "cuda")
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        return torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.is_half)
+
+    def _make_worker(self) -> nn.Module:
+        """The network that steps run: the model itself, or a twin of it with bfloat16 weights.
+
+        Autocast alone would cast every weight and every gradient in a kernel of its own, a tenth of a small step. The
+        twin's weights are refreshed all at once; batch statistics and constants are the model's own tensors.
+        """
+        if not self.is_half:
+            return self.model
+        worker = copy.deepcopy(self.model)
+        for ours, theirs in zip(worker.modules(), self.model.modules(), strict=True):
+            for name in ours._buffers:
+                ours._buffers[name] = theirs._buffers[name]
+            if not isinstance(ours, nn.modules.batchnorm._BatchNorm):
+                for parameter in ours.parameters(recurse=False):
+                    parameter.data = parameter.data.to(torch.bfloat16)
+        return worker
+
+    def _refresh_worker(self) -> None:
+        if self.worker is not self.model:
+            with torch.no_grad():
+                torch._foreach_copy_([*self.worker.parameters()], [*self.model.parameters()])
+
+    def _fetch_gradients(self) -> None:
+        """Moves the worker's gradients to the model's weights, in their precision."""
+        targets, sources = [], []
+        for ours, theirs in zip(self.model.parameters(), self.worker.parameters(), strict=True):
+            if theirs.grad is not None:
+                if ours.grad is None:
+                    ours.grad = torch.empty_like(ours)
+                targets.append(ours.grad)
+                sources.append(theirs.grad)
+        torch._foreach_copy_(targets, sources)
 
     def final_model(self) -> nn.Module:
-        """The model whose accuracy counts: the running average where there is one."""
+        """The model whose accuracy counts, in float32: the running average where there is one."""
         return self.averaged if self.averaged is not None else self.model
 
     def run_epoch(self, epoch: int, on_step: Callable[[int], None]) -> Tensor:
@@ -118,7 +155,8 @@ class Engine:
         order = torch.randperm(len(self.train), generator=order_generator)
         batches = order[: self.steps_per_epoch * self.recipe.batch_size].to(self.device)
         batches = batches.view(self.steps_per_epoch, self.recipe.batch_size)
-        self.model.train()
+        self.worker.train()
+        self._refresh_worker()
         if self.use_graph and self.graph is None:
             self._capture(batches[0])
         self.generator.manual_seed(seed_of(self.seed, epoch, 1))
@@ -158,12 +196,15 @@ class Engine:
         with self.autocast():
             if self.attack is not None:
                 images = self._with_adversarial(images, labels)
-            loss = self.objective(self.model, images, labels)
-        self.optimizer.zero_grad(set_to_none=True)
+            loss = self.objective(self.worker, images, labels)
+        self.worker.zero_grad(set_to_none=True)
         torch.autograd.backward(loss)
+        if self.worker is not self.model:
+            self._fetch_gradients()
         if self.world > 1:
             self._average_gradients()
         self.optimizer.step()
+        self._refresh_worker()
         self.loss.copy_(loss.detach())
         if self.averaged is not None:
             self._update_average()
@@ -172,8 +213,8 @@ class Engine:
         """The batch with its first part attacked; crafted in eval mode so that batch statistics stay clean ones."""
         assert self.attack is not None
         count = max(1, round(self.recipe.adversarial_ratio * len(images)))
-        with eval_mode(self.model):
-            crafted = craft(self.attack, self.model, images[:count], labels[:count], self.generator).detach()
+        with eval_mode(self.worker):
+            crafted = craft(self.attack, self.worker, images[:count], labels[:count], self.generator).detach()
         return crafted if count == len(images) else torch.cat([crafted, images[count:]])
 
     def _average_gradients(self) -> None:
@@ -197,6 +238,10 @@ class Engine:
     def _capture(self, first_batch: Tensor) -> None:
         """Records the whole step as one CUDA graph; a failure is noted and the step stays eager."""
         before = [tensor.clone() for tensor in self._all_state()]
+        tuned = torch.backends.cudnn.benchmark
+        torch.backends.cudnn.benchmark = (
+            True  # shapes never change, so the fastest kernels are worth looking for
+        )
         try:
             self.index.copy_(first_batch)
             stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
@@ -207,7 +252,7 @@ class Engine:
             torch.cuda.current_stream().wait_stream(stream)
             graph = torch.cuda.CUDAGraph()
             graph.register_generator_state(self.generator)
-            self.optimizer.zero_grad(set_to_none=True)
+            self.worker.zero_grad(set_to_none=True)
             with torch.cuda.graph(graph):
                 self._step()
             self.graph = graph
@@ -217,10 +262,13 @@ class Engine:
             )
             self.use_graph = False
             torch.cuda.synchronize()
+        finally:
+            torch.backends.cudnn.benchmark = tuned
         after = self._all_state()
         with torch.no_grad():
             for index, tensor in enumerate(after):  # the optimizer's state is new after the first step: zeros
                 tensor.copy_(before[index]) if index < len(before) else tensor.zero_()
+        self._refresh_worker()
 
     def _all_state(self) -> list[Tensor]:
         """Every tensor that a step changes; the optimizer's come last."""

@@ -10,6 +10,8 @@ import math
 import os
 import time
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -140,16 +142,24 @@ def objective_of(settings: Recipe) -> Objective:
 
 
 def accuracy(
-    model: nn.Module, split: Split, *, attack: Attack | None = None, batch_size: int = 1000
+    model: nn.Module,
+    split: Split,
+    *,
+    attack: Attack | None = None,
+    batch_size: int = 1000,
+    autocast: AbstractContextManager[Any] | None = None,
 ) -> float:
-    """Share of right answers in float32 without TF32, in eval mode, optionally on attacked images."""
+    """Share of right answers in eval mode, optionally on attacked images.
+
+    In float32 without TF32, unless `autocast` says otherwise: good enough to compare epochs, not for a verdict.
+    """
     device = next(model.parameters()).device
     correct = torch.zeros((), dtype=torch.int64, device=device)
     generator = torch.Generator(device).manual_seed(0)  # the same starts in every epoch
     before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     try:
-        with eval_mode(model), torch.no_grad():
+        with eval_mode(model), torch.no_grad(), autocast or nullcontext():
             for start in range(0, len(split), batch_size):
                 images, labels = (tensor.to(device) for tensor in split[start : start + batch_size])
                 if attack is not None:
@@ -173,17 +183,24 @@ class _Loop:
         progress: Progress | None,
     ) -> None:
         self.engine, self.settings, self.attack, self.run_dir = engine, settings, attack, run_dir
-        self.val = val if val is not None and len(val) else None
+        self.val = val.to(engine.device) if val is not None and len(val) else None
         self.progress = progress if engine.rank == 0 else None
         self.state = _Run()
         self.best: dict[str, Tensor] | None = None
         self.news = ""
+        self.best_is_new = False
+        self.writer = ThreadPoolExecutor(max_workers=1)
+        self.writing: Future[None] | None = None
 
     def run(self, *, resume: bool, fingerprint: str) -> History:
         start = self._resume(fingerprint) if resume else 0
-        for epoch in range(start, self.settings.epochs):
-            self._one_epoch(epoch)
-            self._save(fingerprint)
+        try:
+            for epoch in range(start, self.settings.epochs):
+                self._one_epoch(epoch)
+                self._save(fingerprint)
+        finally:
+            self._wait_for_writer()
+            self.writer.shutdown()
         self._finish()
         return History(
             epochs=tuple(self.state.epochs),
@@ -223,10 +240,11 @@ class _Loop:
         if self.val is None:
             return {}
         model = self.engine.final_model()
-        values = {"val_accuracy": accuracy(model, self.val)}
+        values = {"val_accuracy": accuracy(model, self.val, batch_size=5000, autocast=self.engine.autocast())}
         if self.attack is not None:
-            robust = accuracy(model, self.val.take(_ROBUST_VAL_IMAGES), attack=self.attack)
-            values["val_robust_accuracy"] = robust
+            values["val_robust_accuracy"] = accuracy(
+                model, self.val.take(_ROBUST_VAL_IMAGES), attack=self.attack, autocast=self.engine.autocast()
+            )
         return values
 
     def _keep_best(self, record: dict[str, Any]) -> None:
@@ -234,9 +252,7 @@ class _Loop:
         if value is None or self.state.best_accuracy is None or value > self.state.best_accuracy:
             self.state.best_epoch, self.state.best_accuracy = record["epoch"], value
             self.best = model_tensors(self.engine.final_model())
-            if self.run_dir is not None and self.engine.rank == 0:
-                facts = {"best_epoch": record["epoch"], "best_accuracy": value}
-                save_checkpoint(self.run_dir / BEST, self.best, facts)
+            self.best_is_new = True
 
     def _stop_if_diverged(self, epoch: int, losses: Tensor) -> None:
         first = abs(self.state.epochs[0]["loss"]) if self.state.epochs else abs(float(losses[0]))
@@ -265,6 +281,7 @@ class _Loop:
             self.progress(epoch * total + step, self.settings.epochs * total, self.news)
 
     def _save(self, fingerprint: str) -> None:
+        """Copies everything now and writes it while the next epoch runs; the epoch before is then safely on disk."""
         if self.run_dir is None or self.engine.rank != 0:
             return
         engine = self.engine
@@ -274,9 +291,16 @@ class _Loop:
         if self.best is not None:
             tensors |= {f"best.{key}": value for key, value in self.best.items()}
         facts = {"fingerprint": fingerprint, **dataclasses.asdict(self.state)}
-        lines = [json.dumps(record) for record in self.state.epochs]
-        files.write_text(self.run_dir / LOG, "\n".join(lines) + "\n")
-        save_checkpoint(self.run_dir / LAST, tensors, facts)
+        log = "".join(json.dumps(record) + "\n" for record in self.state.epochs)
+        best = self.best if self.best_is_new else None
+        self.best_is_new = False
+        self._wait_for_writer()
+        self.writing = self.writer.submit(_write, self.run_dir, tensors, facts, log, best)
+
+    def _wait_for_writer(self) -> None:
+        if self.writing is not None:
+            writing, self.writing = self.writing, None
+            writing.result()
 
     def _resume(self, fingerprint: str) -> int:
         """How many epochs are done already, with everything put back as it was after them."""
@@ -303,6 +327,15 @@ class _Loop:
         best = self.best if self.best is not None else model_tensors(self.engine.final_model())
         model.load_state_dict(best)
         model.eval()
+
+
+def _write(
+    run_dir: Path, tensors: dict[str, Tensor], facts: dict[str, Any], log: str, best: dict[str, Tensor] | None
+) -> None:
+    if best is not None:
+        save_checkpoint(run_dir / BEST, best, {key: facts[key] for key in ("best_epoch", "best_accuracy")})
+    files.write_text(run_dir / LOG, log)
+    save_checkpoint(run_dir / LAST, tensors, facts)
 
 
 def overfitting_alarms(epochs: list[dict[str, Any]]) -> list[str]:
