@@ -37,6 +37,10 @@ def load_optimizer(optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor])
             state.setdefault(int(index), {})[name] = value
     whole = optimizer.state_dict()
     optimizer.load_state_dict({"state": state, "param_groups": whole["param_groups"]})
+    for parameter, entries in optimizer.state.items():
+        for name, value in entries.items():
+            if value.shape == parameter.shape:  # fused kernels want the parameter's memory format too
+                entries[name] = torch.empty_like(parameter).copy_(value)
 
 
 def save_checkpoint(path: Path, tensors: dict[str, Tensor], facts: dict[str, Any]) -> None:
