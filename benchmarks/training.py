@@ -170,19 +170,75 @@ def adversarial(mode: str) -> list[dict[str, Any]]:
     return table
 
 
+def markdown(result: dict[str, Any]) -> str:
+    """The table of docs, with the ratios that matter taken within one run."""
+    rates = {(row["batch"], row["model"], row["mode"]): row for row in result["throughput"]}
+    modes = sorted({row["mode"] for row in result["throughput"]}, key=["eager", "graph", "compile"].index)
+    device, version = result["environment"]["device"], result["environment"]["torch"]
+    lines = [
+        "# Training: what members cost",
+        "",
+        f"`python benchmarks/training.py` on one {device}, torch {version}, bfloat16, channels last. Thousands of",
+        "images per second; training is the whole step (augmentation, forward, backward, optimizer), all in one run.",
+        "",
+        "| batch | model | " + " | ".join(f"training, {mode} | inference, {mode}" for mode in modes) + " |",
+        "|---:|---|" + "---:|---:|" * len(modes),
+    ]
+    for batch in BATCHES:
+        for name in models():
+            cells = [rates.get((batch, name, mode)) for mode in modes]
+            shown = [
+                f"{row['training'] / 1e3:.1f} | {row['inference'] / 1e3:.1f}" if row else "- | -"
+                for row in cells
+            ]
+            lines.append(f"| {batch} | {name} | " + " | ".join(shown) + " |")
+    lines += [
+        "",
+        "| ratio, training / inference | " + " | ".join(f"batch {batch}" for batch in BATCHES) + " |",
+    ]
+    lines.append("|---|" + "---:|" * len(BATCHES))
+    for title, above, below, mode in (
+        ("ecnn30 over resnet20, graph", "ecnn30", "resnet20", "graph"),
+        ("ecnn30_bn over resnet20_bn, graph", "ecnn30_bn", "resnet20_bn", "graph"),
+        ("ecnn30 over a loop over members, eager", "ecnn30", "ecnn30_loop", "eager"),
+        ("ecnn30 over a loop over members, graph", "ecnn30", "ecnn30_loop", "graph"),
+    ):
+        pairs = [(rates[batch, above, mode], rates[batch, below, mode]) for batch in BATCHES]
+        shown = [
+            f"{a['training'] / b['training']:.2f} / {a['inference'] / b['inference']:.2f}" for a, b in pairs
+        ]
+        lines.append(f"| {title} | " + " | ".join(shown) + " |")
+    lines += [
+        "",
+        "A PGD-10 adversarial training step, in plain training steps of the same batch (eleven passes would be 11):",
+        "",
+        "| batch | model | cost |",
+        "|---:|---|---:|",
+    ]
+    lines += [
+        f"| {row['batch']} | {row['model']} | {row['cost_in_plain_steps']:.2f} |"
+        for row in result["adversarial"]
+    ]
+    return "\n".join(lines) + "\n"
+
+
 def main() -> None:
-    if not torch.cuda.is_available():
-        raise SystemExit("this benchmark needs a CUDA device")
-    torch.backends.cudnn.benchmark = True
-    modes = ("eager", "graph", "compile") if "--compile" in sys.argv else ("eager", "graph")
-    result = {
-        "environment": runs.environment(),
-        "throughput": throughput(modes),
-        "adversarial": adversarial("graph"),
-    }
-    files.write_json(
-        Path(sys.argv[1]) if len(sys.argv) > 1 and sys.argv[1][0] != "-" else HERE / "training.json", result
+    """Measures and writes the JSON (to the path given, else beside this file); with --render only draws the table."""
+    target = Path(
+        next((argument for argument in sys.argv[1:] if argument[0] != "-"), str(HERE / "training.json"))
     )
+    if "--render" not in sys.argv:
+        if not torch.cuda.is_available():
+            raise SystemExit("this benchmark needs a CUDA device")
+        torch.backends.cudnn.benchmark = True
+        modes = ("eager", "graph", "compile") if "--compile" in sys.argv else ("eager", "graph")
+        result = {
+            "environment": runs.environment(),
+            "throughput": throughput(modes),
+            "adversarial": adversarial("graph"),
+        }
+        files.write_json(target, result)
+    files.write_text(target.with_suffix(".md"), markdown(files.read_json(target)))
 
 
 if __name__ == "__main__":

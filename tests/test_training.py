@@ -23,7 +23,7 @@ from ecnn.data import Split
 from ecnn.errors import InputError
 from ecnn.model import ECNN
 from ecnn.training import RECIPES, Recipe, TrainingError, fit
-from ecnn.training.fit import accuracy, overfitting_alarms
+from ecnn.training.loop import accuracy, overfitting_alarms
 from ecnn.training.recipes import resolve_recipe
 
 TINY = Recipe(

@@ -11,22 +11,34 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ecnn.annealing import design_code as design_code
     from ecnn.annealing import exhaustive_code as exhaustive_code
+    from ecnn.backbones import Normalized as Normalized
+    from ecnn.backbones import ResNet as ResNet
     from ecnn.codes import CodeMatrix as CodeMatrix
     from ecnn.codes import codebook as codebook
     from ecnn.codes import load_code as load_code
+    from ecnn.data import load_data as load_data
     from ecnn.errors import InputError as InputError
+    from ecnn.model import ECNN as ECNN
     from ecnn.plots import plot_code as plot_code
     from ecnn.progress import progress_bar as progress_bar
+    from ecnn.runs import load_model as load_model
+    from ecnn.training import fit as fit
 
 __version__ = "0.1.0"
 
 _ROOM_OF = {
     "CodeMatrix": "codes",
+    "ECNN": "model",
     "InputError": "errors",
+    "Normalized": "backbones",
+    "ResNet": "backbones",
     "codebook": "codes",
     "design_code": "annealing",
     "exhaustive_code": "annealing",
+    "fit": "training",
     "load_code": "codes",
+    "load_data": "data",
+    "load_model": "runs",
     "plot_code": "plots",
     "progress_bar": "progress",
 }

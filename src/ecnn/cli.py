@@ -239,7 +239,7 @@ def train(
     )
     if dry_run:
         found = load_data(data, root, val_fraction=val_fraction, image_size=image_size)
-        typer.echo(json.dumps(pipeline.resolve(request, found)[0], indent=1))
+        typer.echo(json.dumps(pipeline.plan(request, found).spec, indent=1))
         return
     pipeline.join_processes()
     try:
@@ -261,3 +261,22 @@ def _run_as_text(run: TrainedRun) -> str:
         f"{run.parameters:,} parameters, {run.seconds:.1f} s, run folder {run.folder}",
     ]
     return "\n".join([*lines, *run.notes])
+
+
+@app.command()
+@one_sentence_errors
+def models(as_json: JsonFlag = False, debug: DebugFlag = False) -> None:
+    """List the models that come with the package."""
+    from ecnn import runs
+
+    found = {name: runs.describe_run(runs.zoo_folder(name)) for name in runs.models()}
+    if as_json:
+        typer.echo(json.dumps(found))
+        return
+    for name, facts in found.items():
+        trained = (
+            f"adversarially trained at {facts['adversarial']}"
+            if facts["adversarial"]
+            else "no adversarial training"
+        )
+        typer.echo(f"{name:<22}{facts['data']:<10}test {100 * facts['test_accuracy']:.2f} %   {trained}")

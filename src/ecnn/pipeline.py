@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from ecnn import files, runs
 from ecnn.annealing import design_code
@@ -19,7 +20,7 @@ from ecnn.codes import CodeMatrix, codebook, load_code
 from ecnn.data import Dataset, load_data
 from ecnn.errors import InputError
 from ecnn.progress import Progress
-from ecnn.training.fit import accuracy, fit
+from ecnn.training.loop import accuracy, fit
 from ecnn.training.recipes import Recipe, resolve_recipe
 
 
@@ -79,14 +80,33 @@ def parse_settings(settings: list[str]) -> dict[str, dict[str, Any]]:
     return tables
 
 
-def resolve(request: TrainRequest, data: Dataset) -> tuple[dict[str, Any], Recipe, CodeMatrix | None]:
-    """The spec with every choice made, its recipe and its code."""
+@dataclass(frozen=True)
+class Plan:
+    """A request with every choice made; the model is built and untrained."""
+
+    spec: dict[str, Any]
+    recipe: Recipe
+    code: CodeMatrix | None
+    model: nn.Module
+
+
+def plan(request: TrainRequest, data: Dataset) -> Plan:
+    """Chooses what the request left open and builds the model from its seed."""
     code = _code_for(request, data) if request.kind == "ecnn" else None
     recipe = resolve_recipe(
         request.recipe or ("small" if data.image_size[0] < 20 else "paper"), **request.train
     )
     if request.kind == "resnet" and recipe.objective.startswith("member"):
         recipe = dataclasses.replace(recipe, objective="cross_entropy")
+    torch.manual_seed(request.seed)
+    model = runs.build_model(
+        request.kind,
+        code=code,
+        num_classes=data.num_classes,
+        in_channels=data.in_channels,
+        mean=data.mean_image,
+        **request.model,
+    )
     spec = {
         "seed": request.seed,
         "data": {
@@ -97,11 +117,11 @@ def resolve(request: TrainRequest, data: Dataset) -> tuple[dict[str, Any], Recip
             "image_size": list(data.image_size),
             "fingerprint": data.fingerprint,
         },
-        "model": {"kind": request.kind, **request.model},
+        "model": runs.describe_model(request.kind, model),
         "train": dataclasses.asdict(recipe),
         "attack": {"kind": "pgd", **request.attack} if request.attack else None,
     }
-    return spec, recipe, code
+    return Plan(spec, recipe, code, model)
 
 
 def train_run(request: TrainRequest, *, progress: Progress | None = None) -> TrainedRun:
@@ -110,26 +130,18 @@ def train_run(request: TrainRequest, *, progress: Progress | None = None) -> Tra
     data = load_data(
         request.data, request.root, val_fraction=request.val_fraction, image_size=request.image_size
     )
-    spec, recipe, code = resolve(request, data)
+    made = plan(request, data)
     folder = request.out or Path("runs") / Path(data.name).name / request.kind / str(request.seed)
     files.check_writable(folder / runs.SPEC)
-    torch.manual_seed(request.seed)
-    model = runs.build_model(
-        request.kind,
-        code=code,
-        num_classes=data.num_classes,
-        in_channels=data.in_channels,
-        mean=data.mean_image,
-        **request.model,
-    ).to(device)
+    model = made.model.to(device)
     if _is_first_process():
-        runs.start_run(folder, spec, code)
+        runs.start_run(folder, made.spec, made.code)
     started = time.monotonic()
     history = fit(
         model,
         data.train,
         val=data.val,
-        recipe=recipe,
+        recipe=made.recipe,
         attack=PGD(**request.attack) if request.attack else None,
         seed=request.seed,
         run_dir=folder,

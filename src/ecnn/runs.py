@@ -20,7 +20,7 @@ from ecnn.codes import CodeMatrix, load_code
 from ecnn.errors import InputError
 from ecnn.model import ECNN
 from ecnn.training.checkpoints import load_checkpoint, load_model_tensors
-from ecnn.training.fit import BEST
+from ecnn.training.loop import BEST
 
 SPEC, CODE, ENVIRONMENT, DONE = "spec.toml", "code.json", "env.json", "DONE"
 
@@ -62,6 +62,15 @@ def _build_resnet(
 
 
 MODELS: dict[str, Callable[..., nn.Module]] = {"ecnn": _build_ecnn, "resnet": _build_resnet}
+
+
+def describe_model(kind: str, model: nn.Module) -> dict[str, Any]:
+    """The [model] table of a spec: every option spelled out, so that later defaults cannot change an old run."""
+    config: dict[str, Any] = getattr(model, "config", {})
+    return {
+        "kind": kind,
+        **{key: value for key, value in config.items() if key not in ("in_channels", "num_classes")},
+    }
 
 
 def start_run(folder: Path, spec: dict[str, Any], code: CodeMatrix | None) -> None:
@@ -106,7 +115,7 @@ def load_model(source: str | os.PathLike[str], *, device: str | torch.device = "
         if str(source) not in models():
             known = f"; shipped models: {', '.join(models())}" if models() else ""
             raise InputError(f"no run folder and no model is called {str(source)!r}{known}.")
-        folder = Path(str(resources.files("ecnn") / "zoo" / str(source)))
+        folder = zoo_folder(str(source))
     spec = files.read_toml(folder / SPEC)
     missing = [key for key in ("model", "data") if key not in spec]
     if missing:
@@ -126,6 +135,26 @@ def load_model(source: str | os.PathLike[str], *, device: str | torch.device = "
     tensors, _ = load_checkpoint(folder / BEST)
     load_model_tensors(model, tensors, folder / BEST)
     return model.to(device).eval()
+
+
+def zoo_folder(name: str) -> Path:
+    """Where a shipped model lies."""
+    return Path(str(resources.files("ecnn") / "zoo" / name))
+
+
+def describe_run(folder: Path) -> dict[str, Any]:
+    """What a list of runs shows: kind, data, parameters, test accuracy."""
+    spec = files.read_toml(folder / SPEC)
+    result = files.read_json(folder / "eval.json") if (folder / "eval.json").exists() else {}
+    tensors, facts = load_checkpoint(folder / BEST)
+    return {
+        "kind": spec["model"]["kind"],
+        "data": spec["data"]["name"],
+        "adversarial": spec.get("attack", {}).get("eps"),
+        "tensors": sum(value.numel() for value in tensors.values()),
+        "best_epoch": facts.get("best_epoch"),
+        "test_accuracy": result.get("test_accuracy"),
+    }
 
 
 def models() -> tuple[str, ...]:

@@ -1,0 +1,134 @@
+"""Run folders and shipped models."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from ecnn import files, runs
+from ecnn.codes import load_code
+from ecnn.data import load_data
+from ecnn.errors import InputError
+from ecnn.pipeline import TrainRequest, train_run
+from ecnn.training.loop import accuracy
+
+# name: parameters, test accuracy as recorded when it was trained (10,000 images)
+SHIPPED = {
+    "cifar10-ecnn30": (490_497, 0.8566),
+    "cifar10-ecnn30-at": (492_577, 0.6045),
+    "cifar10-ecnn30-ce": (490_497, 0.8618),
+    "cifar10-ecnn30-q2": (490_530, 0.8561),
+    "cifar10-resnet20-at": (273_066, 0.6824),
+}
+
+
+def tiny_request(out: Path, **changes: object) -> TrainRequest:
+    options = {"width": 4, "depth": 8}
+    return TrainRequest(**{"data": "digits", "out": out, "model": options, "train": {"epochs": 1}, **changes})  # type: ignore[arg-type]
+
+
+def test_a_run_can_be_loaded_and_says_what_it_was(tmp_path: Path) -> None:
+    run = train_run(tiny_request(tmp_path))
+    spec = files.read_toml(tmp_path / "spec.toml")
+    assert spec["model"]["width"] == 4
+    assert spec["model"]["branch"] == "conv"  # defaults are spelled out
+    assert spec["data"]["fingerprint"] == load_data("digits").fingerprint
+    assert load_code(tmp_path / "code.json") == load_code("10x30")
+    assert files.read_json(tmp_path / "env.json")["torch"] == torch.__version__
+    assert runs.is_done(tmp_path)
+    model = runs.load_model(tmp_path)
+    assert not model.training
+    assert accuracy(model, load_data("digits").test) == run.test_accuracy
+    mean = load_data("digits").mean_image
+    assert torch.allclose(model.state_dict()["centre.mean"], mean)
+
+
+def test_a_folder_is_one_run(tmp_path: Path) -> None:
+    train_run(tiny_request(tmp_path))
+    with pytest.raises(InputError, match=r"another spec\.toml"):
+        train_run(tiny_request(tmp_path, seed=1))
+
+
+def test_plain_network_and_own_code(tmp_path: Path) -> None:
+    plain = train_run(tiny_request(tmp_path / "plain", kind="resnet"))
+    assert not (tmp_path / "plain" / "code.json").exists()
+    assert files.read_toml(tmp_path / "plain" / "spec.toml")["train"]["objective"] == "cross_entropy"
+    coded = train_run(tiny_request(tmp_path / "coded", code="10x10"))
+    assert runs.load_model(tmp_path / "coded").code == load_code("10x10")
+    assert plain.parameters != coded.parameters
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"code": "43x30"}, "the code has 43 classes, but the data has 10"),
+        ({"kind": "transformer"}, "a model is one of ecnn, resnet"),
+        ({"model": {"wide": 3}}, "cannot be built so"),
+        ({"train": {"epoch": 1}}, "has no 'epoch'"),
+        ({"train": {"batch_size": 10_000}}, "larger than the training set"),
+        ({"data": "digitz"}, "digits, mnist"),
+        ({"device": "quantum"}, "device 'quantum' cannot be used"),
+    ],
+)
+def test_refusals(tmp_path: Path, changes: dict[str, object], sentence: str) -> None:
+    with pytest.raises(InputError, match=sentence):
+        train_run(tiny_request(tmp_path / "run", **changes))
+
+
+def test_broken_runs(tmp_path: Path) -> None:
+    with pytest.raises(
+        InputError, match="no run folder and no model is called 'nothing'; shipped models: cifar10"
+    ):
+        runs.load_model("nothing")
+    with pytest.raises(InputError, match=r"cannot read .*spec\.toml"):
+        runs.load_model(tmp_path)
+    (tmp_path / "spec.toml").write_text("seed = ")
+    with pytest.raises(InputError, match="is not TOML"):
+        runs.load_model(tmp_path)
+    (tmp_path / "spec.toml").write_text("seed = 1")
+    with pytest.raises(InputError, match=r"lacks the table \[model\]"):
+        runs.load_model(tmp_path)
+
+
+def test_weights_of_another_model_are_refused(tmp_path: Path) -> None:
+    train_run(tiny_request(tmp_path / "a"))
+    train_run(tiny_request(tmp_path / "b", model={"width": 8, "depth": 8}))
+    (tmp_path / "b" / "model.safetensors").replace(tmp_path / "a" / "model.safetensors")
+    with pytest.raises(InputError, match="was made for another model"):
+        runs.load_model(tmp_path / "a")
+
+
+def test_toml_round_trip(tmp_path: Path) -> None:
+    table = {
+        "seed": 3,
+        "data": {"name": 'a "quoted" name', "size": [8, 8]},
+        "train": {"lr": 1e-3, "flip": True},
+    }
+    assert files.read_toml(files.write_toml(tmp_path / "x.toml", {**table, "attack": None})) == table
+
+
+@pytest.mark.parametrize(("name", "facts"), SHIPPED.items())
+def test_shipped_model(name: str, facts: tuple[int, float]) -> None:
+    model = runs.load_model(name)
+    assert sum(parameter.numel() for parameter in model.parameters()) == facts[0]
+    assert runs.describe_run(runs.zoo_folder(name))["test_accuracy"] == facts[1]
+    assert f"{100 * facts[1]:.2f} %" in (runs.zoo_folder(name) / "card.md").read_text()
+    assert model(torch.zeros(2, 3, 32, 32)).shape == (2, 10)
+
+
+def test_all_models_are_known() -> None:
+    assert runs.models() == tuple(sorted(SHIPPED))
+
+
+@pytest.mark.data
+@pytest.mark.parametrize(("name", "facts"), SHIPPED.items())
+def test_shipped_model_on_real_images(name: str, facts: tuple[int, float]) -> None:
+    """500 test images: within three standard errors of the recorded accuracy."""
+    try:
+        data = load_data("cifar10", download=False)
+    except InputError:
+        pytest.skip("CIFAR-10 is not under data/")
+    share = accuracy(runs.load_model(name), data.test.take(500), batch_size=250)
+    assert abs(share - facts[1]) < 3 * (facts[1] * (1 - facts[1]) / 500) ** 0.5
