@@ -32,7 +32,7 @@ def test_choices_that_fit_the_data() -> None:
     assert made.code is not None
     assert (made.code.num_classes, made.code.code_length) == (10, 30)
     assert made.spec["model"]["kind"] == "ecnn"
-    assert made.recipe.epochs == 20
+    assert made.recipe.epochs == 30
     assert "attack" in made.spec
     assert made.spec["attack"] is None
 

@@ -128,14 +128,15 @@ RECIPES: dict[str, Recipe] = {
     ),
     # Small grey images without symmetry, as the embedded digits: seconds on a laptop.
     "small": Recipe(
-        epochs=20,
-        batch_size=64,
+        epochs=30,
+        batch_size=32,
         optimizer="adam",
         lr=2e-3,
         schedule="onecycle",
         objective="member_hinge",
         diversity_weight=0.1,
         shift=1,
+        ema=0.99,
     ),
 }
 
