@@ -92,6 +92,7 @@ def code(
 ) -> None:
     """Design a code and print its distances beside the bounds, or show one (--show)."""
     from ecnn import files, plots
+    from ecnn.annealing import kernel
 
     for path in filter(None, (out, plot)):
         files.check_writable(path)
@@ -106,6 +107,11 @@ def code(
         if classes is None or length is None:
             raise InputError(
                 "give --classes and --length to design a code, or --show FILE or NAME to see one."
+            )
+        if not kernel.COMPILED:
+            typer.echo(
+                "designing without numba; with it (pip install 'ecnn[fast]') this is about 100 times faster",
+                err=True,
             )
         started = time.monotonic()
         with ecnn.progress_bar("designing") as progress:

@@ -39,8 +39,9 @@ def plot_code(
     matrix_width = float(np.clip(0.24 * code.code_length, 3.2, 9.0))
     height = float(np.clip(0.24 * code.num_classes, 2.9, 9.0))
     figure = Figure(figsize=(matrix_width + 4.6, height + 1.2), layout="constrained", facecolor="white")
-    below = max(height / 2.6 - 2, 0.01)  # beside a tall matrix the histograms keep their shape
-    grid = figure.add_gridspec(3, 2, width_ratios=[matrix_width, 3.6], height_ratios=[1, 1, below])
+    # Beside a tall matrix the histograms keep their shape and leave the rest empty.
+    heights = [2.6, 2.6, height - 5.2] if height > 5.4 else [1.0, 1.0]
+    grid = figure.add_gridspec(len(heights), 2, width_ratios=[matrix_width, 3.6], height_ratios=heights)
     _draw_matrix(figure.add_subplot(grid[:, 0]), code, names)
     _draw_row_distances(figure.add_subplot(grid[0, 1]), code, report.min_row_distance_bound)
     _draw_column_distances(figure.add_subplot(grid[1, 1]), code, report.min_column_distance_bound)

@@ -143,15 +143,14 @@ def zoo_folder(name: str) -> Path:
 
 
 def describe_run(folder: Path) -> dict[str, Any]:
-    """What a list of runs shows: kind, data, parameters, test accuracy."""
+    """What a list of runs shows."""
     spec = files.read_toml(folder / SPEC)
     result = files.read_json(folder / "eval.json") if (folder / "eval.json").exists() else {}
-    tensors, facts = load_checkpoint(folder / BEST)
+    _, facts = load_checkpoint(folder / BEST)
     return {
         "kind": spec["model"]["kind"],
         "data": spec["data"]["name"],
         "adversarial": spec.get("attack", {}).get("eps"),
-        "tensors": sum(value.numel() for value in tensors.values()),
         "best_epoch": facts.get("best_epoch"),
         "test_accuracy": result.get("test_accuracy"),
     }

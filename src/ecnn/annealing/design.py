@@ -76,7 +76,10 @@ def design_code(
         (num_classes, code_length, arity), weight, chains, budget, np.random.SeedSequence(seed), init
     )
     try:
-        search.lower_energy(steps) if objective == "energy" else search.raise_distance()
+        if objective == "energy":
+            search.lower_energy(steps)
+        else:
+            search.raise_distance()
     except KeyboardInterrupt:  # between two chains; within one, the chain keeps its own best
         budget.ended_by = "interrupt"
     provenance = {

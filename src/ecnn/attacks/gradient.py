@@ -41,7 +41,8 @@ class PGD:
     keep: Literal["best", "last"] = "best"
 
     def __post_init__(self) -> None:
-        parse_eps(self.eps), parse_eps(self.step_size)
+        for length in (self.eps, self.step_size):
+            parse_eps(length)
         make_view(self.on, self.loss, self.loss_slack)
         if self.steps < 0:
             raise InputError(f"steps must be from 0 up, not {self.steps}.")
