@@ -158,6 +158,14 @@ def test_bad_settings_are_found_when_the_attack_is_made(changes: dict[str, Any],
         PGD(**{"eps": 0.1, "steps": 1, "step_size": 0.1, **changes})
 
 
+@pytest.mark.parametrize("value", [-0.01, 1.01, 255.0, math.nan])
+def test_images_outside_the_unit_range_are_refused(value: float) -> None:
+    images, labels = images_and_labels(dtype=torch.float32)
+    images[2, 1, 0, 1] = value
+    with pytest.raises(InputError, match=r"pixels in \[0, 1\].*ecnn\.Normalized"):
+        PGD(eps=0.1, steps=1, step_size=0.1)(tiny_ecnn(), images, labels)
+
+
 @pytest.mark.parametrize("member_output", ["logit", "symbols"])
 def test_member_margins_by_hand(member_output: Any) -> None:
     model = tiny_ecnn(member_output=member_output)

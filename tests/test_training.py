@@ -287,6 +287,23 @@ def single_thread() -> dict[str, str]:
     return {**os.environ, "OMP_NUM_THREADS": "1"}
 
 
+def kill_all(marker: str, launcher: int) -> None:
+    """Kills the launcher and every process that was given the marker: workers live in sessions of their own."""
+    os.kill(launcher, signal.SIGKILL)
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            if marker in (entry / "cmdline").read_text():
+                os.kill(int(entry.name), signal.SIGKILL)
+        except (OSError, UnicodeDecodeError):  # it ended meanwhile
+            continue
+
+
+def wait_for(path: Path) -> None:
+    deadline = time.monotonic() + 90
+    while not path.exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
+
+
 def weights(folder: Path) -> dict[str, Tensor]:
     return files.read_tensors(folder / "model.safetensors")[0]
 
@@ -297,10 +314,7 @@ def test_kill_and_resume_on_the_command_line(tmp_path: Path) -> None:
     )
     killed = tmp_path / "killed"
     with subprocess.Popen(command(killed), stdout=subprocess.DEVNULL, env=single_thread()) as process:
-        deadline = time.monotonic() + 60
-        while not (killed / "last.safetensors").exists() and time.monotonic() < deadline:
-            time.sleep(0.01)
-        time.sleep(0.1)
+        wait_for(killed / "last.safetensors")
         process.send_signal(signal.SIGKILL)
     assert not (killed / "DONE").exists()
     moved = killed.rename(tmp_path / "moved")  # a run resumes from a copied folder
@@ -314,23 +328,33 @@ def test_kill_and_resume_on_the_command_line(tmp_path: Path) -> None:
     assert not [path for path in moved.iterdir() if path.name.startswith(".")]
 
 
-def test_two_processes_match_one(tmp_path: Path) -> None:
-    """Same global batch: gradients are averaged in another order, so equal to rounding (1e-4 after two epochs)."""
-    subprocess.run(
-        command(tmp_path / "one", "--epochs", "2"), capture_output=True, check=True, env=single_thread()
-    )
+def test_two_processes_match_one_and_resume(tmp_path: Path) -> None:
+    """Same global batch: gradients are averaged in another order, so equal to rounding (2e-3 after four epochs)."""
+    subprocess.run(command(tmp_path / "one"), capture_output=True, check=True, env=single_thread())
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--master-port=29517"]
-    pair = [*launcher, *command(tmp_path / "two", "--epochs", "2")[1:]]
-    done = subprocess.run(pair, capture_output=True, text=True, check=False, env=single_thread())
+
+    def pair(out: Path) -> list[str]:
+        return [*launcher, *command(out)[1:]]
+
+    done = subprocess.run(
+        pair(tmp_path / "two"), capture_output=True, text=True, check=False, env=single_thread()
+    )
     assert done.returncode == 0, done.stderr[-2000:]
-    assert json.loads(done.stdout.strip().splitlines()[-1])["epochs"] == 2
+    assert json.loads(done.stdout.strip().splitlines()[-1])["epochs"] == 4
     one, two = weights(tmp_path / "one"), weights(tmp_path / "two")
     for key in one:
-        assert torch.allclose(one[key], two[key], atol=1e-4), key
-    (tmp_path / "two" / "DONE").unlink()
-    again = subprocess.run(pair, capture_output=True, text=True, check=False, env=single_thread())
+        assert torch.allclose(one[key], two[key], atol=2e-3), key
+
+    killed = tmp_path / "killed"
+    with subprocess.Popen(
+        pair(killed), env=single_thread(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    ) as process:
+        wait_for(killed / "last.safetensors")
+        kill_all(str(killed), process.pid)
+    assert not (killed / "DONE").exists()
+    again = subprocess.run(pair(killed), capture_output=True, text=True, check=False, env=single_thread())
     assert again.returncode == 0, again.stderr[-2000:]
-    assert all(torch.equal(two[key], value) for key, value in weights(tmp_path / "two").items())
+    assert all(torch.equal(two[key], value) for key, value in weights(killed).items())
 
 
 @pytest.mark.slow

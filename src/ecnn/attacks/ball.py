@@ -21,6 +21,18 @@ def parse_eps(eps: float | str) -> float:
     return value
 
 
+def check_unit_range(images: Tensor) -> None:
+    """Raises InputError unless all pixels lie in [0, 1]; not while a CUDA graph is recorded, which must not wait."""
+    if images.numel() == 0 or (images.is_cuda and torch.cuda.is_current_stream_capturing()):
+        return
+    low, high = (float(bound) for bound in images.aminmax())
+    if not (low >= 0 and high <= 1):  # also catches nan
+        raise InputError(
+            f"images must have pixels in [0, 1], but these reach from {low:.4g} to {high:.4g}: put the normalisation "
+            "into the model (ecnn.Normalized) and divide bytes by 255."
+        )
+
+
 def project(points: Tensor, images: Tensor, eps: float) -> Tensor:
     """The nearest points (in Linf) within eps of the images and within [0, 1]."""
     low, high = (images - eps).clamp_(min=0), (images + eps).clamp_(max=1)

@@ -9,7 +9,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from ecnn.attacks.ball import parse_eps, project, random_start
+from ecnn.attacks.ball import check_unit_range, parse_eps, project, random_start
 from ecnn.attacks.views import Loss, View, make_view
 from ecnn.errors import InputError
 
@@ -64,6 +64,7 @@ class PGD:
         eps, step_size = parse_eps(self.eps), parse_eps(self.step_size)
         view = make_view(self.on, self.loss, self.loss_slack)
         images = images.detach()
+        check_unit_range(images)
         points = random_start(images, eps, generator) if self.random_start else images.clone()
         best, best_loss = images, None
         if self.keep == "best":
