@@ -241,11 +241,9 @@ class _Loop:
         self._keep_best(record)
         self._raise_alarms()
         shown = [f"loss {record['loss']:.4f}"]
-        shown += [
-            f"{key} {100 * record[f'val_{key}']:.1f} %"
-            for key in ("accuracy", "robust_accuracy")
-            if f"val_{key}" in record
-        ]
+        for key, title in (("val_accuracy", "validation"), ("val_robust_accuracy", "under attack")):
+            if key in record:
+                shown.append(f"{title} {100 * record[key]:.1f} %")
         self.news = f"{record['images_per_second']:,.0f} images/s, " + ", ".join(shown)
         self._report(epoch, self.engine.steps_per_epoch)
 
