@@ -37,7 +37,7 @@ def test_a_run_can_be_loaded_and_says_what_it_was(tmp_path: Path) -> None:
     assert spec["data"]["fingerprint"] == load_data("digits").fingerprint
     assert load_code(tmp_path / "code.json") == load_code("10x30")
     assert files.read_json(tmp_path / "env.json")["torch"] == torch.__version__
-    assert runs.is_done(tmp_path)
+    assert (tmp_path / "DONE").exists()
     model = runs.load_model(tmp_path)
     assert not model.training
     assert accuracy(model, load_data("digits").test) == run.test_accuracy

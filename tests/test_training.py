@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from ecnn import files
 from ecnn.attacks import PGD
+from ecnn.backbones import ResNet
 from ecnn.constructions import random_code
 from ecnn.data import Split
 from ecnn.errors import InputError
@@ -201,9 +202,16 @@ def test_refusals(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="batch of 97 is larger than the training set of 96"):
         fit(tiny_model(), tiny_data(), **arguments, batch_size=97)
     five = Split(tiny_data().images, torch.arange(96) % 5)
-    with pytest.raises(InputError, match="a label is 4, but the code has 4 classes"):
+    with pytest.raises(InputError, match="a label is 4, but the model has scores for 4 classes"):
         fit(tiny_model(), five, **arguments)
+    with pytest.raises(InputError, match="needs a CUDA device"):
+        fit(tiny_model(), tiny_data(), **arguments, precision="bfloat16")
+    with pytest.raises(InputError, match="a label is 4, but the model has scores for 3 classes"):
+        fit(ResNet(3, 1, depth=8, width=4), five, **arguments, objective="cross_entropy")
     fit(tiny_model(), tiny_data(), **arguments, epochs=1, run_dir=tmp_path)
+    other = Split(255 - tiny_data().images, tiny_data().labels)
+    with pytest.raises(InputError, match="other settings, data or code"):
+        fit(tiny_model(), other, **arguments, epochs=1, run_dir=tmp_path)
     last = tmp_path / "last.safetensors"
     whole = last.read_bytes()
     for changes in ({"seed": 1}, {"epochs": 2}, {"lr": 0.1}):
@@ -331,7 +339,7 @@ def test_kill_and_resume_on_the_command_line(tmp_path: Path) -> None:
 def test_two_processes_match_one_and_resume(tmp_path: Path) -> None:
     """Same global batch: gradients are averaged in another order, so equal to rounding (2e-3 after four epochs)."""
     subprocess.run(command(tmp_path / "one"), capture_output=True, check=True, env=single_thread())
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--master-port=29517"]
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
 
     def pair(out: Path) -> list[str]:
         return [*launcher, *command(out)[1:]]

@@ -214,7 +214,6 @@ def train(
 ) -> None:
     """Train a model and write a run folder. Started by torchrun, the processes share the work."""
     from ecnn import pipeline
-    from ecnn.attacks.ball import parse_eps
     from ecnn.data import load_data
     from ecnn.training import TrainingError
 
@@ -222,11 +221,6 @@ def train(
     for key, value in (("epochs", epochs), ("batch_size", batch_size)):
         if value is not None:
             tables["train"][key] = value
-    attack = None
-    if eps is not None:
-        step = 2.5 * parse_eps(eps) / max(1, attack_steps)
-        attack = {"eps": eps, "steps": attack_steps, "step_size": step, "on": attack_on}
-        attack |= {"loss": "cross_entropy", "keep": "last"}
     request = pipeline.TrainRequest(
         data=data,
         root=root,
@@ -236,7 +230,7 @@ def train(
         recipe=recipe,
         model=tables["model"],
         train=tables["train"],
-        attack=attack,
+        attack=None if eps is None else pipeline.training_attack(eps, attack_steps, attack_on),
         seed=seed,
         val_fraction=val_fraction,
         image_size=image_size,

@@ -16,6 +16,7 @@ from torch import nn
 from ecnn import files, runs
 from ecnn.annealing import design_code
 from ecnn.attacks import PGD
+from ecnn.attacks.ball import parse_eps
 from ecnn.codes import CodeMatrix, codebook, load_code
 from ecnn.data import Dataset, load_data
 from ecnn.errors import InputError
@@ -63,6 +64,19 @@ class TrainedRun:
     test_images: int
     seconds: float
     notes: tuple[str, ...] = ()
+
+
+def training_attack(eps: str, steps: int, on: str) -> dict[str, Any]:
+    """Options of the PGD that adversarial training uses: steps that together could cross the ball 2.5 times."""
+    step_size = 2.5 * parse_eps(eps) / max(1, steps)
+    return {
+        "eps": eps,
+        "steps": steps,
+        "step_size": step_size,
+        "on": on,
+        "loss": "cross_entropy",
+        "keep": "last",
+    }
 
 
 def parse_settings(settings: list[str]) -> dict[str, dict[str, Any]]:

@@ -74,12 +74,13 @@ def describe_model(kind: str, model: nn.Module) -> dict[str, Any]:
 
 
 def start_run(folder: Path, spec: dict[str, Any], code: CodeMatrix | None) -> None:
-    """Writes what is known before training: the resolved spec, the code, the environment.
+    """Writes what is known before training: the resolved spec, the code, the environment; takes DONE away.
 
     A folder that holds another run is refused.
     """
     if (folder / SPEC).exists() and files.read_toml(folder / SPEC) != _without_none(spec):
         raise InputError(f"{folder} holds a run with another spec.toml: choose another folder.")
+    (folder / DONE).unlink(missing_ok=True)
     files.write_toml(folder / SPEC, spec)
     if code is not None:
         code.save(folder / CODE)
@@ -89,10 +90,6 @@ def start_run(folder: Path, spec: dict[str, Any], code: CodeMatrix | None) -> No
 def finish_run(folder: Path) -> None:
     """Marks the run as complete."""
     files.write_text(folder / DONE, "")
-
-
-def is_done(folder: Path) -> bool:
-    return (folder / DONE).exists()
 
 
 def environment() -> dict[str, Any]:

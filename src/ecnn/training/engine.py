@@ -82,6 +82,8 @@ class Engine:
                 f"a batch of {self.recipe.batch_size} is larger than the training set of {len(train)} images: use a "
                 "smaller batch_size."
             )
+        if self.recipe.precision == "bfloat16" and self.device.type != "cuda":
+            raise InputError(f"precision='bfloat16' needs a CUDA device, but the model is on {self.device}.")
         if self.recipe.batch_size % self.world:
             raise InputError(
                 f"a batch of {self.recipe.batch_size} cannot be shared equally by {self.world} processes."
@@ -105,9 +107,8 @@ class Engine:
 
     @property
     def is_half(self) -> bool:
-        """Whether steps compute in bfloat16; "auto" does so on CUDA only."""
-        wanted = self.recipe.precision
-        return wanted == "bfloat16" or (wanted == "auto" and self.device.type == "cuda")
+        """Whether steps compute in bfloat16, which only CUDA does."""
+        return self.device.type == "cuda" and self.recipe.precision != "float32"
 
     def autocast(self) -> AbstractContextManager[Any]:
         return torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.is_half)
@@ -239,9 +240,8 @@ class Engine:
         """Records the whole step as one CUDA graph; a failure is noted and the step stays eager."""
         before = [tensor.clone() for tensor in self._all_state()]
         tuned = torch.backends.cudnn.benchmark
-        torch.backends.cudnn.benchmark = (
-            True  # shapes never change, so the fastest kernels are worth looking for
-        )
+        # Shapes never change, so the fastest kernels are worth looking for.
+        torch.backends.cudnn.benchmark = True
         try:
             self.index.copy_(first_batch)
             stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]

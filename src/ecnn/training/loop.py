@@ -7,7 +7,6 @@ import hashlib
 import importlib.util
 import json
 import logging
-import math
 import os
 import time
 from collections.abc import Callable
@@ -384,16 +383,18 @@ def _wants_graph(graph: bool | None, device: torch.device) -> bool:
     return device.type == "cuda" and alone and graph is not False
 
 
-def _check_labels(model: Any, *splits: Split | None) -> None:
-    code = getattr(model, "code", None)
-    if code is None:
-        return
-    for split in splits:
-        if split is not None and len(split) and int(split.labels.max()) >= code.num_classes:
-            raise InputError(
-                f"a label is {int(split.labels.max())}, but the code has {code.num_classes} classes (0 to "
-                f"{code.num_classes - 1}): use a code for as many classes as the data has."
-            )
+def _check_labels(model: nn.Module, train: Split, val: Split | None) -> None:
+    """Raises InputError if the model has no score for some label; one image is scored to find out."""
+    if not len(train):
+        raise InputError("the training set is empty.")
+    with eval_mode(model), torch.no_grad():
+        num_classes = model(train[:1][0].to(next(model.parameters()).device)).shape[1]
+    highest = max(int(split.labels.max()) for split in (train, val) if split is not None and len(split))
+    if highest >= num_classes:
+        raise InputError(
+            f"a label is {highest}, but the model has scores for {num_classes} classes (0 to {num_classes - 1}): use "
+            "a code or a head for as many classes as the data has."
+        )
 
 
 def _fingerprint(
@@ -414,9 +415,8 @@ def _fingerprint(
         "seed": seed,
         "shapes": shapes,
         "code": code.content_hash if code is not None else None,
-        "images": [len(train), *train.images.shape[1:]],
-        "labels": hashlib.sha256(train.labels.cpu().numpy().tobytes()).hexdigest(),
+        "data": [
+            hashlib.sha256(part.cpu().numpy().tobytes()).hexdigest() for part in (train.images, train.labels)
+        ],
     }
-    if not math.isfinite(settings.lr):
-        raise InputError(f"lr must be finite, not {settings.lr}.")
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()

@@ -60,7 +60,7 @@ class Recipe:
             raise InputError(
                 f"epochs and batch_size must be positive, not {self.epochs} and {self.batch_size}."
             )
-        if not self.lr > 0 or self.weight_decay < 0:
+        if not 0 < self.lr < math.inf or not 0 <= self.weight_decay < math.inf:
             raise InputError(
                 f"lr must be above 0 and weight_decay from 0 up, not {self.lr}, {self.weight_decay}."
             )
