@@ -158,7 +158,7 @@ def throughput(modes: tuple[str, ...]) -> list[dict[str, Any]]:
 def adversarial(mode: str) -> list[dict[str, Any]]:
     """A PGD-10 training step beside eleven plain steps (forward, backward, update) of the same batch."""
     data, table = synthetic(), []
-    attack = PGD(eps="8/255", steps=10, step_size="2/255", loss="cross_entropy", keep="last")
+    attack = PGD(norm="linf", eps="8/255", steps=10, step_size="2/255", loss="cross_entropy", keep="last")
     for batch in (256, 512):
         for name in ("ecnn30_bn", "resnet20_bn"):
             plain = training_rate(models()[name], data, batch, mode)

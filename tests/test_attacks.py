@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from ecnn.attacks import PGD, VIEWS, project, random_start
+from ecnn.attacks import PGD, VIEWS, Draws, project, random_start
 from ecnn.attacks.ball import parse_eps
 from ecnn.attacks.views import linear_scores, member_margins
 from ecnn.codes import load_code
@@ -57,18 +57,72 @@ def test_bad_eps(eps: Any) -> None:
         parse_eps(eps)
 
 
-@given(st.floats(0, 1), st.integers(0, 2**31))
-def test_projection_is_into_the_ball_and_leaves_it_alone(eps: float, seed: int) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    images = torch.rand(4, 1, 3, 3, generator=generator, dtype=torch.float64)
-    points = images + torch.randn(images.shape, generator=generator, dtype=torch.float64)
-    inside = project(points, images, eps)
-    assert (inside - images).abs().max() <= eps + 1e-15
-    assert inside.min() >= 0
-    assert inside.max() <= 1
-    assert torch.equal(project(inside, images, eps), inside)
-    start = random_start(images, eps, generator)
-    assert torch.equal(project(start, images, eps), start)
+@pytest.mark.parametrize("norm", ["linf", "l2"])
+@given(eps=st.floats(0, 1), seed=st.integers(0, 2**31))
+def test_projection_is_into_the_ball_and_leaves_it_alone(norm: Any, eps: float, seed: int) -> None:
+    draws = Draws.of(seed, torch.arange(4))
+    images = draws.fold(0).uniform(1, 3, 3, dtype=torch.float64)
+    points = images + draws.fold(1).normal(1, 3, 3, dtype=torch.float64)
+    inside = project(points, images, norm, eps)
+    start = random_start(images, norm, eps, draws)
+    for found in (inside, start):
+        assert distance(found, images, norm).max() <= eps + 1e-12
+        assert found.min() >= 0
+        assert found.max() <= 1
+        assert torch.allclose(project(found, images, norm, eps), found, atol=1e-12, rtol=0)
+
+
+def distance(points: Tensor, images: Tensor, norm: str) -> Tensor:
+    moves = (points - images).flatten(1)
+    return moves.abs().amax(1) if norm == "linf" else moves.norm(dim=1)
+
+
+def test_random_starts_fill_the_ball() -> None:
+    """In L2 the radius of a uniform point in n dimensions has the mean n / (n + 1), in Linf a coordinate has 0."""
+    images = torch.full((20_000, 1, 1, 3), 0.5, dtype=torch.float64)
+    draws = Draws.of(0, torch.arange(len(images)))
+    radii = distance(random_start(images, "l2", 0.4, draws), images, "l2") / 0.4
+    assert float(radii.mean()) == pytest.approx(0.75, abs=0.005)
+    moves = (random_start(images, "linf", 0.4, draws) - images) / 0.4
+    assert float(moves.mean()) == pytest.approx(0, abs=0.01)
+    assert float(moves.var()) == pytest.approx(1 / 3, abs=0.01)
+
+
+def test_draws_belong_to_images() -> None:
+    whole = Draws.of(5, torch.arange(10))
+    part = Draws.of(5, torch.tensor([7, 2]))
+    assert torch.equal(whole.fold(3).uniform(4, 2)[[7, 2]], part.fold(3).uniform(4, 2))
+    assert torch.equal(whole.take(torch.tensor([7, 2])).normal(9), part.normal(9))
+    assert torch.equal(part.uniform(5).double(), part.uniform(5, dtype=torch.float64))
+    others = [
+        whole.uniform(4),
+        whole.fold(0).uniform(4),
+        whole.fold(1).uniform(4),
+        Draws.of(6, torch.arange(10)).uniform(4),
+    ]
+    for one, other in itertools.combinations(others, 2):
+        assert not torch.isin(one, other).any()
+
+
+def test_draws_are_uniform_and_normal() -> None:
+    """Moments, and no correlation between images, between places, or between streams."""
+    draws = Draws.of(1, torch.arange(1000))
+    uniform, normal = draws.uniform(1000, dtype=torch.float64), draws.normal(1000, dtype=torch.float64)
+    assert 0 <= uniform.min() < uniform.max() < 1
+    for power, moment in ((1, 1 / 2), (2, 1 / 3), (3, 1 / 4)):
+        assert float((uniform**power).mean()) == pytest.approx(moment, abs=2e-3)
+    for power, moment in ((1, 0.0), (2, 1.0), (3, 0.0), (4, 3.0)):
+        assert float((normal**power).mean()) == pytest.approx(moment, abs=2e-2)
+    centred = uniform - 0.5
+    for lagged in (
+        centred.roll(1, 0),
+        centred.roll(1, 1),
+        draws.fold(1).uniform(1000, dtype=torch.float64) - 0.5,
+    ):
+        assert abs(float((centred * lagged).mean()) * 12) < 5e-3
+    whole = draws.integers(7, 1000)
+    assert set(whole.flatten().tolist()) == set(range(7))
+    assert torch.bincount(whole.flatten()).float().std() < 1500
 
 
 @pytest.mark.parametrize("keep", ["best", "last"])
@@ -76,7 +130,7 @@ def test_projection_is_into_the_ball_and_leaves_it_alone(eps: float, seed: int) 
 def test_contract(on: Any, keep: Any) -> None:
     model = tiny_ecnn().train()
     images, labels = images_and_labels(dtype=torch.float32)
-    attack = PGD(eps=0.1, steps=3, step_size=0.04, on=on, keep=keep)
+    attack = PGD(norm="linf", eps=0.1, steps=3, step_size=0.04, on=on, keep=keep)
     before, grads = torch.get_rng_state(), [p.grad for p in model.parameters()]
     crafted = attack(model, images, labels, generator=torch.Generator().manual_seed(0))
     assert crafted.shape == images.shape
@@ -86,52 +140,56 @@ def test_contract(on: Any, keep: Any) -> None:
     assert model.training
     assert [p.grad for p in model.parameters()] == grads == [None] * len(grads)
     assert torch.equal(torch.get_rng_state(), before)
-    identity = PGD(eps=0, steps=3, step_size=0.04, on=on, keep=keep)
+    identity = PGD(norm="linf", eps=0, steps=3, step_size=0.04, on=on, keep=keep)
     assert torch.equal(identity(model, images, labels), images)
 
 
 def test_a_row_does_not_depend_on_the_others() -> None:
     model = tiny_ecnn().double()
     images, labels = images_and_labels()
-    attack = PGD(eps=0.1, steps=5, step_size=0.04, random_start=False)
+    attack = PGD(norm="linf", eps=0.1, steps=5, step_size=0.04, start="image")
     together = attack(model, images, labels)
     alone = torch.cat([attack(model, images[i : i + 1], labels[i : i + 1]) for i in range(len(images))])
     assert torch.allclose(together, alone, atol=1e-12)
 
 
-@pytest.mark.parametrize("random", [True, False])
-def test_linear_model_reaches_the_optimum(random: bool) -> None:
+@pytest.mark.parametrize("start", ["uniform", "image", "odi"])
+def test_linear_model_reaches_the_optimum(start: Any) -> None:
     """Two classes: the margin's worst point is the corner that the weight difference points at, cut to [0, 1]."""
     model = Linear(num_classes=2)
     images, _ = images_and_labels()
     labels = torch.tensor([0, 1, 0, 1, 0])
-    crafted = PGD(eps=0.2, steps=40, step_size=0.03, random_start=random)(model, images, labels)
+    crafted = PGD(norm="linf", eps=0.2, steps=40, step_size=0.03, start=start, keep="last")(
+        model, images, labels
+    )
     direction = (model.weight[1] - model.weight[0]).detach().sign().view(3, 2, 2)
     signs = torch.where(labels == 0, 1.0, -1.0)[:, None, None, None]
     optimum = (images + 0.2 * signs * direction).clamp(0, 1)
     assert torch.allclose(crafted, optimum, atol=1e-9)
 
 
-def test_more_steps_never_lower_the_kept_loss() -> None:
+def test_more_steps_never_mend_an_image() -> None:
     model = tiny_ecnn()
-    images, labels = images_and_labels(dtype=torch.float32)
-    losses = []
+    images, labels = images_and_labels(batch=40, dtype=torch.float32)
+    labels = model(images).argmax(1)
+    broken = []
     for steps in (0, 1, 2, 5, 10):
-        crafted = PGD(eps=0.1, steps=steps, step_size=0.05, random_start=False)(model, images, labels)
-        scores = model(crafted)
-        true = scores.gather(1, labels[:, None]).squeeze(1)
-        wrong = scores.scatter(1, labels[:, None], -math.inf).amax(1)
-        losses.append((wrong - true).detach())
-    for fewer, more in itertools.pairwise(losses):
-        assert (more >= fewer - 1e-6).all()
+        attack = PGD(norm="linf", eps=0.3, steps=steps, step_size=0.05, start="image", early_exit=False)
+        broken.append(attack.run(model, images, labels).success)
+    for fewer, more in itertools.pairwise(broken):
+        assert (more >= fewer).all()
+    assert not broken[0].any()
+    assert broken[-1].any()
 
 
 def test_slack_stops_pushing() -> None:
     model = Linear(num_classes=2)
     images, labels = images_and_labels()
     labels = labels.clamp(max=1)
-    far = PGD(eps=1.0, steps=50, step_size=0.05, random_start=False, keep="last")(model, images, labels)
-    near = PGD(eps=1.0, steps=50, step_size=0.05, random_start=False, keep="last", loss_slack=0.1)(
+    far = PGD(norm="linf", eps=1.0, steps=50, step_size=0.05, start="image", keep="last")(
+        model, images, labels
+    )
+    near = PGD(norm="linf", eps=1.0, steps=50, step_size=0.05, start="image", keep="last", loss_slack=0.1)(
         model, images, labels
     )
 
@@ -155,7 +213,7 @@ def test_slack_stops_pushing() -> None:
 )
 def test_bad_settings_are_found_when_the_attack_is_made(changes: dict[str, Any], sentence: str) -> None:
     with pytest.raises(InputError, match=sentence):
-        PGD(**{"eps": 0.1, "steps": 1, "step_size": 0.1, **changes})
+        PGD(**{"norm": "linf", "eps": 0.1, "steps": 1, "step_size": 0.1, **changes})
 
 
 @pytest.mark.parametrize("value", [-0.01, 1.01, 255.0, math.nan])
@@ -163,7 +221,7 @@ def test_images_outside_the_unit_range_are_refused(value: float) -> None:
     images, labels = images_and_labels(dtype=torch.float32)
     images[2, 1, 0, 1] = value
     with pytest.raises(InputError, match=r"pixels in \[0, 1\].*ecnn\.Normalized"):
-        PGD(eps=0.1, steps=1, step_size=0.1)(tiny_ecnn(), images, labels)
+        PGD(norm="linf", eps=0.1, steps=1, step_size=0.1)(tiny_ecnn(), images, labels)
 
 
 @pytest.mark.parametrize("member_output", ["logit", "symbols"])
@@ -231,7 +289,9 @@ def test_a_saturated_decoder_hides_from_scores_and_not_from_members() -> None:
     assert (model(images).argmax(1) == labels).float().mean() == 1
 
     def robust(on: str) -> float:
-        crafted = PGD(eps=0.3, steps=50, step_size=0.02, on=on, random_start=False)(model, images, labels)
+        crafted = PGD(norm="linf", eps=0.3, steps=50, step_size=0.02, on=on, start="image")(
+            model, images, labels
+        )
         return float((model(crafted).argmax(1) == labels).float().mean())
 
     assert robust("scores") > 0.9

@@ -157,13 +157,13 @@ def test_adversarial_training_by_any_callable() -> None:
 
 
 def test_adversarial_training_resists_its_attack() -> None:
-    attack = PGD(eps=0.15, steps=5, step_size=0.06, loss="cross_entropy", keep="last")
+    attack = PGD(norm="linf", eps=0.15, steps=5, step_size=0.06, loss="cross_entropy", keep="last")
     test = tiny_data(80, seed=2)
     robust = []
     for trained_with in (None, attack):
         model = tiny_model(batch_norm=True)
         fit(model, tiny_data(), val=None, recipe=TINY, epochs=12, seed=0, attack=trained_with)
-        robust.append(accuracy(model, test, attack=PGD(eps=0.15, steps=20, step_size=0.03)))
+        robust.append(accuracy(model, test, attack=PGD(norm="linf", eps=0.15, steps=20, step_size=0.03)))
     assert robust[1] > robust[0] + 0.1
 
 
@@ -399,7 +399,11 @@ def test_graph_and_eager_agree_on_cuda(optimizer: str, adversarial: bool) -> Non
     """The same random numbers and the same steps: what differs is rounding, a small part of the way travelled."""
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device")
-    attack = PGD(eps=0.1, steps=2, step_size=0.05, loss="cross_entropy", keep="last") if adversarial else None
+    attack = (
+        PGD(norm="linf", eps=0.1, steps=2, step_size=0.05, loss="cross_entropy", keep="last")
+        if adversarial
+        else None
+    )
     recipe = dataclasses.replace(TINY, optimizer=optimizer, lr=1e-3, precision="float32", ema=None)
     start = vector(tiny_model(batch_norm=True))
     ends = []

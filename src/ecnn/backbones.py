@@ -7,7 +7,8 @@ convolutions.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -41,6 +42,29 @@ def init_he_normal(weight: Tensor, fan_in: int) -> None:
 def full_precision(values: Tensor) -> Tensor:
     """The same values in float32 or better: half precision would round scores and losses into ties."""
     return values if values.dtype in (torch.float32, torch.float64) else values.float()
+
+
+@contextmanager
+def eval_mode(model: nn.Module) -> Iterator[None]:
+    """The model in eval mode, every part of it restored afterwards."""
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes.items():
+            module.training = training
+
+
+@contextmanager
+def without_tf32() -> Iterator[None]:
+    """CUDA multiplies float32 as float32 here: TF32 rounds to ten bits, and a verdict must not."""
+    before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+    try:
+        yield
+    finally:
+        torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = before
 
 
 def check_images(images: Tensor, in_channels: int) -> None:

@@ -200,7 +200,7 @@ def train(
     ] = None,
     attack_steps: Annotated[int, typer.Option(help="PGD steps of adversarial training.")] = 10,
     attack_on: Annotated[
-        str, typer.Option(help="Where PGD looks: scores, linear, members, member_losses.")
+        str, typer.Option(help="Where PGD looks: scores, linear, tempered, members.")
     ] = "scores",
     image_size: Annotated[int | None, typer.Option(help="For a folder of images: resize to this.")] = None,
     settings: Annotated[

@@ -70,6 +70,7 @@ def training_attack(eps: str, steps: int, on: str) -> dict[str, Any]:
     """Options of the PGD that adversarial training uses: steps that together could cross the ball 2.5 times."""
     step_size = 2.5 * parse_eps(eps) / max(1, steps)
     return {
+        "norm": "linf",
         "eps": eps,
         "steps": steps,
         "step_size": step_size,

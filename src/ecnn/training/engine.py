@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from ecnn.backbones import eval_mode
 from ecnn.data import Augmentation, Split
 from ecnn.errors import InputError
 from ecnn.training.recipes import Recipe
@@ -286,18 +287,6 @@ def craft(
     """What the attack makes of the images; its random numbers are ours where it lets us say so."""
     options = {"generator": generator} if "generator" in inspect.signature(attack).parameters else {}
     return attack(model, images, labels, **options)
-
-
-@contextmanager
-def eval_mode(model: nn.Module) -> Iterator[None]:
-    """The model in eval mode, every part of it restored afterwards."""
-    modes = {module: module.training for module in model.modules()}
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, training in modes.items():
-            module.training = training
 
 
 def _float_state(model: nn.Module) -> list[Tensor]:

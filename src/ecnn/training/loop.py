@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from ecnn import files
+from ecnn.backbones import eval_mode, without_tf32
 from ecnn.data import Split
 from ecnn.errors import InputError
 from ecnn.objectives import named_objective
@@ -32,7 +33,7 @@ from ecnn.training.checkpoints import (
     optimizer_tensors,
     save_checkpoint,
 )
-from ecnn.training.engine import Attack, Engine, Objective, craft, eval_mode
+from ecnn.training.engine import Attack, Engine, Objective, craft
 from ecnn.training.recipes import Recipe, resolve_recipe
 
 LAST, BEST, LOG = "last.safetensors", "model.safetensors", "train.jsonl"
@@ -167,17 +168,12 @@ def accuracy(
     device = next(model.parameters()).device
     correct = torch.zeros((), dtype=torch.int64, device=device)
     generator = torch.Generator(device).manual_seed(0)  # the same starts in every epoch
-    before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
-    try:
-        with eval_mode(model), torch.no_grad(), autocast or nullcontext():
-            for start in range(0, len(split), batch_size):
-                images, labels = (tensor.to(device) for tensor in split[start : start + batch_size])
-                if attack is not None:
-                    images = craft(attack, model, images, labels, generator)
-                correct += (model(images).argmax(dim=1) == labels).sum()
-    finally:
-        torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = before
+    with without_tf32(), eval_mode(model), torch.no_grad(), autocast or nullcontext():
+        for start in range(0, len(split), batch_size):
+            images, labels = (tensor.to(device) for tensor in split[start : start + batch_size])
+            if attack is not None:
+                images = craft(attack, model, images, labels, generator)
+            correct += (model(images).argmax(dim=1) == labels).sum()
     return float(correct) / max(1, len(split))
 
 
@@ -236,7 +232,6 @@ class _Loop:
             **self._validate(),
         }
         self.state.epochs.append(record)
-        self._show_on_board(record)
         self._keep_best(record)
         self._raise_alarms()
         shown = [f"loss {record['loss']:.4f}"]
@@ -245,17 +240,6 @@ class _Loop:
                 shown.append(f"{title} {100 * record[key]:.1f} %")
         self.news = f"{record['images_per_second']:,.0f} images/s, " + ", ".join(shown)
         self._report(epoch, self.engine.steps_per_epoch)
-
-    def _show_on_board(self, record: dict[str, Any]) -> None:
-        """TensorBoard events beside train.jsonl, where TensorBoard is installed."""
-        if self.run_dir is None or self.engine.rank != 0 or importlib.util.find_spec("tensorboard") is None:
-            return
-        from torch.utils.tensorboard import SummaryWriter
-
-        with SummaryWriter(str(self.run_dir / "tensorboard"), purge_step=record["epoch"]) as board:
-            for key, value in record.items():
-                if key != "epoch":
-                    board.add_scalar(key, value, record["epoch"])
 
     def _validate(self) -> dict[str, float]:
         if self.val is None:
@@ -357,6 +341,19 @@ def _write(
         save_checkpoint(run_dir / BEST, best, {key: facts[key] for key in ("best_epoch", "best_accuracy")})
     files.write_text(run_dir / LOG, log)
     save_checkpoint(run_dir / LAST, tensors, facts)
+    _show_on_board(run_dir, facts["epochs"][-1])
+
+
+def _show_on_board(run_dir: Path, record: dict[str, Any]) -> None:
+    """TensorBoard events beside train.jsonl, where TensorBoard is installed."""
+    if importlib.util.find_spec("tensorboard") is None:
+        return
+    from torch.utils.tensorboard import SummaryWriter
+
+    with SummaryWriter(str(run_dir / "tensorboard"), purge_step=record["epoch"]) as board:
+        for key, value in record.items():
+            if key != "epoch":
+                board.add_scalar(key, value, record["epoch"])
 
 
 def overfitting_alarms(epochs: list[dict[str, Any]]) -> list[str]:

@@ -1,0 +1,255 @@
+"""What every attack shares: how it is called, how the model is asked, and who has the last word."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from ecnn.attacks.ball import check_unit_range, per_image
+from ecnn.attacks.draws import Draws
+from ecnn.attacks.views import Look, View
+from ecnn.backbones import full_precision, without_tf32
+from ecnn.errors import InputError
+
+
+@dataclass(frozen=True)
+class Attacked:
+    """What an attack made of a batch.
+
+    Attributes:
+        images: (batch, channel, height, width).
+        predictions: (batch,) the model's class for each, from a fresh pass in float32.
+        success: (batch,) whether that differs from the attacked label.
+        forwards: (batch,) how many passes each image cost, the final check included.
+        backwards: (batch,) how many gradients.
+    """
+
+    images: Tensor
+    predictions: Tensor
+    success: Tensor
+    forwards: Tensor
+    backwards: Tensor
+
+
+class Target:
+    """The model as an attack may ask it: every question is counted for the images that it is asked about.
+
+    Attributes:
+        model: what is attacked.
+        precision: "bfloat16" computes questions (not verdicts) under autocast.
+    """
+
+    def __init__(
+        self, model: nn.Module, batch: int, device: torch.device, precision: str = "float32"
+    ) -> None:
+        if precision == "bfloat16" and device.type != "cuda":
+            raise InputError(f'precision="bfloat16" needs a CUDA device, but the images are on {device}.')
+        self.model, self.precision, self.device = model, precision, device
+        self._rows: Tensor | None = None
+        self._counts = torch.zeros(2, batch, dtype=torch.int64)
+        self._all_counts = [0, 0]  # of questions about every row, kept apart: they need no work on the device
+        self._root = self
+
+    def narrow(self, rows: Tensor) -> Target:
+        """The same target for some of its images: (n,) positions. Give it only those from then on."""
+        part = Target.__new__(Target)
+        part.model, part.precision, part.device, part._root = (
+            self.model,
+            self.precision,
+            self.device,
+            self._root,
+        )
+        part._rows = rows.cpu() if self._rows is None else self._rows[rows.cpu()]
+        return part
+
+    @property
+    def forwards(self) -> Tensor:
+        """(batch,) passes asked for each image so far, on the CPU."""
+        return self._root._counts[0] + self._root._all_counts[0]
+
+    @property
+    def backwards(self) -> Tensor:
+        """(batch,) gradients asked for each image so far, on the CPU."""
+        return self._root._counts[1] + self._root._all_counts[1]
+
+    def count(self, forwards: int, backwards: int = 0) -> None:
+        """Books questions that an attack asked of the model by itself."""
+        for kind, number in enumerate((forwards, backwards)):
+            if self._rows is None:
+                self._root._all_counts[kind] += number
+            elif number:
+                self._root._counts[kind][self._rows] += number
+
+    def ascend(
+        self, view: View, points: Tensor, labels: Tensor, goals: Tensor | None = None
+    ) -> tuple[Look, Tensor]:
+        """What the view shows at the points, and the gradient of each row's loss in its own pixels."""
+        points = points.detach().requires_grad_(True)
+        with torch.enable_grad(), self.autocast():
+            look = view(self.model, points, labels, goals)
+            gradient = gradient_of(look.losses, points)
+        self.count(1, 1)
+        return Look(look.losses.detach(), look.scores), gradient
+
+    def look(self, view: View, points: Tensor, labels: Tensor, goals: Tensor | None = None) -> Look:
+        """What the view shows at the points, without a gradient."""
+        with torch.no_grad(), self.autocast():
+            look = view(self.model, points, labels, goals)
+        self.count(1)
+        return look
+
+    def scores(self, points: Tensor) -> Tensor:
+        """(batch, class) the model's scores, without a gradient."""
+        with torch.no_grad(), self.autocast():
+            scores = full_precision(self.model(points))
+        self.count(1)
+        return scores
+
+    def verdict(self, points: Tensor) -> Tensor:
+        """(batch,) the model's classes, always in full precision: the only question whose answer counts."""
+        with torch.no_grad(), torch.autocast(self.device.type, enabled=False):
+            predictions: Tensor = self.model(points).argmax(dim=1)
+        self.count(1)
+        return predictions
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """What questions are computed under; a caller's own autocast, as in training, stays as it is."""
+        if self.precision == "float32":
+            return nullcontext()
+        return torch.autocast(self.device.type, dtype=torch.bfloat16)
+
+
+def gradient_of(losses: Tensor, points: Tensor) -> Tensor:
+    """Gradient of the summed losses in the points; zero where the losses do not depend on them."""
+    if not losses.requires_grad:
+        return torch.zeros_like(points)
+    (gradient,) = torch.autograd.grad(losses.sum(), points, allow_unused=True)
+    return torch.zeros_like(points) if gradient is None else gradient
+
+
+@dataclass(frozen=True, kw_only=True)
+class Attack:
+    """An immutable attack, called as attack(model, images, labels) -> images of the same shape, still in [0, 1].
+
+    A subclass defines `search`. The rest is the same for all: rows are independent, random numbers belong to images
+    (`Draws`), the model's mode and gradients stay as they are, and success is what a fresh pass in float32 says.
+
+    Attributes:
+        labels: attack the "true" labels that are given, or the model's own "predicted" ones.
+        keep: "best" returns a misclassified image where one was found and the clean image elsewhere; "last" the last
+            iterate, whatever it is.
+        early_exit: images that are broken (or were never right) cost nothing more; of no effect with keep="last".
+        precision: of the search, "float32" or "bfloat16" (CUDA); verdicts are float32 whatever it is.
+    """
+
+    labels: Literal["true", "predicted"] = "true"
+    keep: Literal["best", "last"] = "best"
+    early_exit: bool = True
+    precision: Literal["float32", "bfloat16"] = "float32"
+
+    def __post_init__(self) -> None:
+        for name, known in (
+            ("labels", ("true", "predicted")),
+            ("keep", ("best", "last")),
+            ("precision", ("float32", "bfloat16")),
+        ):
+            if getattr(self, name) not in known:
+                raise InputError(f'{name} must be "{known[0]}" or "{known[1]}", not {getattr(self, name)!r}.')
+
+    def search(self, target: Target, images: Tensor, labels: Tensor, draws: Draws) -> Tensor:
+        """Where the attack ends: points of the same shape, allowed ones, successful or not.
+
+        With keep="best" and early_exit every image given is classified as its label at first. Rows must not
+        influence each other; questions go through `target`, randomness comes from `draws`.
+        """
+        raise NotImplementedError
+
+    def __call__(
+        self,
+        model: nn.Module,
+        images: Tensor,
+        labels: Tensor,
+        *,
+        seed: int = 0,
+        index: Tensor | None = None,
+        generator: torch.Generator | None = None,
+    ) -> Tensor:
+        """The attacked images.
+
+        Args:
+            images: (batch, channel, height, width) in [0, 1].
+            labels: (batch,) the classes to move away from.
+            seed: of all randomness, together with
+            index: (batch,) each image's position in its dataset; the position in the batch if not given.
+            generator: draws from here instead, and neither checks nor leaves out any image: for training, where the
+                whole step may be recorded in a CUDA graph.
+        """
+        if generator is None:
+            return self.run(model, images, labels, seed=seed, index=index).images
+        images = images.detach()
+        check_unit_range(images)
+        target = Target(model, len(images), images.device, self.precision)
+        whole = replace(self, early_exit=False)
+        points = whole.search(target, images, labels, Draws.from_generator(generator, len(images)))
+        if self.keep == "best":
+            broken = target.scores(points).argmax(dim=1) != labels
+            points = torch.where(per_image(broken, images), points, images)
+        return points
+
+    def run(
+        self, model: nn.Module, images: Tensor, labels: Tensor, *, seed: int = 0, index: Tensor | None = None
+    ) -> Attacked:
+        """The attacked images with the verdict and the cost; a batch too large for memory is halved."""
+        _check_batch(images, labels)
+        images = images.detach()
+        check_unit_range(images)
+        index = torch.arange(len(images), device=images.device) if index is None else index.to(images.device)
+        try:
+            with without_tf32():
+                return self._run(model, images, labels, Draws.of(seed, index))
+        except torch.cuda.OutOfMemoryError:
+            if len(images) == 1:
+                raise
+        torch.cuda.empty_cache()
+        half = len(images) // 2
+        parts = [
+            self.run(model, images[part], labels[part], seed=seed, index=index[part])
+            for part in (slice(half), slice(half, None))
+        ]
+        return Attacked(
+            *(torch.cat([getattr(part, name) for part in parts]) for name in Attacked.__annotations__)
+        )
+
+    def _run(self, model: nn.Module, images: Tensor, labels: Tensor, draws: Draws) -> Attacked:
+        target = Target(model, len(images), images.device, self.precision)
+        predictions = target.verdict(images)
+        if self.labels == "predicted":
+            labels = predictions
+        if self.keep == "last":
+            points = self.search(target, images, labels, draws)
+        else:
+            points = images.clone()
+            rows = torch.arange(len(images), device=images.device)
+            if self.early_exit:
+                rows = rows[predictions == labels]
+            if len(rows):
+                points[rows] = self.search(target.narrow(rows), images[rows], labels[rows], draws.take(rows))
+        predictions = target.verdict(points)
+        success = predictions != labels
+        if self.keep == "best":
+            points = torch.where(per_image(success, images), points, images)
+            if not bool(success.all()):  # a clean image has come back in place of a failure
+                predictions = torch.where(success, predictions, labels)
+        return Attacked(points, predictions, success, target.forwards, target.backwards)
+
+
+def _check_batch(images: Tensor, labels: Tensor) -> None:
+    if labels.shape != images.shape[:1] or labels.dtype != torch.int64:
+        raise InputError(
+            f"labels must be int64 of shape ({len(images)},), one per image, not {labels.dtype} of "
+            f"{tuple(labels.shape)}."
+        )

@@ -1,0 +1,86 @@
+"""Random numbers that belong to an image, not to a batch."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+# Constants of SplitMix64 (Steele, Lea & Flood 2014), written as the signed numbers that torch has.
+_GOLDEN = 0x9E3779B97F4A7C15 - 2**64
+_FIRST = 0xBF58476D1CE4E5B9 - 2**64
+_SECOND = 0x94D049BB133111EB - 2**64
+
+
+@dataclass(frozen=True)
+class Draws:
+    """Streams of random numbers, one per image, each a function of its key alone.
+
+    Batch size, order, dropped rows, a resumed run and the number of processes therefore change no number, and the CPU
+    draws what the GPU draws: only whole-number arithmetic is involved, up to the last cast.
+
+    Attributes:
+        keys: (batch,) int64, one per image; make them with `of` or `from_generator`.
+    """
+
+    keys: Tensor
+
+    @classmethod
+    def of(cls, seed: int, index: Tensor) -> Draws:
+        """The streams of images with these positions in their dataset (batch,)."""
+        return cls(_mix(_mix(index.to(torch.int64) + 1) ^ _mix_number(seed)))
+
+    @classmethod
+    def from_generator(cls, generator: torch.Generator, batch: int) -> Draws:
+        """Streams for images that have no position; the keys come from the generator, on its device."""
+        return cls(torch.randint(2**62, (batch,), generator=generator, device=generator.device))
+
+    def fold(self, number: int) -> Draws:
+        """Other streams of the same images: one for each number, so that every step or restart has its own."""
+        return Draws(_mix(self.keys ^ _mix_number(number)))
+
+    def take(self, rows: Tensor) -> Draws:
+        """The streams of some of the images, by position or mask."""
+        return Draws(self.keys[rows])
+
+    def bits(self, *shape: int) -> Tensor:
+        """(batch, *shape) int64, all 64 bits random. Asking twice gives the same; `fold` first for others."""
+        count = math.prod(shape)
+        counters = torch.arange(1, count + 1, device=self.keys.device) * _GOLDEN
+        return _mix(self.keys[:, None] + counters).view(len(self.keys), *shape)
+
+    def uniform(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        """(batch, *shape) in [0, 1), multiples of 2^-24, so that every dtype from float32 up has the same."""
+        return (_shift(self.bits(*shape), 40).to(dtype)) * 2.0**-24
+
+    def normal(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        """(batch, *shape) standard normal, by Box and Muller's method."""
+        radius = (-2 * (1 - self.fold(1).uniform(*shape, dtype=dtype)).log()).sqrt()
+        return radius * (2 * math.pi * self.fold(2).uniform(*shape, dtype=dtype)).cos()
+
+    def integers(self, high: int | Tensor, *shape: int) -> Tensor:
+        """(batch, *shape) int64 from 0 to high - 1."""
+        whole: Tensor = (self.uniform(*shape, dtype=torch.float64) * high).to(torch.int64)
+        return whole
+
+
+def _shift(values: Tensor, count: int) -> Tensor:
+    """Right shift that fills with zeros; torch's keeps the sign."""
+    return (values >> count) & (2 ** (64 - count) - 1)
+
+
+def _mix(values: Tensor) -> Tensor:
+    values = (values ^ _shift(values, 30)) * _FIRST
+    values = (values ^ _shift(values, 27)) * _SECOND
+    return values ^ _shift(values, 31)
+
+
+def _mix_number(number: int) -> int:
+    """A well spread 64-bit number, signed; small numbers in a row give unrelated ones."""
+    value = (number * 0x9E3779B97F4A7C15 + 0x632BE59BD9B4E019) % 2**64
+    value = (value ^ (value >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
+    value = (value ^ (value >> 27)) * 0x94D049BB133111EB % 2**64
+    value ^= value >> 31
+    return value - 2**64 if value >= 2**63 else value
