@@ -58,7 +58,8 @@ class Draws:
     def normal(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         """(batch, *shape) standard normal, by Box and Muller's method."""
         radius = (-2 * (1 - self.fold(1).uniform(*shape, dtype=dtype)).log()).sqrt()
-        return radius * (2 * math.pi * self.fold(2).uniform(*shape, dtype=dtype)).cos()
+        normal: Tensor = radius * (2 * math.pi * self.fold(2).uniform(*shape, dtype=dtype)).cos()
+        return normal
 
     def integers(self, high: int | Tensor, *shape: int) -> Tensor:
         """(batch, *shape) int64 from 0 to high - 1."""
