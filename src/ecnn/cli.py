@@ -208,6 +208,9 @@ def train(
     ] = None,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, mps.")] = "auto",
     resume: Annotated[bool, typer.Option(help="Continue a run found in the folder.")] = True,
+    compile_parts: Annotated[
+        bool, typer.Option("--compile", help="torch.compile the parts: starts later, then runs faster.")
+    ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the resolved spec and stop.")] = False,
     as_json: JsonFlag = False,
     debug: DebugFlag = False,
@@ -236,6 +239,7 @@ def train(
         image_size=image_size,
         device=device,
         resume=resume,
+        compile_parts=compile_parts,
     )
     if dry_run:
         found = load_data(data, root, val_fraction=val_fraction, image_size=image_size)

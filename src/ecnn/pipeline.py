@@ -33,6 +33,7 @@ class TrainRequest:
         model: options of the model, as in the run's spec.toml.
         train: options that replace the recipe's.
         attack: options of `PGD` for adversarial training, or None.
+        compile_parts: as in `fit`.
     """
 
     data: str
@@ -49,6 +50,7 @@ class TrainRequest:
     image_size: int | None = None
     device: str = "auto"
     resume: bool = True
+    compile_parts: bool = False
 
 
 @dataclass(frozen=True)
@@ -161,6 +163,7 @@ def train_run(request: TrainRequest, *, progress: Progress | None = None) -> Tra
         seed=request.seed,
         run_dir=folder,
         resume=request.resume,
+        compile_parts=request.compile_parts,
         progress=progress,
     )
     result = TrainedRun(

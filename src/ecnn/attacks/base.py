@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 
 from ecnn.attacks.ball import check_unit_range, per_image
 from ecnn.attacks.draws import Draws
+from ecnn.attacks.recording import Recorder, Values
 from ecnn.attacks.views import Look, View
 from ecnn.backbones import full_precision, without_tf32
 from ecnn.errors import InputError
@@ -41,14 +43,20 @@ class Target:
     Attributes:
         model: what is attacked.
         precision: "bfloat16" computes questions (not verdicts) under autocast.
+        recorder: replays passes as CUDA graphs; None runs them one by one.
     """
 
     def __init__(
-        self, model: nn.Module, batch: int, device: torch.device, precision: str = "float32"
+        self,
+        model: nn.Module,
+        batch: int,
+        device: torch.device,
+        precision: str = "float32",
+        recorder: Recorder | None = None,
     ) -> None:
         if precision == "bfloat16" and device.type != "cuda":
             raise InputError(f'precision="bfloat16" needs a CUDA device, but the images are on {device}.')
-        self.model, self.precision, self.device = model, precision, device
+        self.model, self.precision, self.device, self.recorder = model, precision, device, recorder
         self._rows: Tensor | None = None
         self._counts = torch.zeros(2, batch, dtype=torch.int64)
         self._all_counts = [0, 0]  # of questions about every row, kept apart: they need no work on the device
@@ -57,12 +65,8 @@ class Target:
     def narrow(self, rows: Tensor) -> Target:
         """The same target for some of its images: (n,) positions. Give it only those from then on."""
         part = Target.__new__(Target)
-        part.model, part.precision, part.device, part._root = (
-            self.model,
-            self.precision,
-            self.device,
-            self._root,
-        )
+        part.model, part.precision, part.device = self.model, self.precision, self.device
+        part.recorder, part._root = self.recorder, self._root
         part._rows = rows.cpu() if self._rows is None else self._rows[rows.cpu()]
         return part
 
@@ -88,26 +92,47 @@ class Target:
         self, view: View, points: Tensor, labels: Tensor, goals: Tensor | None = None
     ) -> tuple[Look, Tensor]:
         """What the view shows at the points, and the gradient of each row's loss in its own pixels."""
-        points = points.detach().requires_grad_(True)
-        with torch.enable_grad(), self.autocast():
-            look = view(self.model, points, labels, goals)
-            gradient = gradient_of(look.losses, points)
+
+        def compute(points: Tensor, labels: Tensor, goals: Tensor | None) -> Values:
+            points = points.detach().requires_grad_(True)
+            with torch.enable_grad(), self.autocast():
+                look = view(self.model, points, labels, goals)
+                gradient = gradient_of(look.losses, points)
+            return look.losses.detach(), look.scores, gradient
+
+        losses, scores, gradient = self._pass(("ascend", view), compute, points, labels, goals)
         self.count(1, 1)
-        return Look(look.losses.detach(), look.scores), gradient
+        assert losses is not None
+        assert gradient is not None
+        return Look(losses, scores), gradient
 
     def look(self, view: View, points: Tensor, labels: Tensor, goals: Tensor | None = None) -> Look:
         """What the view shows at the points, without a gradient."""
-        with torch.no_grad(), self.autocast():
-            look = view(self.model, points, labels, goals)
+
+        def compute(points: Tensor, labels: Tensor, goals: Tensor | None) -> Values:
+            with torch.no_grad(), self.autocast():
+                look = view(self.model, points, labels, goals)
+            return look.losses, look.scores
+
+        losses, scores = self._pass(("look", view), compute, points, labels, goals)
         self.count(1)
-        return look
+        assert losses is not None
+        return Look(losses, scores)
 
     def scores(self, points: Tensor) -> Tensor:
         """(batch, class) the model's scores, without a gradient."""
-        with torch.no_grad(), self.autocast():
-            scores = full_precision(self.model(points))
+
+        def compute(points: Tensor) -> Values:
+            with torch.no_grad(), self.autocast():
+                return (full_precision(self.model(points)),)
+
+        (scores,) = self._pass("scores", compute, points)
         self.count(1)
+        assert scores is not None
         return scores
+
+    def _pass(self, name: Hashable, compute: Callable[..., Values], *inputs: Tensor | None) -> Values:
+        return compute(*inputs) if self.recorder is None else self.recorder(name, compute, *inputs)
 
     def verdict(self, points: Tensor) -> Tensor:
         """(batch,) the model's classes, always in full precision: the only question whose answer counts."""
@@ -144,12 +169,15 @@ class Attack:
             iterate, whatever it is.
         early_exit: images that are broken (or were never right) cost nothing more; of no effect with keep="last".
         precision: of the search, "float32" or "bfloat16" (CUDA); verdicts are float32 whatever it is.
+        recorded: on CUDA, passes are recorded once and replayed, which is faster for small networks. Only for models
+            that do the same in every pass: not for those that draw random numbers in Python or branch on their input.
     """
 
     labels: Literal["true", "predicted"] = "true"
     keep: Literal["best", "last"] = "best"
     early_exit: bool = True
     precision: Literal["float32", "bfloat16"] = "float32"
+    recorded: bool = False
 
     def __post_init__(self) -> None:
         for name, known in (
@@ -225,7 +253,8 @@ class Attack:
         )
 
     def _run(self, model: nn.Module, images: Tensor, labels: Tensor, draws: Draws) -> Attacked:
-        target = Target(model, len(images), images.device, self.precision)
+        recorder = Recorder() if self.recorded and images.is_cuda else None
+        target = Target(model, len(images), images.device, self.precision, recorder)
         predictions = target.verdict(images)
         if self.labels == "predicted":
             labels = predictions

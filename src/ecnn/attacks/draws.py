@@ -69,7 +69,8 @@ class Draws:
 
 def _shift(values: Tensor, count: int) -> Tensor:
     """Right shift that fills with zeros; torch's keeps the sign."""
-    return (values >> count) & (2 ** (64 - count) - 1)
+    shifted: Tensor = (values >> count) & (2 ** (64 - count) - 1)
+    return shifted
 
 
 def _mix(values: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Literal, get_args
 
 import torch
@@ -190,6 +191,11 @@ def make_view(on: str | LossFunction, loss: Loss, slack: float = math.inf) -> Vi
 
         return own
     check_view(on, VIEWS)
+    return _named_view(on, loss, slack)
+
+
+@lru_cache(maxsize=64)  # one object per view, by which recorded passes are found again
+def _named_view(on: str, loss: Loss, slack: float) -> View:
     if on == "members":
         if loss == "dlr":
             raise InputError(

@@ -63,8 +63,7 @@ class Engine:
         self.averaged = copy.deepcopy(model).requires_grad_(False) if recipe.ema else None
         self.worker = self._make_worker()
         if compile_parts:
-            for part in self.worker.children():
-                part.compile()
+            self._compile_parts()
         self.steps_per_epoch = len(train) // recipe.batch_size
         self.augment = Augmentation(shift=recipe.shift, flip=recipe.flip, fill=recipe.fill)  # type: ignore[arg-type]
         self.generator = torch.Generator(self.device)
@@ -130,6 +129,17 @@ class Engine:
                 for parameter in ours.parameters(recurse=False):
                     parameter.data = parameter.data.to(torch.bfloat16)
         return worker
+
+    def _compile_parts(self) -> None:
+        """The network's parts, which an attack runs too, and the objective around them, whose many small steps fuse."""
+        for part in self.worker.children():
+            part.compile(dynamic=False)
+        objective = self.objective
+
+        def loss(model: nn.Module, images: Tensor, labels: Tensor) -> Tensor:
+            return objective(model, images, labels)
+
+        self.objective = torch.compile(loss, dynamic=False)
 
     def _refresh_worker(self) -> None:
         if self.worker is not self.model:
