@@ -28,6 +28,7 @@ from ecnn.training.recipes import RECIPES
 
 HERE = Path(__file__).parent
 BATCHES = (128, 256, 2048)
+COMPILED = ("resnet20", "ecnn30")  # each costs half a minute of compiling for every batch size
 PLAIN = dataclasses.replace(RECIPES["paper"], diversity_weight=0.0, objective="member_cross_entropy")
 
 
@@ -70,23 +71,23 @@ def synthetic(count: int = 20_480) -> Split:
 
 
 def images_per_second(call: Callable[[], Any], images: int, *, seconds: float = 0.6) -> float:
-    """Median over five timings of a call that handles that many images."""
+    """The fastest of nine timings of a call that handles that many images: what disturbs one only slows it."""
     for _ in range(3):
         call()
     torch.cuda.synchronize()
     started = time.perf_counter()
     call()
     torch.cuda.synchronize()
-    repeats = max(3, int(seconds / 5 / max(1e-5, time.perf_counter() - started)))
+    repeats = max(3, int(seconds / 9 / max(1e-5, time.perf_counter() - started)))
     rates = []
-    for _ in range(5):
+    for _ in range(9):
         torch.cuda.synchronize()
         started = time.perf_counter()
         for _ in range(repeats):
             call()
         torch.cuda.synchronize()
         rates.append(repeats * images / (time.perf_counter() - started))
-    return sorted(rates)[2]
+    return max(rates)
 
 
 def make_engine(model: nn.Module, data: Split, batch: int, mode: str, attack: Any = None) -> Engine:
@@ -157,7 +158,7 @@ def throughput(modes: tuple[str, ...]) -> list[dict[str, Any]]:
     for batch in BATCHES:
         for name, build in models().items():
             for mode in modes:
-                if name == "ecnn30_loop" and mode == "compile":
+                if mode == "compile" and name not in COMPILED:
                     continue
                 row: dict[str, Any] = {"batch": batch, "model": name, "mode": mode}
                 torch.compiler.reset()  # or the tenth network meets torch's limit of recompilations and runs eagerly
@@ -192,7 +193,6 @@ RATIOS = (
     ("ecnn30 over resnet20", "ecnn30", "resnet20", "graph"),
     ("ecnn30_bn over resnet20_bn", "ecnn30_bn", "resnet20_bn", "graph"),
     ("ecnn30 over resnet20", "ecnn30", "resnet20", "compile"),
-    ("ecnn30_bn over resnet20_bn", "ecnn30_bn", "resnet20_bn", "compile"),
     ("ecnn30 over a loop over members", "ecnn30", "ecnn30_loop", "eager"),
     ("ecnn30 over a loop over members", "ecnn30", "ecnn30_loop", "graph"),
 )

@@ -12,13 +12,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+import ecnn
 from ecnn.attacks import PGD, VIEWS, Draws, project, random_start
 from ecnn.attacks.ball import parse_eps
 from ecnn.attacks.views import linear_scores, member_margins
 from ecnn.codes import load_code
 from ecnn.constructions import random_code
+from ecnn.data import Dataset
 from ecnn.errors import InputError
 from ecnn.model import ECNN
+from ecnn.objectives import score_margin
 
 
 class Linear(nn.Module):
@@ -280,12 +283,17 @@ class Saturated(nn.Module):
         return torch.tanh(self.member_logits(images)) @ self.signs.T
 
 
-def test_a_saturated_decoder_hides_from_scores_and_not_from_members() -> None:
-    model = Saturated()
+def saturated_images() -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(0)
     labels = torch.arange(10).repeat(5)
-    images = (0.3 + 0.05 * torch.rand(50, 1, 4, 4, generator=generator)).clamp(0, 1)
+    images = 0.3 + 0.05 * torch.rand(50, 1, 4, 4, generator=generator)
     images.flatten(1)[torch.arange(50), labels] += 0.4
+    return images, labels
+
+
+def test_a_saturated_decoder_hides_from_scores_and_not_from_members() -> None:
+    model = Saturated()
+    images, labels = saturated_images()
     assert (model(images).argmax(1) == labels).float().mean() == 1
 
     def robust(on: str) -> float:
@@ -296,3 +304,75 @@ def test_a_saturated_decoder_hides_from_scores_and_not_from_members() -> None:
 
     assert robust("scores") > 0.9
     assert robust("members") == robust("linear") == 0
+
+
+class Levelled(Saturated):
+    """Members of two symbols whose common level every pixel raises; a sigmoid decoder reads them (FACTS of q = 2)."""
+
+    def member_logits(self, images: Tensor) -> Tensor:
+        pixels = images.flatten(1)[:, :10]
+        level = 1 + 5 * (pixels - 0.3).sum(dim=1)[:, None]
+        half = pixels @ self.signs.to(pixels.dtype)
+        return torch.stack([level - half, level + half], dim=2)
+
+    def decode(self, member_logits: Tensor) -> Tensor:
+        return torch.einsum(
+            "bnk,cnk->bc",
+            torch.sigmoid(member_logits),
+            nn.functional.one_hot(self.code_symbols).to(member_logits.dtype),
+        )
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.decode(self.member_logits(images))
+
+
+def test_a_free_common_level_satisfies_the_attack_and_keeps_the_answer() -> None:
+    """The paper's q-ary effect: on scores the margin shrinks through the level, and no prediction changes.
+
+    In float64, where no gradient is zero: nothing is hidden, the attack only finds another way down.
+    """
+    model = Levelled()
+    images, labels = saturated_images()
+    images = images.double()
+    budget: dict[str, Any] = {
+        "norm": "linf",
+        "eps": 0.3,
+        "steps": 50,
+        "step_size": 0.02,
+        "start": "image",
+        "keep": "last",
+    }
+
+    def after(on: str) -> tuple[float, Tensor]:
+        points = PGD(on=on, **budget)(model, images, labels)
+        return float((model(points).argmax(1) == labels).float().mean()), score_margin(model(points), labels)
+
+    clean = score_margin(model(images), labels)
+    on_scores, margins = after("scores")
+    assert on_scores == 1
+    assert float(margins.median()) < 0.05 * float(clean.median())  # the optimiser is satisfied
+    assert after("members")[0] == after("linear")[0] == 0
+
+
+@pytest.mark.slow
+@pytest.mark.data
+def test_the_papers_effect_on_cifar() -> None:
+    """The shipped q = 2 hinge model, 100 test images, the authors' PGD against the same budget on the members."""
+    model = ecnn.load_model("cifar10-ecnn30-q2").eval()
+    images, labels = load_cifar().test[:100]
+    budget: dict[str, Any] = {"norm": "linf", "eps": 0.04, "loss_slack": 50, "keep": "last"}
+
+    def after(**options: Any) -> float:
+        points = PGD(**budget, **options)(model, images, labels)
+        return float((model(points).argmax(1) == labels).float().mean())
+
+    clean = float((model(images).argmax(1) == labels).float().mean())
+    assert after(steps=30, step_size=0.02, on="scores") >= clean - 0.02
+    assert after(steps=15, step_size=0.01, on="members") <= 0.01
+
+
+def load_cifar() -> Dataset:
+    try:
+        return ecnn.load_data("cifar10", root="data")
+    except InputError as error:
+        pytest.skip(str(error))

@@ -29,6 +29,7 @@ ROOMS = [
     "objectives",
     "model",
     "attacks",
+    "evaluation",
     "training",
     "runs",
     "plots",

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from ecnn.codes import load_code as load_code
     from ecnn.data import load_data as load_data
     from ecnn.errors import InputError as InputError
+    from ecnn.evaluation import evaluate as evaluate
     from ecnn.model import ECNN as ECNN
     from ecnn.plots import plot_code as plot_code
     from ecnn.progress import progress_bar as progress_bar
@@ -34,6 +35,7 @@ _ROOM_OF = {
     "ResNet": "backbones",
     "codebook": "codes",
     "design_code": "annealing",
+    "evaluate": "evaluation",
     "exhaustive_code": "annealing",
     "fit": "training",
     "load_code": "codes",

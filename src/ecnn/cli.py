@@ -269,6 +269,73 @@ def _run_as_text(run: TrainedRun) -> str:
 
 @app.command()
 @one_sentence_errors
+def evaluate(
+    model: Annotated[str, typer.Argument(help="A run folder or the name of a shipped model.")],
+    attack: Annotated[
+        list[str], typer.Option(help="pgd, autoattack, cw, ... Repeatable; their worst case is given.")
+    ],
+    norm: Annotated[str | None, typer.Option(help="linf or l2.  [default: linf]")] = None,
+    eps: Annotated[list[str] | None, typer.Option(help="Radius, 0.04 or 8/255. Repeatable: a curve.")] = None,
+    steps: Annotated[int | None, typer.Option(help="Iterations.")] = None,
+    step_size: Annotated[str | None, typer.Option(help="Of each iteration, 0.02 or 2/255.")] = None,
+    loss: Annotated[str | None, typer.Option(help="margin, cross_entropy or dlr.")] = None,
+    on: Annotated[str | None, typer.Option(help="Where it looks: scores, linear, tempered, members.")] = None,
+    keep: Annotated[
+        str | None, typer.Option(help="best, or last: the last iterate, as the paper's protocol counts.")
+    ] = None,
+    settings: Annotated[
+        list[str] | None, typer.Option("--set", help="Any other field: attack.restarts=5. Repeatable.")
+    ] = None,
+    limit: Annotated[int | None, typer.Option(help="The first so many test images.  [default: all]")] = None,
+    seed: Annotated[int, typer.Option(help="Same seed, same random numbers for every image.")] = 0,
+    data: Annotated[str | None, typer.Option(help="Other data than the model was trained on.")] = None,
+    root: Annotated[Path, typer.Option(help="Where dataset files are.")] = Path("data"),
+    batch_size: Annotated[int | None, typer.Option(help="Images at a time; changes no result.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Keep outcomes per image there, and resume from them.")
+    ] = None,
+    save_images: Annotated[Path | None, typer.Option(help="Write the attacked images to this .npz.")] = None,
+    resume: Annotated[bool, typer.Option(help="Go on with what --out holds.")] = True,
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda, mps.")] = "auto",
+    as_json: JsonFlag = False,
+    debug: DebugFlag = False,
+) -> None:
+    """Attack a saved model and count, image by image, what survives."""
+    from ecnn import pipeline
+
+    options = pipeline.parse_settings(settings or [], ("attack",))["attack"]
+    for key, value in (
+        ("norm", norm),
+        ("steps", steps),
+        ("step_size", step_size),
+        ("loss", loss),
+        ("on", on),
+        ("keep", keep),
+    ):
+        if value is not None:
+            options[key] = value
+    request = pipeline.EvaluateRequest(
+        model=model,
+        attacks=tuple(attack),
+        options=options,
+        eps=tuple(eps or ()),
+        data=data,
+        root=root,
+        limit=limit,
+        seed=seed,
+        batch_size=batch_size,
+        out=out,
+        save_images=save_images,
+        device=device,
+        resume=resume,
+    )
+    with ecnn.progress_bar("attacking") as progress:
+        found = pipeline.evaluate_run(request, progress=progress)
+    typer.echo(json.dumps(found.to_json()) if as_json else found.table())
+
+
+@app.command()
+@one_sentence_errors
 def models(as_json: JsonFlag = False, debug: DebugFlag = False) -> None:
     """List the models that come with the package."""
     from ecnn import runs

@@ -3,20 +3,33 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
+import struct
 import tempfile
 import tomllib
-from collections.abc import Callable
+import zipfile
+import zlib
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ecnn.errors import InputError
 
 if TYPE_CHECKING:
+    import numpy as np
     from torch import Tensor
 
 MAX_JSON_BYTES = 64 * 2**20
+MAX_ARRAY_BYTES = 4 * 2**30
+_MAX_ARRAYS = 1000
+_HEADER = "header"
+_NPY_START = re.compile(
+    rb"\x93NUMPY\x01\x00..\{'descr': '([<>|][biuf]\d{1,2})', 'fortran_order': (True|False), "
+    rb"'shape': \(([\d, ]{0,200})\), \} *\n",
+    re.DOTALL,
+)
 
 
 def write_atomically(
@@ -140,6 +153,90 @@ def read_tensors(path: str | os.PathLike[str]) -> tuple[dict[str, Tensor], dict[
         raise InputError(
             f"{source} is not a whole safetensors file: it is truncated, altered or of another kind."
         ) from error
+
+
+def write_arrays(
+    path: str | os.PathLike[str], arrays: Mapping[str, np.ndarray], header: Mapping[str, str]
+) -> Path:
+    """Writes named arrays of numbers as a compressed .npz with a header of strings, all or nothing.
+
+    NumPy reads the file without pickles; the header is an array of bytes beside the others, JSON in UTF-8.
+    """
+    import numpy as np
+
+    if _HEADER in arrays or any(array.dtype.kind not in "biuf" for array in arrays.values()):
+        raise InputError(f"arrays must hold plain numbers, and none may be called {_HEADER!r}.")
+    text = np.frombuffer(json.dumps(dict(header)).encode(), dtype=np.uint8)
+    everything: dict[str, Any] = {_HEADER: text, **arrays}
+
+    def write(temporary: Path) -> None:
+        with open(temporary, "wb") as file:
+            np.savez_compressed(file, **everything)
+
+    return write_atomically(path, write, durable=True)
+
+
+def read_arrays(path: str | os.PathLike[str]) -> tuple[dict[str, np.ndarray], dict[str, str]]:
+    """Arrays and header of what `write_arrays` wrote; nothing in the file can run code.
+
+    Sizes are checked before memory is asked for, so that a hostile file is an InputError like a truncated one.
+    """
+    source = Path(path)
+    try:
+        with zipfile.ZipFile(source) as archive:
+            entries = archive.infolist()
+            if len(entries) > _MAX_ARRAYS or sum(entry.file_size for entry in entries) > MAX_ARRAY_BYTES:
+                raise InputError(f"{source} holds more than an array file of ours would.")
+            arrays = {entry.filename.removesuffix(".npy"): _read_array(archive, entry) for entry in entries}
+        if len(arrays) != len(entries):
+            raise ValueError("two arrays of one name")
+        header = json.loads(arrays.pop(_HEADER).tobytes().decode())
+        if not isinstance(header, dict) or not all(isinstance(value, str) for value in header.values()):
+            raise ValueError("the header is no table of strings")
+        return arrays, header
+    except InputError:
+        raise
+    except OSError as error:
+        raise InputError(f"cannot read {source}: {error.strerror or error}.") from error
+    except (
+        zipfile.BadZipFile,
+        zlib.error,
+        struct.error,
+        EOFError,
+        KeyError,
+        ValueError,
+        TypeError,
+        OverflowError,
+        RuntimeError,
+        MemoryError,
+    ) as error:
+        raise InputError(
+            f"{source} is not a whole array file (.npz): it is truncated, altered or of another kind."
+        ) from error
+
+
+def _read_array(archive: zipfile.ZipFile, entry: zipfile.ZipInfo) -> np.ndarray:
+    """One array, read-only; ValueError unless the bytes are exactly what their own header announces."""
+    import numpy as np
+
+    if entry.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
+        raise ValueError(f"{entry.filename} is compressed in an unknown way")
+    raw = archive.read(entry)
+    # NumPy's own parser evaluates this text; a pattern is stricter, and asks for no memory before it is checked.
+    found = _NPY_START.match(raw)
+    if not found or not entry.filename.endswith(".npy"):
+        raise ValueError(f"{entry.filename} is no array of plain numbers")
+    kind, is_fortran, sizes = (part.decode() for part in found.groups())
+    dtype, shape = np.dtype(kind), tuple(int(size) for size in sizes.split(",") if size.strip())
+    start = 10 + int.from_bytes(raw[8:10], "little")
+    if found.end() != start or math.prod(shape) * dtype.itemsize != len(raw) - start:
+        raise ValueError(f"{entry.filename} has not the size it announces")
+    values = np.frombuffer(raw, dtype=dtype, offset=start).reshape(
+        shape, order="F" if is_fortran == "True" else "C"
+    )
+    if dtype.kind == "b" and values.view(np.uint8).max(initial=0) > 1:
+        raise ValueError(f"{entry.filename} holds neither true nor false")
+    return values.astype(dtype.newbyteorder("="), copy=False)
 
 
 def read_json(path: str | os.PathLike[str]) -> Any:

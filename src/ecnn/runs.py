@@ -22,7 +22,7 @@ from ecnn.model import ECNN
 from ecnn.training.checkpoints import load_checkpoint, load_model_tensors
 from ecnn.training.loop import BEST
 
-SPEC, CODE, ENVIRONMENT, DONE = "spec.toml", "code.json", "env.json", "DONE"
+SPEC, CODE, ENVIRONMENT, RESULTS, DONE = "spec.toml", "code.json", "env.json", "eval.json", "DONE"
 
 
 def build_model(
@@ -107,12 +107,7 @@ def environment() -> dict[str, Any]:
 
 def load_model(source: str | os.PathLike[str], *, device: str | torch.device = "cpu") -> nn.Module:
     """The best weights of a run directory or of a shipped model (see `models`), in eval mode."""
-    folder = Path(source)
-    if not folder.is_dir():
-        if str(source) not in models():
-            known = f"; shipped models: {', '.join(models())}" if models() else ""
-            raise InputError(f"no run folder and no model is called {str(source)!r}{known}.")
-        folder = zoo_folder(str(source))
+    folder = run_folder(source)
     spec = files.read_toml(folder / SPEC)
     missing = [key for key in ("model", "data") if key not in spec]
     if missing:
@@ -134,6 +129,16 @@ def load_model(source: str | os.PathLike[str], *, device: str | torch.device = "
     return model.to(device).eval()
 
 
+def run_folder(source: str | os.PathLike[str]) -> Path:
+    """The folder of a run, given as such or by the name of a shipped model."""
+    if Path(source).is_dir():
+        return Path(source)
+    if str(source) in models():
+        return zoo_folder(str(source))
+    known = f"; shipped models: {', '.join(models())}" if models() else ""
+    raise InputError(f"no run folder and no model is called {str(source)!r}{known}.")
+
+
 def zoo_folder(name: str) -> Path:
     """Where a shipped model lies."""
     return Path(str(resources.files("ecnn") / "zoo" / name))
@@ -142,7 +147,7 @@ def zoo_folder(name: str) -> Path:
 def describe_run(folder: Path) -> dict[str, Any]:
     """What a list of runs shows."""
     spec = files.read_toml(folder / SPEC)
-    result = files.read_json(folder / "eval.json") if (folder / "eval.json").exists() else {}
+    result = files.read_json(folder / RESULTS) if (folder / RESULTS).exists() else {}
     _, facts = load_checkpoint(folder / BEST)
     return {
         "kind": spec["model"]["kind"],

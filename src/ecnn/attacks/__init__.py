@@ -1,9 +1,54 @@
 """Attacks: immutable objects called as attack(model, images, labels) -> images in the same ball, still in [0, 1]."""
 
+from ecnn.attacks.apgd import APGD
+from ecnn.attacks.auto import AutoAttack, SuiteResult
 from ecnn.attacks.ball import project, random_start
 from ecnn.attacks.base import Attack, Attacked
+from ecnn.attacks.blackbox import HopSkipJump, RandomNoise, Transfer
 from ecnn.attacks.draws import Draws
+from ecnn.attacks.fab import FAB
 from ecnn.attacks.gradient import BIM, FGSM, PGD
+from ecnn.attacks.jsma import JSMA
+from ecnn.attacks.minimal import FMN, DeepFool
+from ecnn.attacks.square import Square
 from ecnn.attacks.views import VIEWS
 
-__all__ = ["Attack", "Attacked", "BIM", "Draws", "FGSM", "PGD", "VIEWS", "project", "random_start"]
+#: The attacks that can be asked for by name; `Transfer` needs a model and is built by hand.
+ATTACKS: dict[str, type[Attack]] = {
+    "fgsm": FGSM,
+    "bim": BIM,
+    "pgd": PGD,
+    "apgd": APGD,
+    "fab": FAB,
+    "square": Square,
+    "autoattack": AutoAttack,
+    "jsma": JSMA,
+    "deepfool": DeepFool,
+    "fmn": FMN,
+    "hopskipjump": HopSkipJump,
+    "noise": RandomNoise,
+}
+
+__all__ = [
+    "ATTACKS",
+    "APGD",
+    "Attack",
+    "Attacked",
+    "AutoAttack",
+    "BIM",
+    "DeepFool",
+    "Draws",
+    "FAB",
+    "FGSM",
+    "FMN",
+    "HopSkipJump",
+    "JSMA",
+    "PGD",
+    "RandomNoise",
+    "Square",
+    "SuiteResult",
+    "Transfer",
+    "VIEWS",
+    "project",
+    "random_start",
+]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -13,7 +13,8 @@ from torch import Tensor
 from ecnn.attacks.ball import Norm, check_norm, parse_eps, per_image, project, random_start, steepest
 from ecnn.attacks.base import Attack, Target
 from ecnn.attacks.draws import Draws
-from ecnn.attacks.views import Look, Loss, LossFunction, View, make_view, read_scores
+from ecnn.attacks.turns import Rows, Turn, advance_rows, best_wrong_classes, take_turns
+from ecnn.attacks.views import SCORE_VIEWS, Look, Loss, LossFunction, View, make_view, read_scores
 from ecnn.errors import InputError
 
 _ODI_STEPS = 2
@@ -78,29 +79,47 @@ class PGD(Attack):
     def search(self, target: Target, images: Tensor, labels: Tensor, draws: Draws) -> Tensor:
         if self.keep == "last":
             return self._last_iterate(target, images, labels, draws.fold(0))
-        points, broken = images.clone(), torch.zeros_like(labels, dtype=torch.bool)
-        rows = torch.arange(len(images), device=images.device)
-        for start in range(self.restarts):
-            for rank in range(max(1, self.targets)):
-                part = target.narrow(rows) if self.early_exit else target
-                goals = self._goals(part, images[rows], labels[rows], rank)
-                found, won = _Climb(
-                    self, part, images[rows], labels[rows], goals, draws.take(rows).fold(start)
-                ).run()
-                points[rows] = torch.where(per_image(won & ~broken[rows], found), found, points[rows])
-                broken[rows] |= won
-                if self.early_exit:
-                    rows = torch.nonzero(~broken).squeeze(1)
-                    if not len(rows):
-                        return points
-        return points
+        goals: list[Tensor | None] = [None]
+        if self.targets:
+            goals = list(best_wrong_classes(target.scores(images), labels, self.targets).unbind(dim=1))
 
-    def _goals(self, target: Target, images: Tensor, labels: Tensor, rank: int) -> Tensor | None:
-        """(batch,) the best wrong class of the clean image, the second best, and so on."""
-        if not self.targets:
-            return None
-        scores = target.scores(images).scatter(1, labels[:, None], -math.inf)
-        return scores.topk(min(rank + 1, scores.shape[1] - 1), dim=1).indices[:, -1]
+        def turn_of(start: int, goal: Tensor | None) -> Turn:
+            def turn(part: Target, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+                own_goal = None if goal is None else goal[rows]
+                return self._climb(part, images[rows], labels[rows], own_goal, draws.fold(start).take(rows))
+
+            return turn
+
+        turns = (turn_of(start, goal) for start in range(self.restarts) for goal in goals)
+        return take_turns(turns, target, images, early_exit=self.early_exit)
+
+    def _climb(
+        self, target: Target, images: Tensor, labels: Tensor, goals: Tensor | None, draws: Draws
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """One start: the point kept for each image, whether it is broken, and the loss there."""
+        view, points = self._view(), self._first(target, images, draws)
+        climb = _Climb(
+            images=images,
+            labels=labels,
+            goals=goals,
+            points=points,
+            best=points,
+            best_losses=torch.full(images.shape[:1], -math.inf, device=images.device, dtype=images.dtype),
+            broken=torch.zeros_like(labels, dtype=torch.bool),
+        )
+
+        def advance(part: Target, climb: _Climb, step: int) -> None:
+            if step == self.steps:
+                climb.note(part.look(view, climb.points, climb.labels, climb.goals), self.early_exit)
+                return
+            look, gradient = part.ascend(view, climb.points, climb.labels, climb.goals)
+            climb.note(look, self.early_exit)
+            climb.points = self._move(climb.points, gradient, climb.images, step)
+
+        climb = advance_rows(target, climb, self.steps + 1, advance, early_exit=self.early_exit)
+        if callable(self.on):  # the view did not find out what the model says, so that it is asked in the end
+            climb.broken = target.scores(climb.best).argmax(dim=1) != labels
+        return climb.best, climb.broken, climb.best_losses
 
     def _last_iterate(self, target: Target, images: Tensor, labels: Tensor, draws: Draws) -> Tensor:
         view = self._view()
@@ -119,11 +138,10 @@ class PGD(Attack):
             return images.clone()
         points = random_start(images, self.norm, eps, draws)
         if self.start == "odi":
-            classes = target.scores(points[:1]).shape[1] if len(points) else 2
-            weights = 2 * draws.fold(7).uniform(classes, dtype=points.dtype) - 1
-            view = _weighted_scores(weights, self.on)
+            view = _weighted_scores(draws.fold(7), self.on)
+            anything = torch.zeros(len(points), dtype=torch.int64, device=points.device)
             for _ in range(_ODI_STEPS):
-                _, gradient = target.ascend(view, points, torch.zeros_like(points[:, 0, 0, 0]).long())
+                _, gradient = target.ascend(view, points, anything)
                 points = project(points + eps * steepest(gradient, self.norm), images, self.norm, eps)
         return points
 
@@ -134,93 +152,46 @@ class PGD(Attack):
         )
 
 
-def _weighted_scores(weights: Tensor, on: str | LossFunction) -> View:
+def _weighted_scores(draws: Draws, on: str | LossFunction) -> View:
     """A random direction in score space, the same for an image at every step."""
-    place = on if on in ("scores", "linear", "tempered") else "scores"
+    place = on if on in SCORE_VIEWS else "scores"
 
     def view(model: torch.nn.Module, images: Tensor, labels: Tensor, goals: Tensor | None) -> Look:
         read, own = read_scores(model, images, str(place))
-        return Look((weights.to(read.dtype) * read).sum(dim=1), own)
+        weights = 2 * draws.uniform(read.shape[1], dtype=read.dtype) - 1
+        return Look((weights * read).sum(dim=1), own)
 
     return view
 
 
-class _Climb:
-    """One start of PGD that remembers, for each image, the first broken iterate, or else the highest loss.
+@dataclass(kw_only=True)
+class _Climb(Rows):
+    """Where one start of PGD stands.
 
-    Without early exit a later broken iterate with a higher loss replaces the first: it is further from the border.
+    Attributes:
+        best, best_losses: of each image the broken point, or else the one of the highest loss.
     """
 
-    def __init__(
-        self, attack: PGD, target: Target, images: Tensor, labels: Tensor, goals: Tensor | None, draws: Draws
-    ) -> None:
-        self.attack, self.target, self.images, self.labels, self.goals = attack, target, images, labels, goals
-        self.points = attack._first(target, images, draws)
-        self.best = self.points.clone()
-        self.best_losses = torch.full(images.shape[:1], -math.inf, device=images.device, dtype=images.dtype)
-        self.broken = torch.zeros_like(labels, dtype=torch.bool)
-        self.whole_best, self.whole_broken = self.best, self.broken
-        self.rows = torch.arange(len(images), device=images.device)
-        self.has_scores = True
+    results: ClassVar[tuple[str, ...]] = ("broken", "best", "best_losses")
+    images: Tensor
+    labels: Tensor
+    goals: Tensor | None
+    points: Tensor
+    best: Tensor
+    best_losses: Tensor
 
-    def run(self) -> tuple[Tensor, Tensor]:
-        """(batch, ...) the point kept for each image, and whether the model misclassifies it."""
-        view = self.attack._view()
-        for step in range(self.attack.steps):
-            look, gradient = self.target.ascend(view, self.points, self.labels, self.goals)
-            self._note(look)
-            self.points = self.attack._move(self.points, gradient, self.images, step)
-            if self.attack.early_exit and self._compact(step):
-                break
-        if len(self.rows):
-            self._note(self.target.look(view, self.points, self.labels, self.goals))
-            if not self.has_scores:
-                self.broken = self.target.scores(self.best).argmax(dim=1) != self.labels
-        self._store()
-        return self.whole_best, self.whole_broken
-
-    def _note(self, look: Look) -> None:
-        if look.scores is None:
-            self.has_scores = False
-            now = torch.zeros_like(self.broken)
-        else:
+    def note(self, look: Look, early_exit: bool) -> None:
+        """Remembers the first broken point, or without early exit the broken one of the highest loss."""
+        losses = look.losses.to(self.best_losses.dtype)
+        now = torch.zeros_like(self.broken)
+        if look.scores is not None:
             now = look.scores.argmax(dim=1) != self.labels
-        higher = look.losses > self.best_losses
-        if self.attack.early_exit:
-            wins = ~self.broken & (now | higher)
-        else:
-            wins = (now & ~self.broken) | ((now == self.broken) & higher)
+        wins = (now & ~self.broken) | ((now == self.broken) & (losses > self.best_losses))
+        if early_exit:  # whenever a broken row is dropped, it has the same result
+            wins = wins & ~self.broken
         self.best = torch.where(per_image(wins, self.best), self.points, self.best)
-        self.best_losses = torch.where(wins, look.losses.to(self.best_losses.dtype), self.best_losses)
+        self.best_losses = torch.where(wins, losses, self.best_losses)
         self.broken = self.broken | now
-
-    def _compact(self, step: int) -> bool:
-        """Drops broken rows when there are enough of them; True when none is left."""
-        if self.images.is_cuda and step % 10:
-            return False  # counting makes the device wait
-        alive = int((~self.broken).sum())
-        if alive == 0:
-            self._store()
-            self.rows = self.rows[:0]
-            return True
-        if alive <= 0.75 * len(self.rows):
-            self._store()
-            kept = torch.nonzero(~self.broken).squeeze(1)
-            self.target, self.rows = self.target.narrow(kept), self.rows[kept]
-            self.points, self.images, self.labels = self.points[kept], self.images[kept], self.labels[kept]
-            self.goals = None if self.goals is None else self.goals[kept]
-            self.best, self.best_losses, self.broken = (
-                self.best[kept],
-                self.best_losses[kept],
-                self.broken[kept],
-            )
-        return False
-
-    def _store(self) -> None:
-        if len(self.rows) == len(self.whole_broken):
-            self.whole_best, self.whole_broken = self.best, self.broken
-        else:
-            self.whole_best[self.rows], self.whole_broken[self.rows] = self.best, self.broken
 
 
 @dataclass(frozen=True, kw_only=True)

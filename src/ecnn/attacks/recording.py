@@ -3,57 +3,87 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
 _ORDINARY_PASSES = 3
-_MOST_GRAPHS = 6
+_MOST_RECORDINGS = 8
+_LARGEST_PADDING = 1.3
 
 Values = tuple[Tensor | None, ...]
 
 
 class Recorder:
-    """Runs a computation, and after a few times with the same shapes replays a recording of it instead.
+    """Runs a computation on rows, and after a few times replays a recording of it instead.
 
-    Only for computations that always do the same: a recording repeats the kernels, not the Python around them.
+    A recording serves smaller batches too, down to where it is cheaper to make another. Only for computations that
+    always do the same: a recording repeats the kernels, not the Python around them.
     """
 
     def __init__(self) -> None:
         self._seen: dict[Hashable, int] = {}
-        self._recordings: OrderedDict[Hashable, tuple[Any, Values, Values]] = OrderedDict()
+        self._recordings: OrderedDict[tuple[Hashable, int], tuple[Any, Values, Values]] = OrderedDict()
         self._pool: Any = None
 
     def __call__(self, name: Hashable, compute: Callable[..., Values], *inputs: Tensor | None) -> Values:
-        """compute(*inputs), computed or replayed; results are the caller's own."""
-        key = (name, *(None if value is None else (value.shape, value.dtype) for value in inputs))
-        self._seen[key] = self._seen.get(key, 0) + 1
-        if key not in self._recordings:
-            if self._seen[key] <= _ORDINARY_PASSES:
+        """compute(*inputs), computed or replayed; results are the caller's own.
+
+        Args:
+            name: of the computation; the same name must always mean the same.
+            inputs: (batch, ...) each, or None.
+        """
+        kind = (name, *(None if value is None else (value.shape[1:], value.dtype) for value in inputs))
+        rows = next(len(value) for value in inputs if value is not None)
+        size = self._size_for(kind, rows)
+        if size is None:
+            self._seen[kind, rows] = self._seen.get((kind, rows), 0) + 1
+            if self._seen[kind, rows] <= _ORDINARY_PASSES:
                 return compute(*inputs)
-            self._record(key, compute, inputs)
-        self._recordings.move_to_end(key)
-        graph, places, results = self._recordings[key]
+            self._record((kind, rows), compute, inputs)
+            size = rows
+        self._recordings.move_to_end((kind, size))
+        graph, places, results = self._recordings[kind, size]
         for place, value in zip(places, inputs, strict=True):
             if place is not None and value is not None:
-                place.copy_(value)
+                place[:rows].copy_(value)
         graph.replay()
-        return tuple(None if value is None else value.clone() for value in results)
+        return tuple(None if value is None else value[:rows].clone() for value in results)
 
-    def _record(self, key: Hashable, compute: Callable[..., Values], inputs: Values) -> None:
-        while len(self._recordings) >= _MOST_GRAPHS:
+    def _size_for(self, kind: Hashable, rows: int) -> int | None:
+        """The smallest recorded batch that this one fits into without much waste."""
+        sizes = [size for known, size in self._recordings if known == kind]
+        return min((size for size in sizes if rows <= size <= _LARGEST_PADDING * rows), default=None)
+
+    def _record(
+        self, key: tuple[Hashable, int], compute: Callable[..., Values], inputs: tuple[Tensor | None, ...]
+    ) -> None:
+        while len(self._recordings) >= _MOST_RECORDINGS:
             self._recordings.popitem(last=False)
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
         places = tuple(None if value is None else value.detach().clone() for value in inputs)
         stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):  # once on the side: libraries set themselves up per stream
-            compute(*places)
-        torch.cuda.current_stream().wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
-            results = compute(*places)
+        with _tuned():
+            with torch.cuda.stream(stream):  # once on the side: libraries set themselves up per stream
+                compute(*places)
+            torch.cuda.current_stream().wait_stream(stream)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=self._pool):
+                results = compute(*places)
         self._recordings[key] = (graph, places, results)
+
+
+@contextmanager
+def _tuned() -> Iterator[None]:
+    """cuDNN looks for its fastest kernels: worth it for what is replayed."""
+    before = torch.backends.cudnn.benchmark
+    torch.backends.cudnn.benchmark = True
+    try:
+        yield
+    finally:
+        torch.backends.cudnn.benchmark = before

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import hashlib
 import importlib.util
 import json
@@ -205,9 +206,14 @@ class _Loop:
             for epoch in range(start, self.settings.epochs):
                 self._one_epoch(epoch)
                 self._save(fingerprint)
+                if (
+                    epoch == start
+                ):  # what compiling left in memory need not be searched for garbage every epoch
+                    gc.freeze()
         finally:
             self._wait_for_writer()
             self.writer.shutdown()
+            gc.unfreeze()
         self._finish()
         return History(
             epochs=tuple(self.state.epochs),
@@ -295,7 +301,8 @@ class _Loop:
             tensors |= model_tensors(engine.averaged, "averaged.")
         if self.best is not None:
             tensors |= {f"best.{key}": value for key, value in self.best.items()}
-        facts = {"fingerprint": fingerprint, **dataclasses.asdict(self.state)}
+        state = {**vars(self.state), "epochs": [*self.state.epochs], "alarms": [*self.state.alarms]}
+        facts = {"fingerprint": fingerprint, **state}
         log = "".join(json.dumps(record) + "\n" for record in self.state.epochs)
         best = self.best if self.best_is_new else None
         self.best_is_new = False

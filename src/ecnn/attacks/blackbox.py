@@ -1,0 +1,313 @@
+"""Attacks without gradients of the model that they test: by its classes alone, by chance, or from another model."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from ecnn.attacks.ball import Norm, check_norm, l2_norm, parse_eps, per_image, project, random_start, steepest
+from ecnn.attacks.base import Attack, Attacked, Target
+from ecnn.attacks.draws import Draws
+from ecnn.attacks.views import score_loss
+from ecnn.backbones import full_precision
+from ecnn.errors import InputError
+
+_CUDA_DROPS_EVERY = 8
+_BLEND_HALVINGS = 10
+_JUMP_HALVINGS = 25
+#: Directions drawn together, a fixed number, so that the size of an evaluation batch changes no result.
+_GROUP = 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class HopSkipJump(Attack):
+    """HopSkipJump (Chen, Jordan & Wainwright 2020): the nearest misclassified image, from the model's classes alone.
+
+    It starts at noise that is blended with the image as far as it stays misclassified. Each step goes back to the
+    border by bisection, asks B_0 sqrt(t) points around there to learn which way the wrong side lies, and jumps there by
+    the distance over sqrt(t), halved until the point is wrong. Scores are never read, so a decoder that hides its
+    gradients hides nothing. Every point counts as one pass of its image.
+
+    No ball bounds it: compare the distance of what it returns with eps. The nearest point found is kept, so that more
+    steps never end further away; early_exit leaves out what was wrong at first and stops nothing else. Where no noise
+    is misclassified the clean image comes back.
+
+    Attributes:
+        norm: of the distance, "linf" or "l2".
+        steps: of the walk along the border; 0 returns where the noise meets it.
+        samples: points asked in the first step, the paper's B_0.
+        init_tries: draws of noise before an image is given up.
+        max_batch: points in one evaluation; it bounds the memory and changes no result.
+
+    Departs: what is kept is the point on the border moved a hair outward (by the square root of the precision), if it
+        is still wrong there: on the border itself rounding decides, and the verdict may round otherwise. The points
+        asked around the border are never nearer than the precision can tell; small images are bisected ten times.
+    """
+
+    norm: Norm
+    steps: int
+    samples: int = 100
+    init_tries: int = 100
+    max_batch: int = 1024
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_norm(self.norm)
+        for name, least in (("steps", 0), ("samples", 2), ("init_tries", 1), ("max_batch", 1)):
+            if getattr(self, name) < least:
+                raise InputError(f"{name} must be from {least} up, not {getattr(self, name)}.")
+        if self.precision != "float32":
+            raise InputError(
+                f'HopSkipJump follows the border, which {self.precision} moves: use precision="float32".'
+            )
+
+    def search(self, target: Target, images: Tensor, labels: Tensor, draws: Draws) -> Tensor:
+        found = images.clone()
+        border = _Border(self.norm, self.max_batch, target, images, labels)
+        rows = torch.nonzero(~border.wrong(images)).squeeze(1)
+        border = border.narrow(rows)
+        noise, noisy = self._noise(border, draws.take(rows).fold(0))
+        rows, border = rows[noisy], border.narrow(noisy)
+        if len(rows):
+            points = border.bisect(noise[noisy], _BLEND_HALVINGS, straight=True)
+            found[rows] = self._walk(border, points, draws.take(rows).fold(1))
+        return found
+
+    def _noise(self, border: _Border, draws: Draws) -> tuple[Tensor, Tensor]:
+        """A misclassified image of uniform noise for each image, and the positions (n,) of those that have one."""
+        noise = border.images.clone()
+        rows = torch.arange(len(noise), device=noise.device)
+        left, part = rows, border
+        for attempt in range(self.init_tries):
+            if not len(left):
+                break
+            tried = draws.take(left).fold(attempt).uniform(*noise.shape[1:], dtype=noise.dtype)
+            wrong = part.wrong(tried)
+            noise[left[wrong]] = tried[wrong]
+            stays = torch.nonzero(~wrong).squeeze(1)
+            left, part = left[stays], part.narrow(stays)
+        return noise, rows[~torch.isin(rows, left)]
+
+    def _walk(self, border: _Border, points: Tensor, draws: Draws) -> Tensor:
+        """The nearest point kept on the way from misclassified points along the border."""
+        features = math.prod(points.shape[1:])
+        halvings = max(_BLEND_HALVINGS, math.ceil((1.5 if self.norm == "l2" else 2) * math.log2(features)))
+        finest = 16 * math.sqrt(features) * torch.finfo(points.dtype).eps
+        kept = points
+        for step in range(1, self.steps + 1):
+            radii = (border.distances(points) / features).clamp_min(finest)
+            points = border.bisect(points, halvings)
+            kept = border.nearer(kept, points)
+            slope = border.slope(points, radii, int(self.samples * math.sqrt(step)), draws.fold(step))
+            lengths = border.distances(points) / math.sqrt(step)
+            points = border.jump(points, steepest(slope, self.norm), lengths)
+        return border.nearer(kept, border.bisect(points, halvings))
+
+
+class _Border:
+    """The border of each image's class, felt by asking for classes only."""
+
+    def __init__(self, norm: Norm, max_batch: int, target: Target, images: Tensor, labels: Tensor) -> None:
+        self.norm, self.max_batch = norm, max_batch
+        self.target, self.images, self.labels = target, images, labels
+
+    def narrow(self, rows: Tensor) -> _Border:
+        """The same for some of the images, by position."""
+        return _Border(
+            self.norm, self.max_batch, self.target.narrow(rows), self.images[rows], self.labels[rows]
+        )
+
+    def distances(self, points: Tensor) -> Tensor:
+        """(batch,) from the images, in the norm."""
+        moves = points - self.images
+        return l2_norm(moves) if self.norm == "l2" else moves.flatten(1).abs().amax(dim=1)
+
+    def wrong(self, points: Tensor) -> Tensor:
+        """(batch,) whether each point is classified otherwise than its image should be; one question each."""
+        self.target.count(1)
+        return self._ask(points, self.labels)
+
+    def _ask(self, points: Tensor, labels: Tensor) -> Tensor:
+        with torch.no_grad():
+            answers = [
+                full_precision(self.target.model(part)).argmax(dim=1)
+                for part in torch.split(points, self.max_batch)
+            ]
+        return torch.cat(answers) != labels
+
+    def bisect(self, points: Tensor, halvings: int, *, straight: bool = False) -> Tensor:
+        """Points still wrong, nearer to the images by bisection: along the line in L2, by shrinking the box in Linf."""
+        low = torch.zeros(len(points), dtype=points.dtype, device=points.device)
+        high, nearest = torch.ones_like(low), points
+        distances = self.distances(points)
+        for _ in range(halvings):
+            middle = (low + high) / 2
+            if straight or self.norm == "l2":
+                tried = torch.lerp(self.images, points, per_image(middle, points))
+            else:
+                reach = per_image(middle * distances, points)
+                tried = torch.minimum(torch.maximum(points, self.images - reach), self.images + reach)
+            wrong = self.wrong(tried)
+            low, high = torch.where(wrong, low, middle), torch.where(wrong, middle, high)
+            nearest = torch.where(per_image(wrong, points), tried, nearest)
+        return nearest
+
+    def nearer(self, kept: Tensor, points: Tensor) -> Tensor:
+        """The points, a hair further out, where they are wrong there and nearer than what was kept."""
+        hair = math.sqrt(torch.finfo(points.dtype).eps)
+        outer = (points + hair * (points - self.images)).clamp(0, 1)
+        wins = self.wrong(outer) & (self.distances(outer) < self.distances(kept))
+        return torch.where(per_image(wins, points), outer, kept)
+
+    def slope(self, points: Tensor, radii: Tensor, count: int, draws: Draws) -> Tensor:
+        """Which way the wrong side lies, from the classes of `count` points at the radii around each point."""
+        self.target.count(count)
+        rows = torch.arange(len(points), device=points.device)
+        slopes = [
+            self._slope(points[part], radii[part], self.labels[part], count, draws.take(part))
+            for part in torch.split(rows, max(1, self.max_batch // _GROUP))
+        ]
+        return torch.cat(slopes)
+
+    def _slope(self, points: Tensor, radii: Tensor, labels: Tensor, count: int, draws: Draws) -> Tensor:
+        signed, plain, balance = torch.zeros_like(points), torch.zeros_like(points), torch.zeros_like(radii)
+        centres, reach = points[:, None], per_image(radii, points[:, None])
+        for group, first in enumerate(range(0, count, _GROUP)):
+            size = min(_GROUP, count - first)
+            normals = draws.fold(group).normal(size, *points.shape[1:], dtype=points.dtype).flatten(0, 1)
+            units = normals / per_image(l2_norm(normals).clamp_min(1e-30), normals)
+            asked = (centres + reach * units.view(-1, size, *points.shape[1:])).clamp(0, 1)
+            wrong = self._ask(asked.flatten(0, 1), labels.repeat_interleave(size))
+            signs = (2 * wrong.to(points.dtype) - 1).view(-1, size)
+            moves = (asked - centres) / reach  # what was asked in truth, after rounding and cutting
+            signed = signed + _add_up(moves * signs.view(-1, size, *[1] * (points.ndim - 1)))
+            plain, balance = plain + _add_up(moves), balance + signs.sum(dim=1)
+        mean = balance / count
+        # Their mean is taken off to lower the variance, unless all agree: nothing would be left.
+        return signed - per_image(torch.where(mean.abs() < 1, mean, 0.0), points) * plain
+
+    def jump(self, points: Tensor, directions: Tensor, lengths: Tensor) -> Tensor:
+        """Points as far along the directions as the lengths, halved until they are wrong; those given if none is."""
+        found, rows, part = points.clone(), torch.arange(len(points), device=points.device), self
+        for _ in range(_JUMP_HALVINGS):
+            tried = (points[rows] + per_image(lengths[rows], points) * directions[rows]).clamp(0, 1)
+            wrong = part.wrong(tried)
+            found[rows] = torch.where(per_image(wrong, tried), tried, points[rows])
+            stays = torch.nonzero(~wrong).squeeze(1)
+            if not len(stays):
+                break
+            rows, part, lengths = rows[stays], part.narrow(stays), lengths / 2
+        return found
+
+
+def _add_up(values: Tensor) -> Tensor:
+    """The sum over the second axis, by halves: how `sum` rounds may depend on the size of the batch, this does not."""
+    while (count := values.shape[1]) > 1:
+        half = count // 2
+        halves = values[:, :half] + values[:, half : 2 * half]
+        values = halves if count % 2 == 0 else torch.cat([halves, values[:, -1:]], dim=1)
+    return values.squeeze(1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RandomNoise(Attack):
+    """The best of some random points of the ball: the floor that any attack must beat.
+
+    The best is a misclassified point, else the one with the highest margin loss; with early_exit the first
+    misclassified one. keep="last" returns the best too, whatever it is.
+
+    Attributes:
+        norm: of the ball, "linf" or "l2".
+        eps: radius on the [0, 1] scale, or a fraction such as "8/255".
+        samples: points tried for each image.
+        kind: "uniform" in the ball, or its "corners": every pixel moved by eps up or down (Linf only).
+    """
+
+    norm: Norm
+    eps: float | str
+    samples: int
+    kind: Literal["uniform", "corners"] = "uniform"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_norm(self.norm)
+        parse_eps(self.eps)
+        if self.samples < 1:
+            raise InputError(f"samples must be from 1 up, not {self.samples}.")
+        if self.kind not in ("uniform", "corners"):
+            raise InputError(f"kind must be one of uniform, corners, not {self.kind!r}.")
+        if self.kind == "corners" and self.norm != "linf":
+            raise InputError(
+                f'only a ball in "linf" has corners, not one in {self.norm!r}: use kind="uniform".'
+            )
+
+    def search(self, target: Target, images: Tensor, labels: Tensor, draws: Draws) -> Tensor:
+        found, broken = images.clone(), torch.zeros_like(labels, dtype=torch.bool)
+        highest = torch.full(labels.shape, -math.inf, device=images.device, dtype=images.dtype)
+        rows, drops = torch.arange(len(images), device=images.device), self.early_exit and self.keep == "best"
+        for sample in range(self.samples):
+            points = self._draw(images[rows], draws.take(rows).fold(sample))
+            scores = target.scores(points)
+            losses = score_loss(scores, labels[rows], "margin").to(highest.dtype)
+            now, before = scores.argmax(dim=1) != labels[rows], broken[rows]
+            wins = (now & ~before) | ((now == before) & (losses > highest[rows]))
+            if drops:
+                wins = wins & ~before
+            found[rows] = torch.where(per_image(wins, points), points, found[rows])
+            highest[rows] = torch.where(wins, losses, highest[rows])
+            broken[rows] = before | now
+            if drops and (not images.is_cuda or sample % _CUDA_DROPS_EVERY == _CUDA_DROPS_EVERY - 1):
+                left = torch.nonzero(~broken[rows]).squeeze(1)
+                if len(left) < len(rows):
+                    target, rows = target.narrow(left), rows[left]
+                if not len(rows):
+                    break
+        return found
+
+    def _draw(self, images: Tensor, draws: Draws) -> Tensor:
+        eps = parse_eps(self.eps)
+        if self.kind == "uniform":
+            return random_start(images, self.norm, eps, draws)
+        signs = 2.0 * draws.integers(2, *images.shape[1:]).to(images.dtype) - 1
+        return project(images + eps * signs, images, self.norm, eps)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Transfer(Attack):
+    """Images crafted on one model and tested on another.
+
+    What the attack returns for the source is handed over, whether or not it fools the target: with its keep="best" an
+    image that fools the source, and the clean image where there is none; with keep="last" its last iterate. An image
+    that only just fools the source seldom fools another, so let the attack go on: early_exit=False, or keep="last".
+    The target is only asked for verdicts, before and after, and only these are counted by `run`; what the source was
+    asked is counted by `craft`.
+
+    Attributes:
+        source: the model to craft on, as it is: mode, device and all.
+        attack: how.
+    """
+
+    source: nn.Module
+    attack: Attack
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not isinstance(self.source, nn.Module):
+            raise InputError(
+                f"source must be a torch module from images to scores, not {type(self.source).__name__}."
+            )
+        if not isinstance(self.attack, Attack):
+            raise InputError(f"attack must be an Attack such as PGD, not {type(self.attack).__name__}.")
+
+    def craft(
+        self, images: Tensor, labels: Tensor, *, seed: int = 0, index: Tensor | None = None
+    ) -> Attacked:
+        """What is handed over, with the source's own verdict and the questions that it was asked."""
+        return self.attack.run(self.source, images, labels, seed=seed, index=index)
+
+    def search(self, target: Target, images: Tensor, labels: Tensor, draws: Draws) -> Tensor:
+        return self.attack._run(self.source, images, labels, draws).images

@@ -1,0 +1,238 @@
+"""The Jacobian-based saliency map attack: few features, changed as far as they go."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from ecnn.attacks.ball import per_image
+from ecnn.attacks.base import Attack, Target
+from ecnn.attacks.draws import Draws
+from ecnn.attacks.views import SCORE_VIEWS, check_view, read_scores
+from ecnn.errors import InputError
+
+_CUDA_DROPS_EVERY = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class JSMA(Attack):
+    """The Jacobian-based saliency map attack (Papernot et al. 2016): greedy, feature by feature, toward a goal class.
+
+    A feature is one value of the image, so a coloured pixel has three. Each move takes the feature, or the pair, with
+    the highest saliency -alpha * beta among those with alpha > 0 > beta, where alpha is the slope of the goal's score
+    and beta that of the sum of all others; with a negative theta both signs turn. The Jacobian itself is never built:
+    the two slopes are two gradients. An image is done when no feature is salient, when `max_pixel_fraction` of the
+    features (rounded down, to pairs too) have been moved, a feature moved twice counting twice, and
+
+    - with keep="last": when it is classified as its goal, as in the original; the last iterate is returned.
+    - with keep="best": the same, or with early_exit as soon as it is misclassified at all, as in the paper's text;
+      the last misclassified iterate is returned.
+
+    Attributes:
+        max_pixel_fraction: of the features that may be moved, the paper's gamma.
+        pixels: moved together: a "pair", as in the original, or "one", as the paper's text says.
+        goal: a "random" wrong class for each image, its "least" likely, its "next" likely, or "each" wrong class from
+            the next likely down; then the success that moved the fewest features is kept, with early_exit the first.
+        theta: how far a move goes, from -1 to 1 and not 0; up to the bounds 0 and 1.
+        on: whose scores are differentiated, "scores", "linear" or "tempered"; success is the model's own word.
+        max_pairs: how many pairs are weighed at once; it bounds the memory and changes no result.
+
+    Departs: the original removes a feature at its bound only after moving it in vain; here it is out from the start.
+        The paper prints x_{p,q} where the update is at (p*, q*).
+    """
+
+    max_pixel_fraction: float
+    pixels: Literal["pair", "one"] = "pair"
+    goal: Literal["random", "least", "next", "each"] = "random"
+    theta: float = 1.0
+    on: str = "scores"
+    max_pairs: int = 2**22
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name, known in (("pixels", ("pair", "one")), ("goal", ("random", "least", "next", "each"))):
+            if getattr(self, name) not in known:
+                raise InputError(f"{name} must be one of {', '.join(known)}, not {getattr(self, name)!r}.")
+        if not 0 <= self.max_pixel_fraction <= 1:
+            raise InputError(f"max_pixel_fraction must be from 0 to 1, not {self.max_pixel_fraction}.")
+        if not 0 < abs(self.theta) <= 1:
+            raise InputError(f"theta must be from -1 to 1 and not 0, not {self.theta}.")
+        if self.max_pairs < 1:
+            raise InputError(f"max_pairs must be from 1 up, not {self.max_pairs}.")
+        check_view(self.on, SCORE_VIEWS)
+        if self.keep == "last" and self.goal == "each":
+            raise InputError('keep="last" returns one iterate, so it takes one goal, not goal="each".')
+
+    def search(self, target: Target, images: Tensor, labels: Tensor, draws: Draws) -> Tensor:
+        goals = self._goals(target.scores(images), labels, draws)
+        if self.keep == "last":
+            return self._walk(target, images, labels, goals[:, 0])[0]
+        found, features = images.clone(), images[0].numel() if len(images) else 0
+        fewest = torch.full_like(labels, features + 1)
+        rows = torch.arange(len(images), device=images.device)
+        for rank in range(goals.shape[1]):
+            _, points, broken = self._walk(target, images[rows], labels[rows], goals[rows, rank])
+            moved = (points != images[rows]).flatten(1).sum(dim=1)
+            better = broken & (moved < fewest[rows])
+            found[rows] = torch.where(per_image(better, points), points, found[rows])
+            fewest[rows] = torch.where(better, moved, fewest[rows])
+            if self.early_exit and rank + 1 < goals.shape[1]:
+                left = torch.nonzero(~broken).squeeze(1)
+                target, rows = target.narrow(left), rows[left]
+                if not len(rows):
+                    break
+        return found
+
+    def _goals(self, scores: Tensor, labels: Tensor, draws: Draws) -> Tensor:
+        """(batch, goal) the classes to move to, one after the other."""
+        if self.goal == "random":
+            others = draws.fold(0).integers(scores.shape[1] - 1, 1)
+            return others + (others >= labels[:, None])
+        ranked = scores.scatter(1, labels[:, None], -math.inf).argsort(dim=1, descending=True, stable=True)
+        return {"least": ranked[:, -2:-1], "next": ranked[:, :1], "each": ranked[:, :-1]}[self.goal]
+
+    def _walk(
+        self, target: Target, images: Tensor, labels: Tensor, goals: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The last iterates, the last misclassified ones, and (batch,) whether there was any."""
+        points, kept = images.clone(), images.clone()
+        broken = torch.zeros_like(labels, dtype=torch.bool)
+        rows, moves = torch.arange(len(images), device=images.device), self._moves(images)
+        for move in range(moves + 1):
+            current = points[rows]
+            if move == moves:
+                predictions = target.scores(current).argmax(dim=1)
+            else:
+                predictions, toward, away = self._slopes(target, current, goals[rows])
+            wrong = predictions != labels[rows]
+            kept[rows] = torch.where(per_image(wrong, current), current, kept[rows])
+            broken[rows] = broken[rows] | wrong
+            if move == moves:
+                break
+            done = predictions == goals[rows]
+            if self.early_exit and self.keep == "best":
+                done = done | wrong
+            moved, stuck = self._move(current, toward, away)
+            points[rows] = torch.where(per_image(done, current), current, moved)
+            # An image that is done stays as it is until it is dropped: asked again, it answers the same.
+            if not images.is_cuda or move % _CUDA_DROPS_EVERY == _CUDA_DROPS_EVERY - 1:
+                left = torch.nonzero(~(done | stuck)).squeeze(1)
+                if len(left) < len(rows):
+                    target, rows = target.narrow(left), rows[left]
+                if not len(rows):
+                    break
+        return points, kept, broken
+
+    def _moves(self, images: Tensor) -> int:
+        features, together = math.prod(images.shape[1:]), 2 if self.pixels == "pair" else 1
+        # 0.29 of 100 features are 29, not 28.999...
+        return math.floor(self.max_pixel_fraction * features / together + 1e-6)
+
+    def _slopes(self, target: Target, points: Tensor, goals: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """(batch,) the model's classes; (batch, feature) how a move pushes the goal up, and the others down."""
+        points = points.detach().requires_grad_(True)
+        with torch.enable_grad(), target.autocast():
+            scores, own = read_scores(target.model, points, self.on)
+            others = scores.scatter(1, goals[:, None], 0.0).sum()
+            beta = _gradient(others, points, again=True)
+            alpha = _gradient(scores.gather(1, goals[:, None]).sum(), points, again=False)
+        target.count(1, 2)
+        if own is None:
+            own = target.scores(points.detach())
+        sign = math.copysign(1.0, self.theta)
+        return own.argmax(dim=1), sign * alpha.flatten(1), -sign * beta.flatten(1)
+
+    def _move(self, points: Tensor, toward: Tensor, away: Tensor) -> tuple[Tensor, Tensor]:
+        """The points with their most salient features moved, and (batch,) whether there were none."""
+        features = points.flatten(1)
+        room = features < 1 if self.theta > 0 else features > 0
+        room = room & ~toward.isnan() & ~away.isnan()
+        toward, away = toward.masked_fill(~room, -math.inf), away.masked_fill(~room, -math.inf)
+        if self.pixels == "pair":
+            chosen, saliency = best_pair(toward, away, self.max_pairs)
+        else:
+            chosen, saliency = best_one(toward, away)
+        stuck = saliency <= 0
+        moved = features.scatter(1, chosen, (features.gather(1, chosen) + self.theta).clamp(0, 1))
+        return torch.where(per_image(stuck, points), points, moved.view_as(points)), stuck
+
+
+def _gradient(total: Tensor, points: Tensor, *, again: bool) -> Tensor:
+    """Gradient in the points, zero where there is no dependence; `again` keeps what a second one needs."""
+    if not total.requires_grad:
+        return torch.zeros_like(points)
+    (gradient,) = torch.autograd.grad(total, points, retain_graph=again, allow_unused=True)
+    return torch.zeros_like(points) if gradient is None else gradient
+
+
+def best_one(toward: Tensor, away: Tensor) -> tuple[Tensor, Tensor]:
+    """(batch, 1) the feature with the highest toward * away, both positive, and (batch,) that; 0 if there is none.
+
+    Args:
+        toward, away: (batch, feature), -inf for features that may not be moved.
+    """
+    saliency, chosen = _saliency(toward.double(), away.double()).max(dim=1, keepdim=True)
+    return chosen, saliency.squeeze(1)
+
+
+def best_pair(toward: Tensor, away: Tensor, max_pairs: int) -> tuple[Tensor, Tensor]:
+    """(batch, 2) the pair p < q with the highest saliency, and (batch,) that; 0 if there is none.
+
+    The saliency is (toward_p + toward_q) (away_p + away_q), both sums positive. The pair is the best of all, the first
+    in order among equals. 3,072 features have 4.7 million pairs, but few must be weighed (`worth_pairing`), and those
+    are, some rows of their table at a time.
+
+    Args:
+        toward, away: (batch, feature), -inf for features that may not be moved.
+        max_pairs: weighed at once; at least one row of the table per image.
+    """
+    worth = worth_pairing(toward, away)
+    width = int(worth.sum(dim=1).max()) if len(worth) else 0
+    columns = (~worth).to(torch.uint8).argsort(dim=1, stable=True)[:, :width]
+    toward, away = (
+        # Sums of float32 numbers are exact in float64, or nearly: rounding makes no equals.
+        values.masked_fill(~worth, -math.inf).gather(1, columns).double()
+        for values in (toward, away)
+    )
+    best = torch.zeros(len(worth), dtype=torch.float64, device=worth.device)
+    pairs = torch.zeros(len(worth), 2, dtype=torch.int64, device=worth.device)
+    height = max(1, max_pairs // max(1, len(worth) * width))
+    for first in range(0, width - 1, height):
+        rows, partners = slice(first, min(first + height, width - 1)), slice(first + 1, None)
+        saliency = _saliency(
+            toward[:, rows, None] + toward[:, None, partners], away[:, rows, None] + away[:, None, partners]
+        ).triu()  # partners start one further on, so that p < q is the upper triangle with its diagonal
+        value, place = saliency.flatten(1).max(dim=1)
+        here = torch.stack([place // saliency.shape[2] + first, place % saliency.shape[2] + first + 1], dim=1)
+        better = value > best
+        pairs = torch.where(better[:, None], columns.gather(1, here), pairs)
+        best = torch.where(better, value, best)
+    return pairs, best
+
+
+def _saliency(toward: Tensor, away: Tensor) -> Tensor:
+    return torch.where((toward > 0) & (away > 0), toward * away, 0.0)
+
+
+def worth_pairing(toward: Tensor, away: Tensor) -> Tensor:
+    """(batch, feature) False where two other features are at least as good both ways, equals going by index.
+
+    One of the two is not the partner already, and exchanging the feature for it lowers neither sum: the best pair does
+    without. Of n features with unrelated slopes about 2 log n remain; all n only if every gain one way costs the other.
+    """
+    by_away = away.argsort(dim=1, descending=True, stable=True)
+    order = by_away.gather(1, toward.gather(1, by_away).argsort(dim=1, descending=True, stable=True))
+    # In this order only earlier features can be as good both ways, and are if they push the others down as much.
+    falling = away.gather(1, order)
+    highest = _before(falling.cummax(dim=1).values)
+    second = _before(torch.minimum(highest, falling).cummax(dim=1).values)
+    return torch.zeros_like(order, dtype=torch.bool).scatter(1, order, falling > second)
+
+
+def _before(values: Tensor) -> Tensor:
+    """Each entry's predecessor; -inf for the first."""
+    return torch.cat([torch.full_like(values[:, :1], -math.inf), values[:, :-1]], dim=1)

@@ -1,0 +1,237 @@
+"""Minimum-norm attacks: the nearest misclassified image, with no ball to stay in. DeepFool and FMN; C&W has its own file."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ecnn.attacks.ball import Norm, check_norm, l2_norm, per_image, steepest
+from ecnn.attacks.base import Attack, Target
+from ecnn.attacks.draws import Draws
+from ecnn.attacks.views import SCORE_VIEWS, Look, check_view, make_view, read_scores
+from ecnn.errors import InputError
+from ecnn.objectives import score_margin
+
+# A lead below this share of the largest score may not survive a pass with other neighbours or in full precision.
+_ROUNDING = {torch.float32: 4e-6, torch.float64: 1e-14}
+_ROUNDING_BFLOAT16 = 2e-2
+
+
+@dataclass(frozen=True, kw_only=True)
+class MinimumNormAttack(Attack):
+    """What minimum-norm attacks share: `search` returns, for each image, the nearest misclassified one it met.
+
+    An image counts as misclassified when the lead of a wrong class is more than rounding, so that the nearest one found
+    is still misclassified when the base class asks again.
+    """
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.keep != "best":
+            raise InputError(
+                f'a minimum-norm attack returns the nearest misclassified image: keep must be "best", not '
+                f"{self.keep!r}."
+            )
+
+    def _check_whole(self, **least: int) -> None:
+        for name, low in least.items():
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < low:
+                raise InputError(f"{name} must be a whole number from {low} up, not {value!r}.")
+
+    def _check_numbers(self, *names: str, positive: bool = True) -> None:
+        for name in names:
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
+                raise InputError(f"{name} must be a finite number from 0 up, not {value!r}.")
+            if positive and value == 0:
+                raise InputError(f"{name} must be greater than 0.")
+
+
+def rounding(target: Target, scores: Tensor) -> Tensor:
+    """(batch,) a lead that another pass over the same image may not confirm: a share of its largest score."""
+    share = _ROUNDING_BFLOAT16 if target.precision == "bfloat16" else _ROUNDING[scores.dtype]
+    return share * scores.abs().amax(dim=1)
+
+
+def misclassified(target: Target, look: Look, points: Tensor, labels: Tensor) -> Tensor:
+    """(batch,) whether a wrong class leads by more than rounding; asks the model where the look did not find out."""
+    scores = target.scores(points) if look.scores is None else look.scores
+    return -score_margin(scores, labels) > rounding(target, scores)
+
+
+def distance(moves: Tensor, norm: Norm) -> Tensor:
+    """(batch,) length of each image-shaped row in the norm."""
+    return l2_norm(moves) if norm == "l2" else moves.flatten(1).abs().amax(dim=1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeepFool(MinimumNormAttack):
+    """DeepFool (Moosavi-Dezfooli et al. 2016): steps to the nearest border of the linearised model, until it is crossed.
+
+    All steps so far, stretched by `overshoot`, make the point that the model is asked about. On a linear model the
+    first step ends at (1 + overshoot) times the smallest distance. Each step costs a gradient per wrong candidate;
+    images leave when they are misclassified.
+
+    Attributes:
+        norm: that the steps are shortest in, "l2" or "linf".
+        steps: at most this many; the authors' 50.
+        overshoot: the authors' 0.02.
+        num_candidates: the classes with the highest scores of the clean image, the label's own among them, whose borders
+            are looked at; the authors' 10.
+        on: where it looks, "scores", "linear" or "tempered".
+
+    Departs: points are cut to [0, 1]; the authors' program also lengthens every step by 0.0001, which no formula of
+        theirs has.
+    """
+
+    norm: Norm
+    steps: int = 50
+    overshoot: float = 0.02
+    num_candidates: int = 10
+    on: str = "scores"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_norm(self.norm)
+        check_view(self.on, SCORE_VIEWS)
+        self._check_whole(steps=1, num_candidates=2)
+        self._check_numbers("overshoot", positive=False)
+
+    def search(self, target: Target, images: Tensor, labels: Tensor, draws: Draws) -> Tensor:
+        found, points, moves = images.clone(), images, torch.zeros_like(images)
+        rows = torch.arange(len(images), device=images.device)
+        candidates: Tensor | None = None
+        for step in range(self.steps + 1):
+            look, move, candidates = self._linearise(target, points, labels, candidates, last=step == self.steps)
+            broken = misclassified(target, look, points, labels)
+            found[rows[broken]] = points[broken]
+            kept = torch.nonzero(~broken).squeeze(1)
+            if step == self.steps or not len(kept):
+                break
+            target, rows, labels, candidates = target.narrow(kept), rows[kept], labels[kept], candidates[kept]
+            moves = moves[kept] + move[kept]
+            points = (images[rows] + (1 + self.overshoot) * moves).clamp(0, 1)
+        return found
+
+    def _linearise(
+        self, target: Target, points: Tensor, labels: Tensor, candidates: Tensor | None, *, last: bool
+    ) -> tuple[Look, Tensor, Tensor]:
+        """What the model says at the points, the shortest step to a candidate's border, and the candidates."""
+        points = points.detach().requires_grad_(not last)
+        with torch.set_grad_enabled(not last), target.autocast():
+            scores, own = read_scores(target.model, points, self.on)
+            if candidates is None:
+                rivals = scores.detach().scatter(1, labels[:, None], -math.inf)
+                candidates = rivals.topk(min(self.num_candidates, scores.shape[1]) - 1, dim=1).indices
+            gaps = scores.gather(1, labels[:, None]) - scores.gather(1, candidates)
+        count = 0 if last else candidates.shape[1]
+        nearest = torch.full_like(gaps[:, 0], math.inf)
+        move = torch.zeros_like(points)
+        slack = 2 * rounding(target, scores.detach())
+        for rival in range(count):
+            gradient = _row_gradients(gaps[:, rival], points, retain=rival + 1 < count)
+            # Without the slack a point that has just crossed would be sent no further than rounding.
+            lengths, step = _step_to_border(gaps[:, rival].detach().abs() + slack, gradient, self.norm)
+            nearer = lengths < nearest
+            nearest = torch.where(nearer, lengths, nearest)
+            move = torch.where(per_image(nearer, move), step, move)
+        target.count(1, count)
+        return Look(-gaps[:, 0].detach(), own), move, candidates
+
+
+def _row_gradients(values: Tensor, points: Tensor, *, retain: bool) -> Tensor:
+    """Gradient of each value in its own image; zero where it does not depend on it."""
+    if not values.requires_grad:
+        return torch.zeros_like(points)
+    (gradient,) = torch.autograd.grad(values.sum(), points, retain_graph=retain, allow_unused=True)
+    return torch.zeros_like(points) if gradient is None else gradient
+
+
+def _step_to_border(gaps: Tensor, gradient: Tensor, norm: Norm) -> tuple[Tensor, Tensor]:
+    """(batch,) how far the gap is from zero if it is linear, in the norm, and the shortest move there."""
+    slopes = dual_norm(gradient, norm)
+    lengths = gaps / slopes  # infinite where there is no slope: such a border is never the nearest
+    lengths = torch.where(slopes > 0, lengths, math.inf)
+    finite = torch.where(torch.isfinite(lengths), lengths, 0)
+    return lengths, -per_image(finite, gradient) * steepest(gradient, norm)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FMN(MinimumNormAttack):
+    """The fast minimum-norm attack (Pintor et al. 2021): gradient steps in a ball that shrinks and grows by turns.
+
+    The ball is first as large as the linearised model says it must be; from the first success on it shrinks by a share
+    `radius_change` whenever the point is misclassified and grows by it whenever it is not. Both the share and the step
+    size fall along half a cosine. The nearest misclassified iterate is kept.
+
+    Attributes:
+        norm: of the ball, "l2" or "linf". Steps have their length in L2 for both, as published.
+        steps: gradient steps; one more look is taken at the last point.
+        step_size: first and last L2 length of a step, the authors' 1 and 0.01.
+        radius_change: first and last share, the authors' 0.05 and 0.001.
+        on: where it looks, "scores", "linear" or "tempered".
+
+    Departs: the authors never look at the point of the last step.
+    """
+
+    norm: Norm
+    steps: int
+    step_size: tuple[float, float] = (1.0, 0.01)
+    radius_change: tuple[float, float] = (0.05, 0.001)
+    on: str = "scores"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_norm(self.norm)
+        check_view(self.on, SCORE_VIEWS)
+        self._check_whole(steps=1)
+        for name, top in (("step_size", math.inf), ("radius_change", 1.0)):
+            value = getattr(self, name)
+            if not (isinstance(value, tuple | list) and len(value) == 2 and all(0 < end < top for end in value)):
+                raise InputError(f"{name} must be two numbers between 0 and {top}, first and last, not {value!r}.")
+
+    def search(self, target: Target, images: Tensor, labels: Tensor, draws: Draws) -> Tensor:
+        view = make_view(self.on, "margin")
+        points, found = images, images.clone()
+        shortest = torch.full(images.shape[:1], math.inf, device=images.device, dtype=images.dtype)
+        radius = shortest.clone()
+        for step in range(self.steps + 1):
+            if step == self.steps:
+                look, gradient = target.look(view, points, labels), torch.zeros_like(points)
+            else:
+                look, gradient = target.ascend(view, points, labels)
+            broken = misclassified(target, look, points, labels)
+            lengths = distance(points - images, self.norm)
+            nearer = broken & (lengths < shortest)
+            found = torch.where(per_image(nearer, found), points, found)
+            shortest = torch.where(nearer, lengths, shortest)
+            length, change = (_half_cosine(ends, step / self.steps) for ends in (self.step_size, self.radius_change))
+            border = lengths + look.losses.abs() / dual_norm(gradient, self.norm)
+            grown = torch.where(torch.isfinite(shortest), radius * (1 + change), border)
+            radius = torch.where(broken, torch.minimum(radius * (1 - change), shortest), grown)
+            moves = points - images + length * steepest(gradient, "l2")
+            points = (images + _cut(moves, self.norm, radius)).clamp(0, 1)
+        return found
+
+
+def dual_norm(gradient: Tensor, norm: Norm) -> Tensor:
+    """(batch,) how fast a loss with this gradient can change per unit of the norm."""
+    return l2_norm(gradient) if norm == "l2" else gradient.flatten(1).abs().sum(dim=1)
+
+
+def _half_cosine(ends: tuple[float, float], done: float) -> float:
+    first, last = ends
+    return last + (first - last) * 0.5 * (1 + math.cos(math.pi * done))
+
+
+def _cut(moves: Tensor, norm: Norm, radius: Tensor) -> Tensor:
+    """Moves no longer than each image's own radius, which may be infinite."""
+    if norm == "linf":
+        bound = per_image(radius, moves)
+        return torch.minimum(torch.maximum(moves, -bound), bound)
+    scale = (radius / l2_norm(moves).clamp_min(1e-30)).clamp(max=1)
+    return moves * per_image(scale, moves)

@@ -1,0 +1,275 @@
+"""Square: random squares, kept when they raise the loss; scores are all it sees (Andriushchenko et al. 2020)."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from ecnn.attacks.ball import Norm, check_norm, l2_norm, parse_eps, per_image, project
+from ecnn.attacks.base import Attack, Target
+from ecnn.attacks.draws import Draws
+from ecnn.attacks.turns import Rows, Turn, advance_rows, take_turns
+from ecnn.attacks.views import SCORE_VIEWS, View, check_view, make_view
+from ecnn.errors import InputError
+
+# After these queries of 10,000 the share of pixels in a square is halved.
+_HALVINGS = (10, 50, 200, 500, 1000, 2000, 4000, 6000, 8000)
+_HALVINGS_BUDGET = 10_000
+_DRAWN_AT_ONCE = (
+    50  # steps whose random numbers are made together: the work is in starting it, not in doing it
+)
+_TILES = 5  # a side of the first L2 perturbation has this many squares
+_STREAM = 13
+
+
+def square_share(step: int, queries: int, first: float, *, rescale: bool) -> float:
+    """The share of pixels that the square of a step covers (the paper's p): `first`, then halved nine times.
+
+    Args:
+        step: from 0 up, the first one after the starting point.
+        queries: of the whole search; the published schedule is for 10,000 and is stretched to these with `rescale`.
+    """
+    if rescale:
+        step = step * _HALVINGS_BUDGET // queries
+    return first * 0.5 ** sum(step > halving for halving in _HALVINGS)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Square(Attack):
+    """Square Attack (Andriushchenko et al. 2020): a random search without gradients, in Linf or L2.
+
+    In Linf a square of random place gets a random sign of eps per channel; in L2 one square gives its share of the
+    radius to another, which gets two bumps of opposite sign. A change stays when it raises the loss. Masked gradients
+    do not stop it, so that images it alone breaks speak against a model's gradients.
+
+    Attributes:
+        norm: of the ball, "linf" or "l2".
+        eps: radius on the [0, 1] scale, or a fraction such as "8/255".
+        queries: passes of each start, the starting point included; 5,000 in AutoAttack.
+        loss: "margin" (published) or "cross_entropy".
+        first_share: of the pixels, what the first squares cover (the paper's p).
+        rescale: the halving schedule of that share, made for 10,000 queries, is stretched to `queries` as in the
+            paper; AutoAttack leaves it as it is.
+        restarts: independent starts.
+        on: where it looks, a name of `SCORE_VIEWS`.
+
+    Departs: every image draws its own squares; in AutoAttack's program a batch shares their places, and the last row
+        and the last column of the image are never reached.
+    """
+
+    norm: Norm
+    eps: float | str
+    queries: int
+    loss: Literal["margin", "cross_entropy"] = "margin"
+    first_share: float = 0.8
+    rescale: bool = True
+    restarts: int = 1
+    on: str = "scores"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_norm(self.norm)
+        parse_eps(self.eps)
+        check_view(self.on, SCORE_VIEWS)
+        if self.loss not in ("margin", "cross_entropy"):
+            raise InputError(f'loss must be "margin" or "cross_entropy" for Square, not {self.loss!r}.')
+        for name in ("queries", "restarts"):
+            if getattr(self, name) < 1:
+                raise InputError(f"{name} must be from 1 up, not {getattr(self, name)}.")
+        if not 0 < self.first_share <= 1:
+            raise InputError(f"first_share must be above 0 and at most 1, not {self.first_share}.")
+
+    def search(self, target: Target, images: Tensor, labels: Tensor, draws: Draws) -> Tensor:
+        if parse_eps(self.eps) == 0:
+            return images.clone()
+        draws = draws.fold(_STREAM)
+
+        def turn_of(start: int) -> Turn:
+            def turn(part: Target, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+                return self._wander(part, images[rows], labels[rows], draws.fold(start).take(rows))
+
+            return turn
+
+        turns = (turn_of(start) for start in range(self.restarts))
+        return take_turns(turns, target, images, early_exit=self._drops_rows)
+
+    @property
+    def _drops_rows(self) -> bool:
+        return self.early_exit and self.keep == "best"
+
+    def _wander(
+        self, target: Target, images: Tensor, labels: Tensor, draws: Draws
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """One start: the point of the highest loss or the first broken one, whether it is broken, its loss."""
+        view, eps = make_view(self.on, self.loss), parse_eps(self.eps)
+        first, propose = (
+            (_first_stripes, _propose_linf) if self.norm == "linf" else (_first_tiles, _propose_l2)
+        )
+        walk = _start_walk(images, labels, draws)
+        walk.accept(target, view, first(images, eps, draws.fold(0)))
+
+        def advance(part: Target, walk: _Walk, step: int) -> None:
+            share = square_share(step, self.queries, self.first_share, rescale=self.rescale)
+            walk.accept(part, view, propose(walk, eps, share, walk.next_numbers(step)))
+
+        walk = advance_rows(target, walk, self.queries - 1, advance, early_exit=self._drops_rows)
+        return walk.points, walk.broken, walk.losses
+
+
+@dataclass(kw_only=True)
+class _Walk(Rows):
+    """Where one start of Square stands: the point kept for each image and its loss.
+
+    Attributes:
+        keys: (batch,) of the image's random numbers.
+        numbers: (batch, step, number) in [0, 1), for the steps up to the next multiple of `_DRAWN_AT_ONCE`.
+    """
+
+    results: ClassVar[tuple[str, ...]] = ("broken", "points", "losses")
+    images: Tensor
+    labels: Tensor
+    points: Tensor
+    losses: Tensor
+    keys: Tensor
+    numbers: Tensor
+
+    def accept(self, target: Target, view: View, proposals: Tensor) -> None:
+        """Keeps the proposals that raise the loss or that the model misclassifies."""
+        look = target.look(view, proposals, self.labels)
+        scores = target.scores(proposals) if look.scores is None else look.scores
+        losses, broken = look.losses.to(self.losses.dtype), scores.argmax(dim=1) != self.labels
+        # Without early exit a broken point is left only for another broken one.
+        better = (broken & ~self.broken) | ((broken == self.broken) & (losses > self.losses))
+        self.points = torch.where(per_image(better, proposals), proposals, self.points)
+        self.losses = torch.where(better, losses, self.losses)
+        self.broken = self.broken | broken
+
+    def next_numbers(self, step: int) -> Tensor:
+        """(batch, number) the random numbers of a step: four for places, one for a turn, one sign per channel."""
+        if step % _DRAWN_AT_ONCE == 0:
+            draws = Draws(self.keys).fold(1 + step // _DRAWN_AT_ONCE)
+            self.numbers = draws.uniform(_DRAWN_AT_ONCE, 5 + self.images.shape[1], dtype=self.images.dtype)
+        return self.numbers[:, step % _DRAWN_AT_ONCE]
+
+
+def _start_walk(images: Tensor, labels: Tensor, draws: Draws) -> _Walk:
+    losses = torch.full_like(images.flatten(1)[:, 0], -math.inf)
+    return _Walk(
+        images=images,
+        labels=labels,
+        points=images,
+        losses=losses,
+        keys=draws.keys,
+        numbers=losses[:, None, None],
+        broken=torch.zeros_like(labels, dtype=torch.bool),
+    )
+
+
+def _signs(numbers: Tensor) -> Tensor:
+    return torch.where(numbers < 0.5, -1.0, 1.0).to(numbers.dtype)
+
+
+def _places(numbers: Tensor, count: int) -> Tensor:
+    """(batch,) whole numbers from 0 to count - 1."""
+    return (numbers * count).to(torch.int64).clamp(max=count - 1)
+
+
+def _side(share: float, images: Tensor, least: int = 1) -> int:
+    height, width = images.shape[-2:]
+    return min(max(round(math.sqrt(share * height * width)), least), height, width)
+
+
+def _first_stripes(images: Tensor, eps: float, draws: Draws) -> Tensor:
+    """Vertical stripes of one pixel, each plus or minus eps in each channel."""
+    signs = _signs(draws.uniform(images.shape[1], 1, images.shape[3], dtype=images.dtype))
+    return project(images + eps * signs, images, "linf", eps)
+
+
+def _propose_linf(walk: _Walk, eps: float, share: float, numbers: Tensor) -> Tensor:
+    images, side = walk.images, _side(share, walk.images)
+    height, width = images.shape[-2:]
+    top, left = _places(numbers[:, 0], height - side + 1), _places(numbers[:, 1], width - side + 1)
+    down = torch.arange(height, device=images.device) - top[:, None]
+    across = torch.arange(width, device=images.device) - left[:, None]
+    inside = ((down >= 0) & (down < side))[:, None, :, None] & ((across >= 0) & (across < side))[
+        :, None, None
+    ]
+    moved = project(images + eps * _signs(numbers[:, 5:])[:, :, None, None], images, "linf", eps)
+    return torch.where(inside, moved, walk.points)
+
+
+def _bump(height: int, width: int) -> Tensor:
+    """(height, width) a pyramid of rectangles around the middle, the k-th from within weighing 1 / k^2; length 1."""
+    bump = torch.zeros(height, width, dtype=torch.float64)
+    middle, centre = height // 2, width // 2
+    for ring in range(max(height, width) // 2 + 1):
+        top, left = max(middle - ring, 0), max(centre - ring, 0)
+        bump[top : middle + ring + 1, left : centre + ring + 1] += 1 / (ring + 1) ** 2
+    unit: Tensor = bump / l2_norm(bump[None]).clamp_min(1e-30)
+    return unit
+
+
+@lru_cache(maxsize=64)  # bringing it to the device at every step would make that wait
+def _two_bumps(side: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """(side, side) one bump up and one down, side by side; length 1."""
+    both = torch.cat([_bump(side // 2, side), -_bump(side - side // 2, side)])
+    unit: Tensor = both / l2_norm(both[None])
+    return unit.to(device, dtype)
+
+
+def _turned_bumps(side: int, turns: Tensor, images: Tensor) -> Tensor:
+    """(batch, 1, side, side) the two bumps, lying or standing as each image's number says."""
+    bumps = _two_bumps(side, images.dtype, images.device)
+    return torch.where((turns < 0.5)[:, None, None], bumps, bumps.T)[:, None]
+
+
+def _first_tiles(images: Tensor, eps: float, draws: Draws) -> Tensor:
+    """Two bumps of random sign in each tile of a grid, of length eps altogether."""
+    channels, height, width = images.shape[1:]
+    side = max(1, min(height, width) // _TILES)
+    down, across = height // side, width // side
+    signs = _signs(draws.uniform(channels, down, 1, across, 1, dtype=images.dtype))
+    turns = draws.fold(1).uniform(down, across, dtype=images.dtype)
+    bumps = _two_bumps(side, images.dtype, images.device)
+    tiles = torch.where((turns < 0.5)[..., None, None], bumps, bumps.T)  # (batch, down, across, side, side)
+    moves = signs * tiles.permute(0, 1, 3, 2, 4)[:, None]
+    moves = moves.reshape(len(images), channels, down * side, across * side)
+    top, left = (height - down * side) // 2, (width - across * side) // 2
+    whole = torch.zeros_like(images)
+    whole[:, :, top : top + down * side, left : left + across * side] = moves
+    return project(images + whole * per_image(eps / l2_norm(whole), whole), images, "l2", eps)
+
+
+def _window(top: Tensor, left: Tensor, side: int, images: Tensor) -> Tensor:
+    """(batch, channel, side * side) positions in the flattened image of the square at these places."""
+    steps = torch.arange(side, device=images.device)
+    rows, columns = top[:, None, None] + steps[:, None], left[:, None, None] + steps
+    flat = (rows * images.shape[-1] + columns).flatten(1)
+    return flat[:, None].expand(-1, images.shape[1], -1)
+
+
+def _propose_l2(walk: _Walk, eps: float, share: float, numbers: Tensor) -> Tensor:
+    """One square gets two new bumps and the radius of another, which is cleared, and of what is still unused."""
+    images = walk.images
+    height, width = images.shape[-2:]
+    side = _side(share, images, least=3)
+    side = min(side + 1 - side % 2, height, width)
+    here, there = (
+        _window(_places(down, height - side + 1), _places(across, width - side + 1), side, images)
+        for down, across in (numbers[:, 0:2].T, numbers[:, 2:4].T)
+    )
+    moves = (walk.points - images).flatten(2)
+    unused = (eps**2 - moves.square().sum(dim=(1, 2))).clamp_min(0)[:, None, None] / images.shape[1]
+    cleared = moves.scatter(2, there, 0.0).scatter(2, here, 0.0)
+    freed = (moves.square() - cleared.square()).sum(dim=2, keepdim=True)
+    old = moves.gather(2, here)
+    bumps = _turned_bumps(side, numbers[:, 4], images).flatten(2) * _signs(numbers[:, 5:])[:, :, None]
+    mixed = bumps + old / old.norm(dim=2, keepdim=True).clamp_min(1e-12)
+    mixed = mixed / mixed.norm(dim=2, keepdim=True).clamp_min(1e-12)
+    moved = cleared.scatter(2, here, mixed * (freed + unused).clamp_min(0).sqrt())
+    return project(images + moved.view_as(images), images, "l2", eps)

@@ -1,0 +1,28 @@
+"""Evaluation: per-image outcomes of attacks, and the accuracies, intervals, curves and matrices made of them."""
+
+from ecnn.evaluation.calibration import Calibration, calibration
+from ecnn.evaluation.intervals import PairedComparison, Rate, wilson_interval
+from ecnn.evaluation.loop import evaluate
+from ecnn.evaluation.outcomes import Outcomes, compare
+from ecnn.evaluation.records import load_evaluation, load_images
+from ecnn.evaluation.results import Curve, Evaluation
+from ecnn.evaluation.transfer import TRANSFER_PGD, TransferMatrix, member_transfer, model_transfer
+
+__all__ = [
+    "Calibration",
+    "Curve",
+    "Evaluation",
+    "Outcomes",
+    "PairedComparison",
+    "Rate",
+    "TRANSFER_PGD",
+    "TransferMatrix",
+    "calibration",
+    "compare",
+    "evaluate",
+    "load_evaluation",
+    "load_images",
+    "member_transfer",
+    "model_transfer",
+    "wilson_interval",
+]

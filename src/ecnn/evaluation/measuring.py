@@ -1,0 +1,193 @@
+"""One batch: how a model and an attack are asked, and what is written down of the answer."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from ecnn.attacks import Attack
+from ecnn.attacks.ball import l2_norm
+from ecnn.backbones import eval_mode, full_precision
+from ecnn.data import Split
+from ecnn.errors import InputError
+
+BATCH_SIZE = 256
+#: An attack of other make: (model, images, labels) -> images.
+ForeignAttack = Callable[[nn.Module, Tensor, Tensor], Tensor]
+
+
+def check_request(model: nn.Module, split: Split, limit: int | None, batch_size: int) -> Split:
+    """The images to evaluate; InputError unless the model has a score for each of their labels."""
+    if not isinstance(model, nn.Module):
+        raise InputError(f"model must be a torch module, not a {type(model).__name__}.")
+    if not isinstance(split, Split):
+        raise InputError(f"evaluate takes a Split such as data.test, not a {type(split).__name__}.")
+    if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
+        raise InputError(f"batch_size must be a whole number from 1 up, not {batch_size!r}.")
+    chosen = split.take(limit)
+    if not len(chosen):
+        raise InputError("there is no image to evaluate: the split is empty or limit is 0.")
+    with eval_mode(model):
+        scores = read_model(model, place(model, chosen[:1][0]))
+    highest = int(chosen.labels.max())
+    if highest >= scores.shape[1]:
+        raise InputError(
+            f"a label is {highest}, but the model has scores for {scores.shape[1]} classes (0 to "
+            f"{scores.shape[1] - 1}): evaluate it on data of its own classes."
+        )
+    return chosen
+
+
+def place(model: nn.Module, images: Tensor) -> Tensor:
+    """Images on the model's device, and in float64 if the model computes in it."""
+    tensors = [tensor for tensor in (*model.parameters(), *model.buffers()) if tensor.is_floating_point()]
+    if not tensors:
+        return images
+    return images.to(tensors[0].device, torch.float64 if tensors[0].dtype == torch.float64 else torch.float32)
+
+
+def read_model(model: nn.Module, images: Tensor) -> Tensor:
+    """(batch, class) the model's scores in float32 or better, without a gradient or a caller's autocast."""
+    with torch.no_grad(), torch.autocast(images.device.type, enabled=False):
+        scores = model(images)
+    if (
+        not isinstance(scores, Tensor)
+        or scores.ndim != 2
+        or len(scores) != len(images)
+        or scores.shape[1] < 2
+    ):
+        came = f"shape {tuple(scores.shape)}" if isinstance(scores, Tensor) else type(scores).__name__
+        raise InputError(
+            f"the model must return scores (batch, class) for at least 2 classes, but {len(images)} images gave {came}."
+        )
+    return full_precision(scores)
+
+
+def predict(model: nn.Module, images: Tensor) -> Tensor:
+    """(batch,) the model's class for each image; -1 where its scores are not numbers."""
+    scores = read_model(model, images)
+    return torch.where(torch.isfinite(scores.amax(dim=1)), scores.argmax(dim=1), -1)
+
+
+@dataclass(frozen=True)
+class Crafted:
+    """What an attack made of a batch, checked.
+
+    Attributes:
+        images: like the batch, in [0, 1].
+        forwards: (batch,) passes that each image cost; -1 where the attack does not say.
+        backwards: (batch,) gradients, likewise.
+        predictions: (batch,) what the attack believes the model says of them; None if it does not say.
+    """
+
+    images: Tensor
+    forwards: np.ndarray
+    backwards: np.ndarray
+    predictions: Tensor | None
+
+
+def run_attack(
+    model: nn.Module,
+    attack: Attack | ForeignAttack | None,
+    name: str,
+    images: Tensor,
+    labels: Tensor,
+    seed: int,
+    index: Tensor,
+) -> Crafted:
+    """What an attack makes of a batch; without an attack, the images as they are."""
+    if attack is None:
+        return Crafted(images, np.ones(len(images), dtype=int), np.zeros(len(images), dtype=int), None)
+    if isinstance(attack, Attack):
+        found = attack.run(model, images, labels, seed=seed, index=index)
+        forwards, backwards = (np.asarray(count.cpu()) for count in (found.forwards, found.backwards))
+        return Crafted(check_attacked(found.images, images, name), forwards, backwards, found.predictions)
+    foreign = check_attacked(_run_foreign(model, attack, images, labels, seed, index), images, name)
+    unknown = np.full(len(images), -1)
+    return Crafted(foreign, unknown, unknown, None)
+
+
+def _run_foreign(
+    model: nn.Module, attack: ForeignAttack, images: Tensor, labels: Tensor, seed: int, index: Tensor
+) -> Tensor:
+    """Calls an attack of other make on copies; generator, modes and gradients are afterwards what they were."""
+    gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
+    for parameter, _ in gradients:
+        parameter.grad = None  # a backward pass of theirs would add to what is there
+    generators = torch.random.fork_rng(devices=[images.device] if images.is_cuda else [])
+    try:
+        with generators, eval_mode(model), torch.enable_grad():
+            torch.manual_seed((seed * 1_000_003 + int(index[0])) % 2**63)
+            attacked = attack(model, images.clone(), labels.clone())
+    finally:
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
+    return attacked
+
+
+def check_attacked(attacked: Any, images: Tensor, name: str) -> Tensor:
+    """What an attack returned, in the images' dtype; InputError naming it unless they are images like those it got."""
+    if not isinstance(attacked, Tensor) or attacked.shape != images.shape or not attacked.is_floating_point():
+        came = (
+            f"{attacked.dtype} {tuple(attacked.shape)}"
+            if isinstance(attacked, Tensor)
+            else type(attacked).__name__
+        )
+        raise InputError(
+            f"the attack {name!r} must return floating images of shape {tuple(images.shape)}, but returned {came}."
+        )
+    checked: Tensor = attacked.detach().to(images)
+    low, high = (float(bound) for bound in checked.aminmax())
+    if not (low >= 0 and high <= 1):  # also catches nan
+        raise InputError(f"the attack {name!r} left [0, 1]: its pixels reach from {low:.6g} to {high:.6g}.")
+    return checked
+
+
+def measure_scores(scores: Tensor, labels: Tensor) -> dict[str, np.ndarray]:
+    """Prediction and calibration of each image; scores that are not numbers count as confidently wrong."""
+    scores = scores.double()
+    valid = torch.isfinite(scores.amax(dim=1))  # -inf beside a finite score rules a class out, and may
+    scores = torch.where(valid[:, None], scores, 0.0)
+    logarithms = torch.log_softmax(scores, dim=1)
+    probabilities = logarithms.exp()
+    of_truth = logarithms.gather(1, labels[:, None]).squeeze(1)
+    brier = (probabilities**2).sum(dim=1) - 2 * of_truth.exp() + 1
+    columns = {
+        "prediction": torch.where(valid, scores.argmax(dim=1), -1),
+        "nll": torch.where(valid, -of_truth, math.inf),
+        "confidence": torch.where(valid, probabilities.amax(dim=1), 1.0),
+        "brier": torch.where(valid, brier.clamp_min(0), 2.0),
+    }
+    return {name: values.cpu().numpy() for name, values in columns.items()}
+
+
+def measure_change(attacked: Tensor, images: Tensor) -> dict[str, np.ndarray]:
+    """How far each image was moved, in three norms."""
+    changes = (attacked.double() - images.double()).flatten(1)
+    columns = {
+        "linf": changes.abs().amax(dim=1),
+        "l2": l2_norm(changes),
+        "l0": (changes != 0).sum(dim=1),
+    }
+    return {name: values.cpu().numpy() for name, values in columns.items()}
+
+
+def check_ball(
+    attack: Any, eps: float | None, name: str, columns: dict[str, np.ndarray], pixels: int
+) -> None:
+    """Raises InputError if one of our attacks left the ball that its norm and eps declare, by more than rounding."""
+    norm = getattr(attack, "norm", None)
+    if eps is None or norm not in ("linf", "l2") or not isinstance(attack, Attack):
+        return
+    rounding = 1e-6 if norm == "linf" else 1e-6 * (1 + math.sqrt(pixels) / 10)
+    farthest = float(columns[norm].max())
+    if farthest > eps + rounding:
+        raise InputError(
+            f"the attack {name!r} left its {norm} ball of radius {eps:.6g}: one image is {farthest:.6g} away."
+        )

@@ -1,0 +1,139 @@
+"""Where a number comes from: attack, model, images and machine, as plain values that JSON can hold."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import math
+import platform
+import re
+import types
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from pathlib import PurePath
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+import ecnn
+from ecnn.data import Split
+
+_DEPTH = 6
+
+
+def describe(value: Any, depth: int = _DEPTH) -> Any:
+    """The value in JSON's terms, so that two attacks with other settings are written differently.
+
+    Settings of objects that are neither dataclasses nor plain values are written only as far as they are numbers and
+    strings; arrays and models by hash.
+    """
+    if value is None or isinstance(value, bool | int | str):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else str(value)
+    if isinstance(value, PurePath | torch.device | torch.dtype | np.dtype):
+        return str(value)
+    if isinstance(value, np.ndarray | np.generic | Tensor):
+        return _describe_array(torch.as_tensor(value))
+    if depth == 0:
+        return _name_of(type(value))
+    if isinstance(value, Mapping):
+        return {str(key): describe(item, depth - 1) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [describe(item, depth - 1) for item in value]
+    if isinstance(value, nn.Module):
+        return describe_model(value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+        return {"kind": _name_of(type(value)), **describe(fields, depth)}
+    return _describe_callable(value, depth)
+
+
+def _describe_callable(value: Any, depth: int) -> Any:
+    if isinstance(value, type | types.BuiltinFunctionType):
+        return _name_of(value)
+    if isinstance(value, functools.partial):
+        return {
+            "function": describe(value.func, depth - 1),
+            "arguments": describe(value.args, depth - 1),
+            "keywords": describe(value.keywords, depth - 1),
+        }
+    if isinstance(value, types.MethodType):
+        return {"function": value.__func__.__qualname__, "of": describe(value.__self__, depth - 1)}
+    if isinstance(value, types.FunctionType):
+        cells = dict(zip(value.__code__.co_freevars, value.__closure__ or (), strict=True))
+        held = {name: _describe_cell(cell, depth - 1) for name, cell in cells.items()}
+        kept = describe([*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()], depth - 1)
+        extra = {name: part for name, part in (("holds", held), ("defaults", kept)) if part}
+        return {"function": _name_of(value), **extra}
+    settings = {
+        name: describe(setting)
+        for name, setting in getattr(value, "__dict__", {}).items()
+        if not name.startswith("_") and (setting is None or isinstance(setting, bool | int | float | str))
+    }
+    return {"kind": _name_of(type(value)), **settings}
+
+
+def _describe_cell(cell: types.CellType, depth: int) -> Any:
+    try:
+        return describe(cell.cell_contents, depth)
+    except ValueError:  # a name that its function has not bound yet
+        return None
+
+
+def _name_of(value: Any) -> str:
+    return f"{value.__module__}.{value.__qualname__}"
+
+
+def _describe_array(tensor: Tensor) -> Any:
+    if tensor.ndim == 0:
+        return describe(tensor.item())
+    return {"shape": list(tensor.shape), "sha256": _hash_tensors({"values": tensor})}
+
+
+def _hash_tensors(tensors: Mapping[str, Tensor]) -> str:
+    digest = hashlib.sha256()
+    for name, tensor in tensors.items():
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+        plain = tensor.detach().cpu().contiguous().reshape(-1)
+        digest.update(plain.view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def describe_model(model: nn.Module) -> dict[str, Any]:
+    """What tells one model from another: its class, its size, and hashes of its state and of its structure.
+
+    The state alone would not do: two ECNNs with other codes or decoders can have the same weights. Buffers that are
+    not saved, such as the code, therefore count as structure.
+    """
+    state = {name: value for name, value in model.state_dict().items() if isinstance(value, Tensor)}
+    text = re.sub(r"0x[0-9a-f]+", "", repr(model))
+    buffers = {name: value for name, value in model.named_buffers() if name not in state}
+    return {
+        "kind": _name_of(type(model)),
+        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "sha256": _hash_tensors(state),
+        "structure": hashlib.sha256(f"{text}\n{_hash_tensors(buffers)}".encode()).hexdigest(),
+    }
+
+
+def hash_images(split: Split) -> np.ndarray:
+    """(image,) uint64, a checksum of each image's pixels and shape: outcomes of other images cannot be mixed in."""
+    images = split.images.cpu().numpy()
+    shape = str(images.shape[1:]).encode()
+    digests = [hashlib.blake2b(image.tobytes(), digest_size=8, key=shape).digest() for image in images]
+    return np.frombuffer(b"".join(digests), dtype="<u8").astype(np.uint64)
+
+
+def describe_environment(device: torch.device) -> str:
+    """Library versions and the device, in one line."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
+    return f"ecnn {ecnn.__version__}, torch {torch.__version__}, {device.type} ({name})"
+
+
+def now() -> str:
+    """The time in UTC."""
+    return datetime.now(UTC).isoformat(timespec="milliseconds")

@@ -1,0 +1,250 @@
+"""Outcomes on the disk: finished batches as parts, finished attacks as one file, a summary in eval.json.
+
+    eval.json                     figures and provenance of every finished attack; computed from the files below
+    eval/clean.npz                outcomes without an attack
+    eval/pgd@8-255.npz            outcomes of a finished attack
+    eval/pgd@8-255.parts/*.npz    finished batches of one under way; gone when it is finished
+    eval/pgd@8-255.images/*.npz   attacked images, where they were asked for
+
+Each file is written all or nothing, so a kill loses the batch under way and nothing else.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ecnn import files
+from ecnn.data import Split
+from ecnn.errors import InputError
+from ecnn.evaluation.outcomes import IDENTITY, Outcomes
+from ecnn.evaluation.provenance import hash_images
+from ecnn.evaluation.results import CLEAN, Evaluation, summarise_outcomes
+
+SUMMARY, FOLDER = "eval.json", "eval"
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9 _.,+=@/-]*")
+
+
+def file_stem(name: str) -> str:
+    """The name of an attack as a file can have it."""
+    return name.replace("/", "-")
+
+
+def check_names(names: list[str]) -> None:
+    """Raises InputError unless each name can be a file's, and no two would be the same file."""
+    for name in names:
+        if not isinstance(name, str) or not _NAME.fullmatch(name) or len(name) > 100:
+            raise InputError(
+                f"an attack's name must be letters, digits and any of _ . , + = @ / -, not {name!r}: it names a file."
+            )
+    stems = [file_stem(name).casefold() for name in names]
+    for name, stem in zip(names, stems, strict=True):
+        if stem == CLEAN or stems.count(stem) > 1:
+            raise InputError(
+                f"the name {name!r} is taken: give every attack, and every eps, a name of its own."
+            )
+
+
+class Records:
+    """The outcomes of one attack in a run folder.
+
+    Attributes:
+        path: of the finished file.
+    """
+
+    def __init__(self, run_dir: str | os.PathLike[str], name: str) -> None:
+        folder, stem = Path(run_dir) / FOLDER, file_stem(name)
+        self.name = name
+        self.path = folder / f"{stem}.npz"
+        self._parts = folder / f"{stem}.parts"
+        self._images = folder / f"{stem}.images"
+
+    def read(self, about: dict[str, Any], split: Split) -> list[Outcomes]:
+        """Everything finished; InputError if it is damaged, or of another attack, model or image."""
+        found = []
+        for path in (self.path, *_npz_files(self._parts)):
+            if path.exists():
+                found.append(_load(path))
+                _check_origin(path, found[-1], {key: about[key] for key in IDENTITY}, split)
+        return found
+
+    def add_part(self, part: Outcomes) -> None:
+        """Keeps a finished batch."""
+        part.save(self._parts / f"{_span(part)}.npz")
+
+    def add_images(self, part: Outcomes, images: Tensor) -> None:
+        """Keeps the attacked images of a batch, as float32: bytes would round the attack away."""
+        arrays = {"index": part.index, "images": images.detach().cpu().numpy().astype(np.float32)}
+        files.write_arrays(self._images / f"{_span(part)}.npz", arrays, {"name": self.name})
+
+    def image_positions(self) -> np.ndarray:
+        """(image,) positions of the attacked images that are kept."""
+        return np.array(
+            [position for arrays in self._image_arrays() for position in arrays["index"]], dtype=int
+        )
+
+    def read_images(self) -> tuple[Tensor, Tensor]:
+        """Positions (image,) and attacked images (image, channel, height, width) that were kept."""
+        kept: dict[int, np.ndarray] = {}
+        for arrays in self._image_arrays():
+            kept.update(zip(arrays["index"].tolist(), arrays["images"], strict=True))
+        if not kept:
+            raise InputError(
+                f"no attacked images of {self.name!r} were kept: evaluate with save_images=True."
+            )
+        index = sorted(kept)
+        return torch.tensor(index), torch.from_numpy(np.stack([kept[position] for position in index]))
+
+    def _image_arrays(self) -> Iterator[dict[str, np.ndarray]]:
+        for path in _npz_files(self._images):
+            arrays, _ = files.read_arrays(path)
+            if set(arrays) != {"index", "images"} or len(arrays["index"]) != len(arrays["images"]):
+                raise InputError(f"{path} does not hold attacked images.")
+            yield arrays
+
+    def finish(self, outcomes: Outcomes, *, is_new: bool) -> None:
+        """Replaces the parts by one file of everything known; without parts or anything new the file stays."""
+        if is_new or self._parts.exists():
+            outcomes.save(self.path)
+            _remove_folder(self._parts)
+
+    def discard(self) -> None:
+        """Removes everything of this attack."""
+        self.path.unlink(missing_ok=True)
+        _remove_folder(self._parts)
+        _remove_folder(self._images)
+
+
+def prepare_folder(
+    run_dir: str | os.PathLike[str], model: dict[str, Any], split: Split, anew: Sequence[str]
+) -> None:
+    """Discards the attacks that are to be run anew; InputError if others there are of another model or other images.
+
+    To find that out at the end would be late. The clean outcomes stay as long as an attack does that refers to them.
+    """
+    folder = Path(run_dir) / FOLDER
+    files.check_writable(folder / f"{CLEAN}.npz")
+    stems = {file_stem(name) for name in anew}
+    staying = [path for path in _npz_files(folder) if path.stem not in stems]
+    if anew and [path.stem for path in staying] == [CLEAN]:
+        stems.add(CLEAN)
+        staying = []
+    for path in staying:
+        _check_origin(path, _load(path), {"model": model}, split)
+    for stem in sorted(stems):
+        Records(run_dir, stem).discard()
+
+
+def load_evaluation(run_dir: str | os.PathLike[str]) -> Evaluation:
+    """The evaluation that a run folder holds, from its records alone: no model, no images, no GPU.
+
+    Attacks that were run on different numbers of images are cut to the images that all of them share.
+    """
+    every = read_all(run_dir)
+    if CLEAN not in every:
+        raise InputError(
+            f"{Path(run_dir) / FOLDER} holds no evaluation: run evaluate(..., run_dir=...) first."
+        )
+    common = every[CLEAN].index
+    for outcomes in every.values():
+        common = np.intersect1d(common, outcomes.index)
+    cut = {name: outcomes.take(np.isin(outcomes.index, common)) for name, outcomes in every.items()}
+    return Evaluation(cut.pop(CLEAN), cut)
+
+
+def load_images(run_dir: str | os.PathLike[str], name: str) -> tuple[Tensor, Tensor]:
+    """Positions and attacked images that `evaluate(..., save_images=True)` kept for one attack."""
+    return Records(run_dir, name).read_images()
+
+
+def read_all(run_dir: str | os.PathLike[str]) -> dict[str, Outcomes]:
+    """Every finished attack of a run folder by name, in the order in which they were begun."""
+    paths = list(_npz_files(Path(run_dir) / FOLDER))
+    loaded = [_load(path) for path in paths]
+    for path, outcomes in zip(paths, loaded, strict=True):
+        if path.stem != file_stem(outcomes.name):
+            raise InputError(f"{path} was renamed: it holds outcomes of {outcomes.name!r}.")
+    model = {repr(outcomes.about.get("model")) for outcomes in loaded}
+    if len(model) > 1:
+        raise InputError(f"{Path(run_dir) / FOLDER} holds outcomes of more than one model.")
+    loaded.sort(key=lambda outcomes: str(outcomes.about.get("started", "")))
+    return {outcomes.name: outcomes for outcomes in loaded}
+
+
+def write_summary(run_dir: str | os.PathLike[str]) -> None:
+    """Writes eval.json anew from the records; what others keep there stays."""
+    path = Path(run_dir) / SUMMARY
+    before = files.read_json(path) if path.exists() else {}
+    if not isinstance(before, dict):
+        raise InputError(f"{path} is not a table: move it away.")
+    every, shared = read_all(run_dir), load_evaluation(run_dir)
+    summary = shared.to_json()
+    # The worst case needs the same images for all; an attack's own figures do not.
+    summary[CLEAN] = summarise_outcomes(every[CLEAN])
+    summary["attacks"] = {
+        name: {"file": f"{FOLDER}/{file_stem(name)}.npz", **summarise_outcomes(outcomes)}
+        for name, outcomes in every.items()
+        if name != CLEAN
+    }
+    files.write_json(path, {**before, "evaluation": summary})
+
+
+def _npz_files(folder: Path) -> Iterator[Path]:
+    """The finished files of a folder in order; those being written begin with a dot."""
+    return iter(sorted(path for path in folder.glob("*.npz") if not path.name.startswith(".")))
+
+
+def _load(path: Path) -> Outcomes:
+    try:
+        return Outcomes.load(path)
+    except InputError as error:
+        raise InputError(f"{error} Delete it to have it computed again.") from error
+
+
+def _check_origin(path: Path, outcomes: Outcomes, about: dict[str, Any], split: Split) -> None:
+    """Raises InputError unless the outcomes are of what `about` says and of the split's images."""
+    for key, wanted in about.items():
+        if outcomes.about.get(key) != wanted:
+            raise InputError(
+                f"{path} holds outcomes of another {key} ({_difference(outcomes.about.get(key), wanted)}): choose "
+                "another run_dir, or another name for the attack."
+            )
+    known = outcomes.index < len(split)  # the records may go further than this split
+    part = split.select(torch.from_numpy(outcomes.index[known].astype(np.int64)))
+    if not (
+        np.array_equal(outcomes.image_hash[known], hash_images(part))
+        and np.array_equal(outcomes.label[known], part.labels.cpu().numpy())
+    ):
+        raise InputError(f"{path} holds outcomes of other images: choose another run_dir.")
+
+
+def _span(part: Outcomes) -> str:
+    return f"{part.index[0]:08d}-{part.index[-1]:08d}"
+
+
+def _remove_folder(folder: Path) -> None:
+    if folder.is_dir():
+        for path in folder.iterdir():
+            path.unlink()
+        folder.rmdir()
+
+
+def _difference(old: Any, new: Any) -> str:
+    """The first thing in which two descriptions differ, in a few words."""
+    if isinstance(old, dict) and isinstance(new, dict):
+        for key in [*new, *old]:
+            if old.get(key) != new.get(key):
+                return f"{key}: {_difference(old.get(key), new.get(key))}"
+    return f"{_short(old)} there, {_short(new)} here"
+
+
+def _short(value: Any) -> str:
+    text = str(value)
+    return text if len(text) <= 40 else f"{text[:12]}..."

@@ -1,0 +1,222 @@
+"""What an evaluation found: accuracies with intervals, worst cases, curves and a table, all computed from records."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+from ecnn.attacks.ball import parse_eps
+from ecnn.errors import InputError
+from ecnn.evaluation.intervals import CONFIDENCE, Interval, Rate
+from ecnn.evaluation.outcomes import Outcomes
+
+CLEAN = "clean"
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Robust accuracy against the radius.
+
+    Attributes:
+        eps: rising, the first is 0: no attack.
+        robust: at each radius, images that its own attack left right. It can rise with eps where an attack fails.
+        cumulative: images that no attack up to this radius broke: never rises, and is the one to read, because what
+            broke an image within a small radius lies within the larger one too.
+    """
+
+    eps: tuple[float, ...]
+    robust: tuple[Rate, ...]
+    cumulative: tuple[Rate, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Evaluation:
+    """Outcomes of several attacks on one model over the same images; every figure is computed from them.
+
+    Attributes:
+        clean: outcomes without an attack.
+        outcomes: by attack, or attack and radius as in "pgd@8/255".
+    """
+
+    clean: Outcomes
+    outcomes: Mapping[str, Outcomes]
+
+    def __post_init__(self) -> None:
+        for name, outcomes in self.outcomes.items():
+            for column in ("index", "label", "image_hash", "clean_prediction"):
+                if not np.array_equal(getattr(outcomes, column), getattr(self.clean, column)):
+                    raise InputError(
+                        f"{name!r} was not evaluated on the same images by the same model ({column})."
+                    )
+
+    def __len__(self) -> int:
+        return len(self.clean)
+
+    def __repr__(self) -> str:
+        return f"Evaluation({len(self)} images, {', '.join([CLEAN, *self.outcomes])})"
+
+    @property
+    def clean_accuracy(self) -> float:
+        """Share of images that are right without an attack."""
+        return self.clean.rate().accuracy
+
+    @property
+    def accuracy(self) -> dict[str, float]:
+        """Robust accuracy of each attack: right before and after it."""
+        return {name: outcomes.rate().accuracy for name, outcomes in self.outcomes.items()}
+
+    @property
+    def accuracy_after(self) -> dict[str, float]:
+        """Share that is right after each attack, whatever it was before; can exceed clean accuracy.
+
+        The paper's tables count this. Where keep="last" it tells of iterates that the model gets right again.
+        """
+        return {name: outcomes.rate("correct_after").accuracy for name, outcomes in self.outcomes.items()}
+
+    @property
+    def interval(self) -> dict[str, Interval]:
+        """Wilson's 95 % interval of each robust accuracy, and of "clean"."""
+        return {
+            name: outcomes.rate().interval for name, outcomes in {CLEAN: self.clean, **self.outcomes}.items()
+        }
+
+    @property
+    def worst_case(self) -> Rate:
+        """Share of images that are right when clean and survive every attack here, each of all its radii."""
+        return self.worst_over()
+
+    def worst_over(self, names: Sequence[str] | None = None) -> Rate:
+        """Share of images that are right when clean and survive all the attacks named."""
+        return Rate(int(self.survivors(names).sum()), len(self))
+
+    def survivors(self, names: Sequence[str] | None = None) -> np.ndarray:
+        """(image,) right when clean and under each of the attacks named, or under all."""
+        alive = self.clean.robust
+        for name in self.outcomes if names is None else names:
+            alive = alive & self._outcomes_of(name).robust
+        return alive
+
+    def curve(self, name: str) -> Curve:
+        """Robust accuracy against eps of an attack that was run at several radii, or at one."""
+        known: dict[str, list[tuple[float, np.ndarray]]] = {}
+        for outcomes in self.outcomes.values():
+            base, eps = outcomes.about.get("base"), outcomes.about.get("eps")
+            if base is not None and eps is not None:
+                known.setdefault(base, []).append((eps, outcomes.robust))
+        if name not in known:
+            raise InputError(
+                f"no attack called {name!r} was run at a radius; known: {', '.join(known) or 'none'}."
+            )
+        steps = [(0.0, self.clean.robust), *sorted(known[name], key=lambda step: step[0])]
+        return _make_curve(steps)
+
+    def curve_by_distance(
+        self, name: str, *, norm: Literal["linf", "l2", "l0"], eps: Sequence[float | str]
+    ) -> Curve:
+        """The curve that an attack of smallest distance gives in one run: broken within eps are those it broke nearer.
+
+        Of an attack with a radius of its own it is an upper bound only, and a loose one.
+        """
+        outcomes = self._outcomes_of(name)
+        if norm not in ("linf", "l2", "l0"):
+            raise InputError(f"norm must be one of linf, l2, l0, not {norm!r}.")
+        distance = np.where(outcomes.robust, np.inf, getattr(outcomes, norm))
+        radii = sorted({0.0, *(parse_eps(radius) for radius in eps)})
+        # A point on the border is inside, whichever way its float32 distance was rounded.
+        steps = [
+            (radius, outcomes.correct_clean & (distance > radius + 1e-6)) for radius in radii if radius > 0
+        ]
+        return _make_curve([(0.0, self.clean.robust), *steps])
+
+    def table(self) -> str:
+        """The figures as text: robust and plain accuracy, what the attack changed where it broke, and its cost."""
+        head = ("attack", "robust", "95 % interval", "after", "Linf", "L2", "L0", "passes", "gradients")
+        rows = [_table_row(CLEAN, self.clean)]
+        rows += [_table_row(name, outcomes) for name, outcomes in self.outcomes.items()]
+        if len(self.outcomes) > 1:
+            rows.append(("worst case", *_rate_cells(self.worst_case), *[""] * 6))
+        widths = [max(len(row[column]) for row in (head, *rows)) for column in range(len(head))]
+        lines = [
+            "  ".join(
+                cell.ljust(width) if column == 0 else cell.rjust(width)
+                for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+            ).rstrip()
+            for row in (head, *rows)
+        ]
+        note = (
+            f"{len(self)} images. robust: right before and after an attack; after: right after it, as the paper counts."
+            "\nLinf, L2, L0: median where the attack broke an image. passes, gradients: mean per image."
+        )
+        return "\n".join([*lines, note])
+
+    def to_json(self) -> dict[str, Any]:
+        """All figures and where they come from, in plain values."""
+        return {
+            "images": len(self),
+            "images_sha256": hashlib.sha256(
+                self.clean.image_hash.tobytes() + self.clean.label.tobytes()
+            ).hexdigest(),
+            "model": self.clean.about.get("model"),
+            "confidence": CONFIDENCE,
+            CLEAN: summarise_outcomes(self.clean),
+            "attacks": {name: summarise_outcomes(outcomes) for name, outcomes in self.outcomes.items()},
+            "worst_case": {"attacks": list(self.outcomes), **_rate_json(self.worst_case)},
+        }
+
+    def _outcomes_of(self, name: str) -> Outcomes:
+        if name not in self.outcomes:
+            raise InputError(f"no attack is called {name!r}; known: {', '.join(self.outcomes) or 'none'}.")
+        return self.outcomes[name]
+
+
+def summarise_outcomes(outcomes: Outcomes) -> dict[str, Any]:
+    """The figures of one attack and its provenance, in plain values."""
+    found = outcomes.calibration()
+    return {
+        **_rate_json(outcomes.rate()),
+        "accuracy_after": outcomes.rate("correct_after").accuracy,
+        "calibration": {
+            "nll": found.nll if math.isfinite(found.nll) else str(found.nll),
+            "ece": found.ece,
+            "brier": found.brier,
+        },
+        "images": len(outcomes),
+        **{key: value for key, value in outcomes.about.items() if key not in ("model", "base")},
+    }
+
+
+def _rate_json(rate: Rate) -> dict[str, Any]:
+    return {"accuracy": rate.accuracy, "interval": list(rate.interval), "robust": rate.successes}
+
+
+def _make_curve(steps: Sequence[tuple[float, np.ndarray]]) -> Curve:
+    alive = np.logical_and.accumulate([robust for _, robust in steps])
+    return Curve(
+        tuple(eps for eps, _ in steps),
+        tuple(Rate(int(robust.sum()), len(robust)) for _, robust in steps),
+        tuple(Rate(int(row.sum()), len(row)) for row in alive),
+    )
+
+
+def _table_row(name: str, outcomes: Outcomes) -> tuple[str, ...]:
+    broken = outcomes.broken
+    changes = [
+        f"{np.median(getattr(outcomes, norm)[broken]):.{digits}g}" if broken.any() else "-"
+        for norm, digits in (("linf", 3), ("l2", 3), ("l0", 4))
+    ]
+    costs = [
+        "-" if (count < 0).any() else f"{count.mean():,.0f}"
+        for count in (outcomes.forwards, outcomes.backwards)
+    ]
+    after = f"{outcomes.rate('correct_after').accuracy:.1%}".replace("%", " %")
+    return (name, *_rate_cells(outcomes.rate()), after, *changes, *costs)
+
+
+def _rate_cells(rate: Rate) -> tuple[str, str]:
+    low, high = rate.interval
+    return f"{100 * rate.accuracy:.1f} %", f"{100 * low:.1f} - {100 * high:.1f} %"

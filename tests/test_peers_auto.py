@@ -1,0 +1,147 @@
+"""AutoAttack beside pyautoattack: the same or fewer images survive, distances are no longer, projections are equal."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812 the name everybody knows
+from torch import Tensor, nn
+
+import ecnn
+from ecnn.attacks.apgd import APGD
+from ecnn.attacks.auto import AutoAttack
+from ecnn.attacks.ball import Norm
+from ecnn.attacks.draws import Draws
+from ecnn.attacks.fab import FAB
+from ecnn.attacks.gradient import PGD
+from ecnn.attacks.projections import move_to_hyperplane
+
+pytestmark = pytest.mark.peer
+DATA = Path(__file__).parent.parent / "data"
+PEER_NORM = {"linf": "Linf", "l2": "L2"}
+
+
+@cache
+def robust_digits() -> tuple[nn.Module, Tensor, Tensor]:
+    """A small network trained on attacked digits, and 200 that it has not seen."""
+    from sklearn.datasets import load_digits
+
+    digits = load_digits()
+    images = torch.tensor(digits.images, dtype=torch.float32)[:, None] / 16
+    labels = torch.tensor(digits.target, dtype=torch.int64)
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Flatten(), nn.Linear(64, 128), nn.SiLU(), nn.Linear(128, 128), nn.SiLU(), nn.Linear(128, 10)
+    )
+    optimizer = torch.optim.Adam(model.parameters(), 2e-3)
+    attack = PGD(norm="linf", eps=0.1, steps=5, step_size=0.04, loss="cross_entropy", keep="last")
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(15):
+        for rows in torch.split(torch.randperm(1500, generator=generator), 100):
+            points = attack(model, images[rows], labels[rows], generator=generator)
+            optimizer.zero_grad()
+            F.cross_entropy(model(points), labels[rows]).backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+    return model.eval(), images[1500:1700], labels[1500:1700]
+
+
+def count_survivors(model: nn.Module, points: Tensor, images: Tensor, labels: Tensor) -> int:
+    """Images that are right before and after."""
+    with torch.no_grad():
+        right = (model(images).argmax(dim=1) == labels) & (model(points).argmax(dim=1) == labels)
+    return int(right.sum())
+
+
+def peer_points(
+    model: nn.Module, images: Tensor, labels: Tensor, norm: Norm, eps: float, *names: str
+) -> Tensor:
+    peer = pytest.importorskip("pyautoattack")
+    suite = peer.AutoAttack(model, norm=PEER_NORM[norm], eps=eps, seed=0, version="standard")
+    suite.attacks_to_run = list(names) or suite.attacks_to_run
+    points, _ = suite.run_standard_evaluation(images, labels, batch_size=len(images))
+    crafted: Tensor = points
+    return crafted
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("norm", "eps"), [("linf", 0.12), ("l2", 0.5)])
+@pytest.mark.parametrize("name", ["apgd-ce", "apgd-t", "fab-t", "square"])
+def test_no_attack_leaves_more_survivors_or_costs_more(name: Any, norm: Norm, eps: float) -> None:
+    model, images, labels = robust_digits()
+    asked = 0
+
+    def count(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        nonlocal asked
+        asked += len(inputs[0])
+
+    with model.register_forward_pre_hook(count):
+        theirs = count_survivors(model, peer_points(model, images, labels, norm, eps, name), images, labels)
+    ours = AutoAttack(norm=norm, eps=eps, version=name).run(model, images, labels)
+    left = int((~ours.success).sum())
+    assert 20 < theirs < 180
+    assert int(ours.forwards.sum()) <= asked
+    # Square is a random search: its two runs differ by chance, the others hardly.
+    assert left <= theirs + (3 if name == "square" else 1)
+
+
+@pytest.mark.parametrize("norm", ["linf", "l2"])
+def test_fab_distances_are_no_longer(norm: Norm) -> None:
+    fab = pytest.importorskip("pyautoattack.fab_pt")
+    model, images, labels = robust_digits()
+    images, labels = images[:40], labels[:40]
+    peer = fab.FABAttack_PT(
+        model, norm=PEER_NORM[norm], n_iter=50, eps=10.0, seed=0, targeted=True, n_target_classes=1
+    )
+    peer.n_restarts = 1
+    theirs = (peer.perturb(images, labels) - images).flatten(1)
+    result = FAB(norm=norm, eps=10.0, steps=50, targets=1, early_exit=False).run(model, images, labels)
+    ours = (result.images - images).flatten(1)
+    with torch.no_grad():
+        right = model(images).argmax(dim=1) == labels
+    order = float("inf") if norm == "linf" else 2
+    ratio = (ours.norm(order, dim=1) / theirs.norm(order, dim=1))[right]
+    assert len(ratio) > 30
+    assert ratio.max() < 1.001
+    assert ratio.mean() < 1
+
+
+@pytest.mark.parametrize("norm", ["linf", "l2"])
+def test_projections_are_equal(norm: Norm) -> None:
+    peer = pytest.importorskip("pyautoattack.fab_projections")
+    draws = Draws.of(0, torch.arange(50))
+    points = (draws.uniform(200, dtype=torch.float64) * 1.4 - 0.2).clamp(0, 1)
+    normals = draws.fold(1).normal(200, dtype=torch.float64)
+    offsets = 20 * draws.fold(2).normal(dtype=torch.float64)
+    theirs = getattr(peer, f"projection_{norm}")(points, normals, (normals * points).sum(dim=1) - offsets)
+    assert torch.allclose(move_to_hyperplane(points, normals, offsets, norm), theirs, atol=1e-9)
+
+
+@pytest.mark.parametrize(("norm", "eps"), [("linf", 0.1), ("l2", 0.5)])
+def test_apgd_reaches_higher_losses(norm: Norm, eps: float) -> None:
+    apgd = pytest.importorskip("pyautoattack.autopgd_base")
+    model, images, labels = robust_digits()
+    peer = apgd.APGDAttack(model, norm=PEER_NORM[norm], eps=eps, n_iter=50, loss="ce", seed=0)
+    theirs = peer.perturb(images, labels, best_loss=True)
+    attack = APGD(norm=norm, eps=eps, steps=50, loss="cross_entropy", keep="last")
+    ours = attack.run(model, images, labels).images
+    with torch.no_grad():
+        losses = [F.cross_entropy(model(points), labels) for points in (ours, theirs)]
+    assert losses[0] >= losses[1] * 0.999
+
+
+@pytest.mark.slow
+@pytest.mark.data
+def test_a_shipped_model_keeps_no_more() -> None:
+    """The whole suite on an adversarially trained network, at 8/255."""
+    if not (DATA / "cifar-10-batches-py").is_dir():
+        pytest.skip("needs CIFAR-10 under data/")
+    model = ecnn.load_model("cifar10-resnet20-at").eval()
+    images, labels = ecnn.load_data("cifar10", root=DATA).test[:60]
+    theirs = count_survivors(model, peer_points(model, images, labels, "linf", 8 / 255), images, labels)
+    suite = AutoAttack(norm="linf", eps="8/255").run_suite(model, images, labels)
+    assert suite.warnings == ()
+    assert int((~suite.attacked.success).sum()) <= theirs + 1
