@@ -5,12 +5,16 @@ VENV   ?= .venv
 
 BIN   := $(VENV)/bin
 READY := $(VENV)/ready
+PEERS := $(VENV)-peers
+# One process per core and one thread each: the networks of the tests are too small to share.
+TEST  := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto
 
-.PHONY: demo test test-fast test-all check format codebook bench clean help
+.PHONY: demo test test-fast test-all test-peers peers check format codebook bench clean help
 
 help:
 	@echo "make demo       design a code and write out/code.json and out/code.png"
 	@echo "make test       the test suite (make test-fast: its quick part, make test-all: everything)"
+	@echo "make test-peers compare with other libraries, in an environment of their own ($(PEERS), see peers.txt)"
 	@echo "make check      ruff and mypy (make format: let ruff rewrite)"
 	@echo "make codebook   design the shipped codes again        make bench   benchmarks"
 	@echo "Settings: PYTHON=$(PYTHON)  TORCH='$(TORCH)'  VENV=$(VENV)"
@@ -19,13 +23,18 @@ demo: $(READY)
 	$(BIN)/ecnn code --classes 10 --length 30 --objective distance --seed 0 --out out/code.json --plot out/code.png
 
 test: $(READY)
-	$(BIN)/python -m pytest -m "not peer and not gpu"
+	$(TEST) -m "not peer and not gpu"
 
 test-fast: $(READY)
-	$(BIN)/python -m pytest -m "not slow and not peer and not gpu and not browser"
+	$(TEST) -m "not slow and not peer and not gpu and not browser"
 
 test-all: $(READY)
 	$(BIN)/python -m pytest
+
+test-peers: $(PEERS)/peers
+	$(PEERS)/bin/python -m pytest -m peer
+
+peers: $(PEERS)/peers
 
 check: $(READY)
 	$(BIN)/ruff format --check .
@@ -55,5 +64,10 @@ $(READY): pyproject.toml constraints.txt Makefile
 	$(BIN)/python -m pip install --quiet -c $(VENV)/torch.txt -c constraints.txt -e ".[fast,dev]"
 	@touch $@
 
+$(PEERS)/peers: pyproject.toml constraints.txt peers.txt
+	$(MAKE) VENV=$(PEERS) $(PEERS)/ready
+	$(PEERS)/bin/python -m pip install --quiet --no-deps -r peers.txt
+	@touch $@
+
 clean:
-	rm -rf $(VENV) out .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(PEERS) out .pytest_cache .mypy_cache .ruff_cache .hypothesis

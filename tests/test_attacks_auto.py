@@ -12,7 +12,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from scipy.optimize import linprog  # type: ignore[import-untyped]
+from scipy.optimize import linprog
 from torch import Tensor, nn
 
 from ecnn.attacks.apgd import _STREAM, APGD, checkpoints

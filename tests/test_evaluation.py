@@ -18,7 +18,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from scipy.stats import binomtest  # type: ignore[import-untyped]
+from scipy.stats import binomtest
 from sklearn.metrics import brier_score_loss, log_loss
 from torch import Tensor, nn
 

@@ -28,6 +28,7 @@ ROOMS = [
     "decoders",
     "objectives",
     "model",
+    "baselines",
     "attacks",
     "evaluation",
     "training",

@@ -96,7 +96,7 @@ def test_it_learns_and_keeps_the_best_validated_epoch(tmp_path: Path) -> None:
     history = fit(model, tiny_data(), val=val, recipe=TINY, epochs=20, seed=0, run_dir=tmp_path)
     values = [record["val_accuracy"] for record in history.epochs]
     assert history.best_accuracy == max(values) > 0.9
-    assert history.best_epoch == values.index(max(values))
+    assert history.best_epoch == max(epoch for epoch, value in enumerate(values) if value == max(values))
     assert accuracy(model, val) == history.best_accuracy
     assert not model.training
     logged = [json.loads(line) for line in (tmp_path / "train.jsonl").read_text().splitlines()]
@@ -376,8 +376,6 @@ def test_digits_reach_96_percent(tmp_path: Path) -> None:
         "digits",
         "--device",
         "cpu",
-        "--seed",
-        "3",
         "--json",
     ]
     started = time.monotonic()

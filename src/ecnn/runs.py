@@ -16,6 +16,7 @@ from torch import Tensor, nn
 import ecnn
 from ecnn import files
 from ecnn.backbones import ResNet
+from ecnn.baselines import BASELINES
 from ecnn.codes import CodeMatrix, load_code
 from ecnn.errors import InputError
 from ecnn.model import ECNN
@@ -34,7 +35,7 @@ def build_model(
     mean: Tensor | None,
     **options: Any,
 ) -> nn.Module:
-    """A model by name: "ecnn" (needs a code) or "resnet"; options are its keyword arguments."""
+    """A model by name: "ecnn" (needs a code), "resnet" or a baseline; options are its keyword arguments."""
     if kind not in MODELS:
         raise InputError(f"a model is one of {', '.join(MODELS)}, not {kind!r}.")
     try:
@@ -61,7 +62,25 @@ def _build_resnet(
     return ResNet(num_classes, in_channels, mean=mean, **options)
 
 
-MODELS: dict[str, Callable[..., nn.Module]] = {"ecnn": _build_ecnn, "resnet": _build_resnet}
+def _baseline_builder(kind: str) -> Callable[..., nn.Module]:
+    def build(
+        code: CodeMatrix | None,
+        num_classes: int,
+        in_channels: int,
+        mean: Tensor | None,
+        options: dict[str, Any],
+    ) -> nn.Module:
+        coded = {} if code is None else {"code": code}
+        return BASELINES[kind](num_classes, in_channels, mean, **coded, **options)
+
+    return build
+
+
+MODELS: dict[str, Callable[..., nn.Module]] = {
+    "ecnn": _build_ecnn,
+    "resnet": _build_resnet,
+    **{kind: _baseline_builder(kind) for kind in BASELINES},
+}
 
 
 def describe_model(kind: str, model: nn.Module) -> dict[str, Any]:

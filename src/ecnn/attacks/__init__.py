@@ -5,6 +5,7 @@ from ecnn.attacks.auto import AutoAttack, SuiteResult
 from ecnn.attacks.ball import project, random_start
 from ecnn.attacks.base import Attack, Attacked
 from ecnn.attacks.blackbox import HopSkipJump, RandomNoise, Transfer
+from ecnn.attacks.carlini import BlindSpot, CarliniWagnerL2, MemberCarliniWagner
 from ecnn.attacks.draws import Draws
 from ecnn.attacks.fab import FAB
 from ecnn.attacks.gradient import BIM, FGSM, PGD
@@ -22,6 +23,9 @@ ATTACKS: dict[str, type[Attack]] = {
     "fab": FAB,
     "square": Square,
     "autoattack": AutoAttack,
+    "cw": CarliniWagnerL2,
+    "member_cw": MemberCarliniWagner,
+    "blindspot": BlindSpot,
     "jsma": JSMA,
     "deepfool": DeepFool,
     "fmn": FMN,
@@ -36,6 +40,8 @@ __all__ = [
     "Attacked",
     "AutoAttack",
     "BIM",
+    "BlindSpot",
+    "CarliniWagnerL2",
     "DeepFool",
     "Draws",
     "FAB",
@@ -43,6 +49,7 @@ __all__ = [
     "FMN",
     "HopSkipJump",
     "JSMA",
+    "MemberCarliniWagner",
     "PGD",
     "RandomNoise",
     "Square",

@@ -1,4 +1,4 @@
-"""Minimum-norm attacks: the nearest misclassified image, with no ball to stay in. DeepFool and FMN; C&W has its own file."""
+"""Minimum-norm attacks: the nearest misclassified image, with no ball to stay in. C&W and its kin are in `carlini`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from ecnn.attacks.ball import Norm, check_norm, l2_norm, per_image, steepest
 from ecnn.attacks.base import Attack, Target
 from ecnn.attacks.draws import Draws
-from ecnn.attacks.views import SCORE_VIEWS, Look, check_view, make_view, read_scores
+from ecnn.attacks.views import SCORE_VIEWS, check_view, make_view, read_scores
 from ecnn.errors import InputError
 from ecnn.objectives import score_margin
 
@@ -22,10 +22,10 @@ _ROUNDING_BFLOAT16 = 2e-2
 
 @dataclass(frozen=True, kw_only=True)
 class MinimumNormAttack(Attack):
-    """What minimum-norm attacks share: `search` returns, for each image, the nearest misclassified one it met.
+    """What minimum-norm attacks share: `search` returns, for each image, the nearest misclassified one that it met.
 
-    An image counts as misclassified when the lead of a wrong class is more than rounding, so that the nearest one found
-    is still misclassified when the base class asks again.
+    An image counts as misclassified when a wrong class leads by more than rounding: the nearest one found is still
+    misclassified when it is asked about again, among other neighbours or in full precision.
     """
 
     def __post_init__(self) -> None:
@@ -57,10 +57,16 @@ def rounding(target: Target, scores: Tensor) -> Tensor:
     return share * scores.abs().amax(dim=1)
 
 
-def misclassified(target: Target, look: Look, points: Tensor, labels: Tensor) -> Tensor:
-    """(batch,) whether a wrong class leads by more than rounding; asks the model where the look did not find out."""
-    scores = target.scores(points) if look.scores is None else look.scores
+def misclassified(target: Target, scores: Tensor | None, points: Tensor, labels: Tensor) -> Tensor:
+    """(batch,) whether a wrong class leads by more than rounding; asks the model where its scores are not at hand."""
+    scores = target.scores(points) if scores is None else scores
     return -score_margin(scores, labels) > rounding(target, scores)
+
+
+def possible(direction: Tensor, points: Tensor) -> Tensor:
+    """The direction without the pixels that are at 0 or 1 and would leave: following them leads nowhere."""
+    stuck = ((points <= 0) & (direction < 0)) | ((points >= 1) & (direction > 0))
+    return direction.masked_fill(stuck, 0)
 
 
 def distance(moves: Tensor, norm: Norm) -> Tensor:
@@ -70,22 +76,22 @@ def distance(moves: Tensor, norm: Norm) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class DeepFool(MinimumNormAttack):
-    """DeepFool (Moosavi-Dezfooli et al. 2016): steps to the nearest border of the linearised model, until it is crossed.
+    """DeepFool (Moosavi-Dezfooli et al. 2016): steps to the linearised model's nearest border until it is crossed.
 
-    All steps so far, stretched by `overshoot`, make the point that the model is asked about. On a linear model the
-    first step ends at (1 + overshoot) times the smallest distance. Each step costs a gradient per wrong candidate;
-    images leave when they are misclassified.
+    The model is asked about the sum of all steps so far, stretched by `overshoot`: on a linear model the first step
+    ends at (1 + overshoot) times the smallest distance. A step costs two passes and a gradient per wrong candidate;
+    images leave the batch when they are misclassified.
 
     Attributes:
         norm: that the steps are shortest in, "l2" or "linf".
         steps: at most this many; the authors' 50.
         overshoot: the authors' 0.02.
-        num_candidates: the classes with the highest scores of the clean image, the label's own among them, whose borders
-            are looked at; the authors' 10.
+        num_candidates: classes whose borders count, those with the highest scores of the clean image, the label among
+            them; the authors' 10.
         on: where it looks, "scores", "linear" or "tempered".
 
-    Departs: points are cut to [0, 1]; the authors' program also lengthens every step by 0.0001, which no formula of
-        theirs has.
+    Departs: points are cut to [0, 1], and pixels that cannot move further count in no step. The authors' program adds
+        0.0001 to the length of every step; here it is rounding.
     """
 
     norm: Norm
@@ -106,41 +112,44 @@ class DeepFool(MinimumNormAttack):
         rows = torch.arange(len(images), device=images.device)
         candidates: Tensor | None = None
         for step in range(self.steps + 1):
-            look, move, candidates = self._linearise(target, points, labels, candidates, last=step == self.steps)
-            broken = misclassified(target, look, points, labels)
+            broken = misclassified(target, None, points, labels)
             found[rows[broken]] = points[broken]
             kept = torch.nonzero(~broken).squeeze(1)
             if step == self.steps or not len(kept):
                 break
-            target, rows, labels, candidates = target.narrow(kept), rows[kept], labels[kept], candidates[kept]
-            moves = moves[kept] + move[kept]
+            target, rows, labels, moves = target.narrow(kept), rows[kept], labels[kept], moves[kept]
+            candidates = None if candidates is None else candidates[kept]
+            move, candidates = self._shortest_step(target, points[kept], labels, candidates)
+            moves = moves + move
             points = (images[rows] + (1 + self.overshoot) * moves).clamp(0, 1)
         return found
 
-    def _linearise(
-        self, target: Target, points: Tensor, labels: Tensor, candidates: Tensor | None, *, last: bool
-    ) -> tuple[Look, Tensor, Tensor]:
-        """What the model says at the points, the shortest step to a candidate's border, and the candidates."""
-        points = points.detach().requires_grad_(not last)
-        with torch.set_grad_enabled(not last), target.autocast():
-            scores, own = read_scores(target.model, points, self.on)
-            if candidates is None:
-                rivals = scores.detach().scatter(1, labels[:, None], -math.inf)
-                candidates = rivals.topk(min(self.num_candidates, scores.shape[1]) - 1, dim=1).indices
-            gaps = scores.gather(1, labels[:, None]) - scores.gather(1, candidates)
-        count = 0 if last else candidates.shape[1]
-        nearest = torch.full_like(gaps[:, 0], math.inf)
-        move = torch.zeros_like(points)
-        slack = 2 * rounding(target, scores.detach())
-        for rival in range(count):
-            gradient = _row_gradients(gaps[:, rival], points, retain=rival + 1 < count)
-            # Without the slack a point that has just crossed would be sent no further than rounding.
-            lengths, step = _step_to_border(gaps[:, rival].detach().abs() + slack, gradient, self.norm)
+    def _shortest_step(
+        self, target: Target, points: Tensor, labels: Tensor, candidates: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """The shortest step to the border with a candidate, and the wrong candidates (batch, rank)."""
+        points = points.detach().requires_grad_(True)
+        with torch.enable_grad(), target.autocast():
+            scores, _ = read_scores(target.model, points, self.on)
+        if candidates is None:
+            rivals = scores.detach().scatter(1, labels[:, None], -math.inf)
+            candidates = rivals.topk(min(self.num_candidates, scores.shape[1]) - 1, dim=1).indices
+        shortest = torch.zeros_like(points, requires_grad=False)
+        nearest = torch.full_like(scores[:, 0], math.inf, requires_grad=False)
+        # Without this a point that has just crossed would be sent no further than rounding.
+        least = 2 * rounding(target, scores.detach())
+        count = candidates.shape[1]
+        for rank in range(count):
+            with torch.enable_grad():
+                pair = scores.gather(1, torch.stack([labels, candidates[:, rank]], dim=1))
+                gaps = pair[:, 0] - pair[:, 1]
+            gradient = -possible(-_row_gradients(gaps, points, retain=rank + 1 < count), points)
+            lengths, step = _step_to_border(gaps.detach().abs() + least, gradient, self.norm)
             nearer = lengths < nearest
             nearest = torch.where(nearer, lengths, nearest)
-            move = torch.where(per_image(nearer, move), step, move)
+            shortest = torch.where(per_image(nearer, step), step, shortest)
         target.count(1, count)
-        return Look(-gaps[:, 0].detach(), own), move, candidates
+        return shortest, candidates
 
 
 def _row_gradients(values: Tensor, points: Tensor, *, retain: bool) -> Tensor:
@@ -153,20 +162,18 @@ def _row_gradients(values: Tensor, points: Tensor, *, retain: bool) -> Tensor:
 
 def _step_to_border(gaps: Tensor, gradient: Tensor, norm: Norm) -> tuple[Tensor, Tensor]:
     """(batch,) how far the gap is from zero if it is linear, in the norm, and the shortest move there."""
-    slopes = dual_norm(gradient, norm)
-    lengths = gaps / slopes  # infinite where there is no slope: such a border is never the nearest
-    lengths = torch.where(slopes > 0, lengths, math.inf)
-    finite = torch.where(torch.isfinite(lengths), lengths, 0)
-    return lengths, -per_image(finite, gradient) * steepest(gradient, norm)
+    lengths = gaps / dual_norm(gradient, norm)
+    lengths = torch.where(torch.isfinite(lengths), lengths, math.inf)  # without a slope there is no border
+    return lengths, -per_image(lengths.nan_to_num(posinf=0.0), gradient) * steepest(gradient, norm)
 
 
 @dataclass(frozen=True, kw_only=True)
 class FMN(MinimumNormAttack):
     """The fast minimum-norm attack (Pintor et al. 2021): gradient steps in a ball that shrinks and grows by turns.
 
-    The ball is first as large as the linearised model says it must be; from the first success on it shrinks by a share
-    `radius_change` whenever the point is misclassified and grows by it whenever it is not. Both the share and the step
-    size fall along half a cosine. The nearest misclassified iterate is kept.
+    Its radius is at first what the linearised model asks for. From the first success on it shrinks by the share
+    `radius_change` whenever the point is misclassified, and grows by it whenever it is not. The share and the step size
+    fall along half a cosine; the nearest misclassified iterate is kept.
 
     Attributes:
         norm: of the ball, "l2" or "linf". Steps have their length in L2 for both, as published.
@@ -175,7 +182,8 @@ class FMN(MinimumNormAttack):
         radius_change: first and last share, the authors' 0.05 and 0.001.
         on: where it looks, "scores", "linear" or "tempered".
 
-    Departs: the authors never look at the point of the last step.
+    Departs: the authors never look at the point of the last step. Pixel values at an end of [0, 1] that a step would
+        leave by take no part in it: at a corner of the box they would use up the radius and hold the search there.
     """
 
     norm: Norm
@@ -191,8 +199,12 @@ class FMN(MinimumNormAttack):
         self._check_whole(steps=1)
         for name, top in (("step_size", math.inf), ("radius_change", 1.0)):
             value = getattr(self, name)
-            if not (isinstance(value, tuple | list) and len(value) == 2 and all(0 < end < top for end in value)):
-                raise InputError(f"{name} must be two numbers between 0 and {top}, first and last, not {value!r}.")
+            if not (
+                isinstance(value, tuple | list) and len(value) == 2 and all(0 < end < top for end in value)
+            ):
+                raise InputError(
+                    f"{name} must be two numbers between 0 and {top}, first and last, not {value!r}."
+                )
 
     def search(self, target: Target, images: Tensor, labels: Tensor, draws: Draws) -> Tensor:
         view = make_view(self.on, "margin")
@@ -204,18 +216,29 @@ class FMN(MinimumNormAttack):
                 look, gradient = target.look(view, points, labels), torch.zeros_like(points)
             else:
                 look, gradient = target.ascend(view, points, labels)
-            broken = misclassified(target, look, points, labels)
+            gradient = torch.where(_leaves(points, gradient), 0.0, gradient)
+            scores = target.scores(points) if look.scores is None else look.scores
+            broken = misclassified(target, scores, points, labels)
             lengths = distance(points - images, self.norm)
             nearer = broken & (lengths < shortest)
             found = torch.where(per_image(nearer, found), points, found)
             shortest = torch.where(nearer, lengths, shortest)
-            length, change = (_half_cosine(ends, step / self.steps) for ends in (self.step_size, self.radius_change))
-            border = lengths + look.losses.abs() / dual_norm(gradient, self.norm)
+            length, change = (
+                _half_cosine(ends, step / self.steps) for ends in (self.step_size, self.radius_change)
+            )
+            # Beyond the border by rounding: right on it, a linear model would keep the radius where it is for ever.
+            missing = look.losses.abs() + 2 * rounding(target, scores)
+            border = lengths + missing / dual_norm(gradient, self.norm).clamp_min(1e-30)
             grown = torch.where(torch.isfinite(shortest), radius * (1 + change), border)
             radius = torch.where(broken, torch.minimum(radius * (1 - change), shortest), grown)
             moves = points - images + length * steepest(gradient, "l2")
             points = (images + _cut(moves, self.norm, radius)).clamp(0, 1)
         return found
+
+
+def _leaves(points: Tensor, gradient: Tensor) -> Tensor:
+    """Which pixel values are at an end of [0, 1] and would leave it up the gradient."""
+    return ((points <= 0) & (gradient < 0)) | ((points >= 1) & (gradient > 0))
 
 
 def dual_norm(gradient: Tensor, norm: Norm) -> Tensor:

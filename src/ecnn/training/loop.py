@@ -260,7 +260,8 @@ class _Loop:
 
     def _keep_best(self, record: dict[str, Any]) -> None:
         value = record.get("val_robust_accuracy", record.get("val_accuracy"))
-        if value is None or self.state.best_accuracy is None or value > self.state.best_accuracy:
+        # Of equals the later: few validation images make ties, and the learning rate has fallen since.
+        if value is None or self.state.best_accuracy is None or value >= self.state.best_accuracy:
             self.state.best_epoch, self.state.best_accuracy = record["epoch"], value
             self.best = model_tensors(self.engine.final_model())
             self.best_is_new = True

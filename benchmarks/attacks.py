@@ -1,0 +1,383 @@
+"""Attacks beside those of other libraries: same model, same images, same settings, in one run.
+
+Run: python benchmarks/attacks.py [--device cuda] [--images 1000] [--seeds 3] [--json OUT.json] [--parts pgd,cw]
+with the libraries of peers.txt installed (`make peers`); writes attacks.json and attacks.md beside this file, one entry
+per device. Images are the first of the CIFAR-10 test set, from --root or from an .npz (--npz) of uint8 images, labels.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+import ecnn
+from ecnn import files, runs
+from ecnn.attacks import PGD, Attack, AutoAttack, CarliniWagnerL2
+from ecnn.backbones import without_tf32
+
+HERE = Path(__file__).parent
+EPS, STEP = 8 / 255, 2 / 255
+PGD_STEPS = 200
+CW: dict[str, Any] = {"steps": 100, "search_steps": 5, "initial_constant": 0.01, "lr": 0.01}
+ROBUST, STANDARD = "cifar10-resnet20-at", "cifar10-ecnn30"
+
+Rows = Iterator[dict[str, Any]]
+#: Crafts images from (model, images, labels).
+Craft = Attack | Callable[[nn.Module, Tensor, Tensor], Tensor]
+
+
+class Counted(nn.Module):
+    """The model, and how many images went through it."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model, self.images = model, 0
+
+    def forward(self, images: Tensor) -> Tensor:
+        self.images += len(images)
+        scores: Tensor = self.model(images)
+        return scores
+
+
+def import_peers() -> None:
+    """Before anything is timed; one that is missing fails in its own row."""
+    for name in (
+        "foolbox",
+        "torchattacks",
+        "cleverhans.torch.attacks.carlini_wagner_l2",
+        "art.attacks.evasion",
+        "pyautoattack",
+    ):
+        with suppress(ImportError):
+            importlib.import_module(name)
+
+
+def measure(
+    name: str, craft: Craft, model: nn.Module, images: Tensor, labels: Tensor, **facts: Any
+) -> dict[str, Any]:
+    """One row: time, images forwarded, and what a pass of our own says of the result."""
+    counted = Counted(model)
+    torch.manual_seed(0)
+    wait(images)
+    started = time.perf_counter()
+    try:
+        if isinstance(craft, Attack):  # it counts by itself: a recorded pass does not run the module's Python
+            attacked = craft.run(model, images, labels, seed=facts.get("seed", 0))
+            crafted, counted.images = attacked.images, int(attacked.forwards.sum())
+        else:
+            crafted = craft(counted, images, labels).detach().to(images)
+    except Exception as error:  # a peer that fails is a row that says so
+        reason = f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"
+        return report({"name": name, "error": reason, **facts})
+    wait(images)
+    seconds = time.perf_counter() - started
+    with torch.no_grad(), without_tf32():
+        clean, after = (model(batch).argmax(1) == labels for batch in (images, crafted))
+    black = crafted.flatten(1).abs().amax(1) == 0
+    broken = clean & ~after & ~black
+    moves = (crafted - images).flatten(1)
+    row = {
+        "name": name,
+        "images": len(images),
+        "seconds": seconds,
+        "forwarded": counted.images,
+        "clean": int(clean.sum()),
+        "broken": int(broken.sum()),
+        "black": int(black.sum()),
+        "median_l2": float(moves.norm(dim=1)[broken].median()) if broken.any() else None,
+        "largest_linf": float(moves.abs().max()),
+        **facts,
+    }
+    return report(row)
+
+
+def report(row: dict[str, Any]) -> dict[str, Any]:
+    sys.stderr.write(f"{row}\n")
+    return row
+
+
+def wait(images: Tensor) -> None:
+    if images.is_cuda:
+        torch.cuda.synchronize()
+
+
+def pgd_rows(model: nn.Module, images: Tensor, labels: Tensor) -> Rows:
+    """Linf PGD on cross-entropy, 200 steps, one random start, the last iterate; ours with early exit apart."""
+    settings: dict[str, Any] = {
+        "norm": "linf",
+        "eps": EPS,
+        "steps": PGD_STEPS,
+        "step_size": STEP,
+        "loss": "cross_entropy",
+        "recorded": images.is_cuda,
+    }
+    crafts: dict[str, Craft] = {"ecnn": PGD(keep="last", **settings), "ecnn, early exit": PGD(**settings)}
+    crafts |= peer_pgd()
+    if images.is_cuda:
+        crafts["ecnn, bfloat16"] = PGD(keep="last", precision="bfloat16", **settings)
+        crafts |= {f"{name}, bfloat16": in_half(craft) for name, craft in peer_pgd().items()}
+    for name, craft in crafts.items():
+        yield measure(name, craft, model, images, labels)
+
+
+def in_half(craft: Any) -> Craft:
+    """A peer under autocast, as our precision="bfloat16" is."""
+
+    def run(model: nn.Module, images: Tensor, labels: Tensor) -> Tensor:
+        with torch.autocast(images.device.type, dtype=torch.bfloat16):
+            crafted: Tensor = craft(model, images, labels)
+        return crafted.float()
+
+    return run
+
+
+def peer_pgd() -> dict[str, Craft]:
+    def with_foolbox(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        import foolbox
+
+        wrapped = foolbox.PyTorchModel(model.eval(), bounds=(0, 1), device=x.device)
+        attack = foolbox.attacks.LinfPGD(abs_stepsize=STEP, steps=PGD_STEPS, random_start=True)
+        crafted: Tensor = attack(wrapped, x, y, epsilons=EPS)[1]
+        return crafted
+
+    def with_torchattacks(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        import torchattacks
+
+        crafted: Tensor = torchattacks.PGD(model.eval(), eps=EPS, alpha=STEP, steps=PGD_STEPS)(x, y)
+        return crafted
+
+    def with_cleverhans(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        from cleverhans.torch.attacks.projected_gradient_descent import projected_gradient_descent
+
+        crafted: Tensor = projected_gradient_descent(
+            model.eval(), x, EPS, STEP, PGD_STEPS, np.inf, clip_min=0, clip_max=1, y=y, sanity_checks=False
+        )
+        return crafted
+
+    def with_art(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        from art.attacks.evasion import ProjectedGradientDescentPyTorch
+
+        attack = ProjectedGradientDescentPyTorch(
+            art_classifier(model, x),
+            eps=EPS,
+            eps_step=STEP,
+            max_iter=PGD_STEPS,
+            num_random_init=1,
+            batch_size=len(x),
+            verbose=False,
+        )
+        return torch.from_numpy(attack.generate(x.cpu().numpy(), y.cpu().numpy()))
+
+    return {
+        "foolbox": with_foolbox,
+        "torchattacks": with_torchattacks,
+        "cleverhans": with_cleverhans,
+        "art": with_art,
+    }
+
+
+def art_classifier(model: nn.Module, images: Tensor) -> Any:
+    from art.estimators.classification import PyTorchClassifier
+
+    return PyTorchClassifier(
+        model.eval(),
+        loss=nn.CrossEntropyLoss(),
+        input_shape=tuple(images.shape[1:]),
+        nb_classes=10,
+        clip_values=(0, 1),
+        device_type="gpu" if images.is_cuda else "cpu",
+    )
+
+
+def cw_rows(model: nn.Module, images: Tensor, labels: Tensor) -> Rows:
+    """C&W L2, untargeted, confidence 0; torchattacks has no search for the constant, so a pair of rows has none."""
+    recorded = images.is_cuda
+    whole: dict[str, Any] = {**CW, "abort_early": False, "early_exit": False, "recorded": recorded}
+    single: dict[str, Any] = {**whole, "search_steps": 1, "initial_constant": 1.0}
+    crafts: dict[str, Craft] = {
+        "ecnn": CarliniWagnerL2(**whole),
+        **peer_cw(),
+        "ecnn, one constant": CarliniWagnerL2(**single),
+        "ecnn, early exit": CarliniWagnerL2(**{**CW, "recorded": recorded}),
+    }
+    if images.is_cuda:
+        crafts["ecnn, bfloat16"] = CarliniWagnerL2(**whole, precision="bfloat16")
+        crafts |= {f"{name}, bfloat16": in_half(craft) for name, craft in peer_cw().items()}
+    for name, craft in crafts.items():
+        yield measure(name, craft, model, images, labels)
+    if not images.is_cuda:
+        few = min(len(images), 20)  # its line search asks many times more
+        yield measure("art", with_art_cw, model, images[:few], labels[:few])
+
+
+def peer_cw() -> dict[str, Craft]:
+    def with_foolbox(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        import foolbox
+
+        wrapped = foolbox.PyTorchModel(model.eval(), bounds=(0, 1), device=x.device)
+        attack = foolbox.attacks.L2CarliniWagnerAttack(
+            binary_search_steps=CW["search_steps"],
+            steps=CW["steps"],
+            stepsize=CW["lr"],
+            initial_const=CW["initial_constant"],
+            abort_early=False,
+        )
+        crafted: Tensor = attack(wrapped, x, y, epsilons=None)[1]
+        return crafted
+
+    def with_torchattacks(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        import torchattacks
+
+        crafted: Tensor = torchattacks.CW(model.eval(), c=1, kappa=0, steps=CW["steps"], lr=CW["lr"])(x, y)
+        return crafted
+
+    def with_cleverhans(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        from cleverhans.torch.attacks.carlini_wagner_l2 import carlini_wagner_l2
+
+        crafted: Tensor = carlini_wagner_l2(
+            model.eval(),
+            x,
+            10,
+            y=y,
+            lr=CW["lr"],
+            initial_const=CW["initial_constant"],
+            binary_search_steps=CW["search_steps"],
+            max_iterations=CW["steps"],
+        )
+        return crafted
+
+    return {
+        "foolbox": with_foolbox,
+        "cleverhans": with_cleverhans,
+        "torchattacks, one constant": with_torchattacks,
+    }
+
+
+def with_art_cw(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    from art.attacks.evasion import CarliniL2Method
+
+    attack = CarliniL2Method(
+        art_classifier(model, x),
+        learning_rate=CW["lr"],
+        binary_search_steps=CW["search_steps"],
+        max_iter=CW["steps"],
+        initial_const=CW["initial_constant"],
+        batch_size=len(x),
+        verbose=False,
+    )
+    return torch.from_numpy(attack.generate(x.cpu().numpy(), y.cpu().numpy()))
+
+
+def auto_rows(name: str, images: Tensor, labels: Tensor, seeds: int) -> Rows:
+    """The standard suite of both, seed by seed."""
+    model = ecnn.load_model(name, device=images.device)
+    ours = AutoAttack(norm="linf", eps=EPS, recorded=images.is_cuda)
+    for seed in range(seeds):
+
+        def with_peer(model: nn.Module, x: Tensor, y: Tensor, seed: int = seed) -> Tensor:
+            from pyautoattack import AutoAttack as Peer
+
+            suite = Peer(model.eval(), norm="Linf", eps=EPS, seed=seed, version="standard", device=x.device)
+            crafted: Tensor = suite.run_standard_evaluation(x, y, batch_size=len(x))[0]
+            return crafted
+
+        for title, craft in (("ecnn", ours), ("pyautoattack", with_peer)):
+            yield measure(title, craft, model, images, labels, seed=seed)
+
+
+def load_images(options: argparse.Namespace) -> tuple[Tensor, Tensor]:
+    if options.npz:
+        arrays = np.load(options.npz)
+        images, labels = (torch.from_numpy(arrays[key][: options.images]) for key in ("images", "labels"))
+        return images.float().div(255), labels.long()
+    return ecnn.load_data("cifar10", root=options.root).test[: options.images]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--images", type=int, default=1000)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--root", default="data")
+    parser.add_argument("--npz", default=None)
+    parser.add_argument("--json", type=Path, default=HERE / "attacks.json")
+    parser.add_argument("--parts", default="pgd,cw,auto,auto_standard", help="in this order")
+    options = parser.parse_args()
+    everything = files.read_json(options.json) if options.json.exists() else {}
+    result = everything.setdefault(torch.device(options.device).type, {})
+    if options.parts:
+        import_peers()
+        images, labels = (tensor.to(options.device) for tensor in load_images(options))
+        robust = ecnn.load_model(ROBUST, device=options.device)
+        PGD(norm="linf", eps=EPS, steps=3, step_size=STEP)(
+            robust, images[:64], labels[:64]
+        )  # libraries set themselves up
+        parts: dict[str, Callable[[], Rows]] = {
+            "pgd": lambda: pgd_rows(robust, images, labels),
+            "cw": lambda: cw_rows(robust, images, labels),
+            "auto": lambda: auto_rows(ROBUST, images, labels, options.seeds),
+            "auto_standard": lambda: auto_rows(STANDARD, images, labels, options.seeds),
+        }
+        result["environment"] = {**runs.environment(), "threads": torch.get_num_threads()}
+        for part in options.parts.split(","):
+            result[part] = []
+            with without_tf32():
+                for row in parts[part]():
+                    result[part].append(row)
+                    files.write_json(options.json, everything)
+    files.write_text(options.json.with_suffix(".md"), markdown(everything))
+
+
+def markdown(everything: dict[str, Any]) -> str:
+    """The tables, with the ratios that matter taken within one run."""
+    lines = [
+        "# Attacks beside other libraries",
+        "",
+        "`python benchmarks/attacks.py` with the libraries of peers.txt: same model, images and settings in one run,",
+        "float32 without TF32. broken: right when clean and misclassified after, by a pass of our own; a black image",
+        "is a failure. forwarded: images that went through the model.",
+    ]
+    for device, result in everything.items():
+        facts = result["environment"]
+        lines += ["", f"## {facts['device']} ({device}), torch {facts['torch']}"]
+        for part, title in (
+            ("pgd", f"PGD, Linf 8/255, {PGD_STEPS} steps of 2/255, cross-entropy, last iterate"),
+            ("cw", "Carlini-Wagner L2: " + ", ".join(f"{key} {value}" for key, value in CW.items())),
+            ("auto", f"AutoAttack standard, Linf 8/255, {ROBUST}"),
+            ("auto_standard", f"AutoAttack standard, Linf 8/255, {STANDARD}"),
+        ):
+            if part in result:
+                lines += ["", f"### {title}", "", *table(result[part])]
+    return "\n".join(lines) + "\n"
+
+
+def table(rows: list[dict[str, Any]]) -> list[str]:
+    head = "| library | seed | images | broken | robust | black | median L2 | seconds | images forwarded |"
+    lines = [head, "|---|---:|" + "---:|" * 7]
+    for row in rows:
+        start = f"| {row['name']} | {row.get('seed', 0)} | "
+        if "error" in row:
+            lines.append(start + f"{row['error']} | | | | | | |")
+            continue
+        distance = "-" if row["median_l2"] is None else f"{row['median_l2']:.4f}"
+        robust = 100 * (row["clean"] - row["broken"]) / row["images"]
+        lines.append(
+            start
+            + f"{row['images']} | {row['broken']} of {row['clean']} | {robust:.1f} % | {row['black']} | {distance} | "
+            f"{row['seconds']:.2f} | {row['forwarded']:,} |"
+        )
+    return lines
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,345 @@
+"""The attacks of Carlini & Wagner and their kin: Adam on an unbounded variable, and a search for the constant."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from ecnn.attacks.ball import per_image
+from ecnn.attacks.base import Target
+from ecnn.attacks.draws import Draws
+from ecnn.attacks.minimal import MinimumNormAttack, misclassified
+from ecnn.attacks.turns import Rows
+from ecnn.attacks.views import SCORE_VIEWS, Look, View, check_view, linear_scores, make_view, members_of
+from ecnn.attacks.views import _own_scores as own_scores
+from ecnn.errors import InputError
+from ecnn.objectives import member_margin, member_targets
+
+_BETAS, _TINY = (0.9, 0.999), 1e-8  # Adam's, as published
+_NO_PROGRESS = 0.999  # of the loss at the last check
+_CHECKS, _LEAST_BETWEEN_CHECKS = 10, 20
+_LARGEST_CONSTANT = 1e10
+_STRETCH = 0.9
+
+
+@dataclass(frozen=True, kw_only=True)
+class _TanhAttack(MinimumNormAttack):
+    """The settings that all attacks here share; `CarliniWagnerL2` says what they mean."""
+
+    steps: int
+    search_steps: int
+    initial_constant: float
+    confidence: float = 0.0
+    lr: float = 0.01
+    abort_early: bool = True
+    pull_steps: int = 16
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._check_whole(steps=1, search_steps=1, pull_steps=0)
+        self._check_numbers("initial_constant", "lr")
+        self._check_numbers("confidence", positive=False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CarliniWagnerL2(_TanhAttack):
+    """The attack of Carlini & Wagner (2017) in L2: Adam on |x' - x|^2 + c max(margin + confidence, 0).
+
+    The margin is the score of the label minus the best other score, and x' a tanh of an unbounded w, which keeps it in
+    [0, 1]. Each image has its own c: tenfold until a success, then halfway between the largest that failed and the
+    smallest that succeeded. Returned is the nearest image met that is misclassified by `confidence`, and where there
+    was none, the nearest that is misclassified at all. A step costs a pass and a gradient; images whose search is over
+    leave the batch.
+
+    Attributes:
+        steps: of Adam with each constant, at most.
+        search_steps: constants tried for each image; the authors' 9.
+        initial_constant: the first one; the authors' 0.001.
+        confidence: by how much a wrong class must lead, in scores; the authors' kappa.
+        lr: of Adam; the authors' 0.01.
+        abort_early: go to the next constant when a tenth of the steps, and at least twenty, has not lowered an image's
+            loss by 0.1 %.
+        pull_steps: how often, in the end, the line from the image to what was found is halved, since Adam comes only as
+            near to the border as its steps are short; 0 as published.
+        on: where it looks, "scores", "linear" or "tempered".
+
+    Departs: x' is (tanh(w) + 1)/2 as in the original, where the paper's appendix prints x + (tanh(w) + 1)/2. Here the
+        tanh is stretched by 1/0.9 and w kept where x' stays in [0, 1], so that black and white pixels are places to
+        start from like others; at the authors' 0.999999 of the way out, hundreds of steps leave them where they are.
+    Departs: the authors' program starts every constant at the image, and any success counts for it. Here the descent
+        goes on from where it is, and only steps since the last check count: the first few can carry an image over the
+        border by their mere length, and too small a constant would pass for enough.
+    Departs: the authors' program aborts when the summed loss of the batch has not fallen by 0.01 %; here each image
+        goes on by itself.
+    """
+
+    on: str = "scores"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_view(self.on, SCORE_VIEWS)
+
+    def search(self, target: Target, images: Tensor, labels: Tensor, draws: Draws) -> Tensor:
+        return _Descent(self, target, make_view(self.on, "margin"), self.confidence).run(images, labels).found
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlindSpot(CarliniWagnerL2):
+    """The blind-spot attack (Zhang et al. 2019; Verma & Swami 2019): `CarliniWagnerL2` from images shrunk to mid-gray.
+
+    Pixels x become 0.5 + shrink (x - 0.5), which people see as the same image with less contrast and training has not
+    seen. Distances count from the shrunken image, so that what is returned lies in [0, 1] but far from the image that
+    was given. A shrunken image that is misclassified as it is counts as success; a failure returns the image as given.
+
+    Attributes:
+        shrink: the paper's alpha, 0.8 in its tables.
+    """
+
+    shrink: float = 0.8
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._check_numbers("shrink")
+        if self.shrink > 1:
+            raise InputError(f"shrink must be at most 1, not {self.shrink!r}.")
+
+    def search(self, target: Target, images: Tensor, labels: Tensor, draws: Draws) -> Tensor:
+        points = 0.5 + self.shrink * (images - 0.5)
+        broken = misclassified(target, None, points, labels)
+        rest = torch.nonzero(~broken).squeeze(1)
+        if len(rest):
+            points[rest] = super().search(target.narrow(rest), points[rest], labels[rest], draws.take(rest))
+        return points
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemberCarliniWagner(_TanhAttack):
+    """The fine-tuned C&W attack (Zhang et al. 2020): to the codeword of a wrong class, on logits before any tanh.
+
+    Minimises |x' - x|^2 - c min(min_n 2 t_n z_n, confidence): the member that is furthest from its wanted bit t_n
+    counts, and no decoder can hide it by saturating. Members with symbols have their margin in place of 2 t_n z_n. An
+    image is a success when the model misclassifies it, whatever bits are missing; with a confidence above 0 all members
+    must have that too. Their program takes 1000 steps, 10 search steps and the initial constant 0.01; the paper's row
+    2000, 10 and 0.1.
+
+    Attributes:
+        lr: of Adam; their 0.005.
+        targets: wrong classes that each image tries in turn, those with the highest linear scores of the clean image;
+            the nearest result is kept. The other settings are those of `CarliniWagnerL2`.
+
+    Departs: from their program as `CarliniWagnerL2` does from its authors'.
+    """
+
+    lr: float = 0.005
+    targets: int = 1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._check_whole(targets=1)
+
+    def search(self, target: Target, images: Tensor, labels: Tensor, draws: Draws) -> Tensor:
+        with torch.no_grad(), target.autocast():
+            scores = linear_scores(target.model, images).scatter(1, labels[:, None], -math.inf)
+        target.count(1)
+        goals = scores.topk(min(self.targets, scores.shape[1] - 1), dim=1).indices
+        demanded = self.confidence if self.confidence > 0 else -math.inf
+        descent = _Descent(self, target, _codeword_view, demanded)
+        best: _State | None = None
+        for goal in goals.unbind(dim=1):
+            state = descent.run(images, labels, goal)
+            best = state if best is None else _nearer(best, state)
+        assert best is not None  # two classes at least
+        return best.found
+
+
+def _codeword_view(model: nn.Module, images: Tensor, labels: Tensor, goals: Tensor | None) -> Look:
+    """How far the member that is furthest from its bit of the goal is on the right side; negative where it is not."""
+    logits, symbols = members_of(model, images)
+    assert goals is not None
+    margins = member_margin(logits, member_targets(symbols, goals))
+    # A logit is half the difference of two symbols' log odds in a tanh code, hence the 2.
+    return Look(margins.amin(dim=1) * (2 if logits.ndim == 2 else 1), own_scores(model, logits))
+
+
+@dataclass(kw_only=True)
+class _State(Rows):
+    """What is known of each image, (batch,) or image-shaped; `broken` says that its search is over.
+
+    Attributes:
+        place, mean, square: w, and Adam's averages of the gradient and of its square.
+        constant, low, high: c, the largest that failed and the smallest that succeeded.
+        age, tried: steps with this constant, constants done.
+        lowest, checked: the lowest loss with this constant, now and at the last check.
+        won: whether a step since the last check gave an image as asked for.
+        found, nearest, sure: the best image so far, its squared distance, and whether it is as asked for.
+    """
+
+    results: ClassVar[tuple[str, ...]] = ("broken", "found", "nearest", "sure")
+    rows: Tensor
+    images: Tensor
+    labels: Tensor
+    goals: Tensor | None
+    place: Tensor
+    mean: Tensor
+    square: Tensor
+    constant: Tensor
+    low: Tensor
+    high: Tensor
+    age: Tensor
+    tried: Tensor
+    lowest: Tensor
+    checked: Tensor
+    won: Tensor
+    found: Tensor
+    nearest: Tensor
+    sure: Tensor
+
+
+def _nearer(one: _State, other: _State) -> _State:
+    """Of two searches for the same images, row by row what is as asked for, or else what is nearer."""
+    wins = torch.where(one.sure == other.sure, other.nearest < one.nearest, other.sure)
+    one.found = torch.where(per_image(wins, one.found), other.found, one.found)
+    one.nearest, one.sure = torch.where(wins, other.nearest, one.nearest), one.sure | other.sure
+    return one
+
+
+class _Descent:
+    """Adam on all images at once, each with its own constant.
+
+    No image waits for another to get its next constant, so that a batch stays full. What happened is read back to the
+    host only at the checks.
+
+    Args:
+        view: its loss is raised up to the attack's confidence.
+        demanded: the loss that an image must have to be as asked for, besides being misclassified.
+    """
+
+    def __init__(self, attack: _TanhAttack, target: Target, view: View, demanded: float) -> None:
+        self.attack, self.whole, self.view, self.demanded = attack, target, view, demanded
+        self.every = max(_LEAST_BETWEEN_CHECKS, attack.steps // _CHECKS)
+
+    def run(self, images: Tensor, labels: Tensor, goals: Tensor | None = None) -> _State:
+        self.target, self.steps_taken = self.whole, 0
+        whole = self.state = self._start(images, labels, goals)
+        while len(self.state.rows):
+            age = self.state.age
+            until = torch.minimum(self.every - age % self.every, self.attack.steps - age)
+            for _ in range(int(until.min())):
+                self._step()
+            self._check()
+            whole = self._drop(whole)
+        self._pull(whole)
+        return whole
+
+    def _start(self, images: Tensor, labels: Tensor, goals: Tensor | None) -> _State:
+        def full(value: float) -> Tensor:
+            return torch.full(images.shape[:1], value, dtype=images.dtype, device=images.device)
+
+        zeros, no = torch.zeros_like(labels), torch.zeros_like(labels, dtype=torch.bool)
+        return _State(
+            rows=torch.arange(len(images), device=images.device),
+            images=images,
+            labels=labels,
+            goals=goals,
+            place=torch.atanh((2 * images - 1) * _STRETCH),
+            mean=torch.zeros_like(images),
+            square=torch.zeros_like(images),
+            constant=full(self.attack.initial_constant),
+            low=full(0),
+            high=full(math.inf),
+            age=zeros,
+            tried=zeros,
+            lowest=full(math.inf),
+            checked=full(math.inf),
+            won=no,
+            found=images,
+            nearest=full(math.inf),
+            sure=no,
+            broken=no,
+        )
+
+    def _step(self) -> None:
+        state, attack = self.state, self.attack
+        points = torch.tanh(state.place).mul_(0.5 / _STRETCH).add_(0.5).clamp_(0, 1)
+        look, gradient = self.target.ascend(self.view, points, state.labels, state.goals)
+        losses = look.losses.to(points.dtype)
+        broken = misclassified(self.target, look.scores, points, state.labels)
+        moves = points - state.images
+        distances = moves.square().flatten(1).sum(dim=1)
+        self._note(points, distances, broken, broken & (losses >= self.demanded))
+        # Not the loss alone decides when to stop pushing: another view than the scores may be satisfied too early.
+        weight = state.constant * ~(broken & (losses >= attack.confidence))
+        total = distances + weight * (attack.confidence - losses)
+        state.lowest = torch.minimum(state.lowest, total)
+        state.age = state.age + 1
+        # d tanh(w) = 1 - tanh(w)^2; factors that all pixels share play no part in Adam.
+        inner = (2 * points - 1).mul_(_STRETCH)
+        self._adam(moves.mul_(2).sub_(gradient * per_image(weight, points)).mul_(1 - inner.square_()))
+
+    def _note(self, points: Tensor, distances: Tensor, broken: Tensor, sure: Tensor) -> None:
+        """Keeps what is nearer; what is as asked for comes before what is only misclassified."""
+        state = self.state
+        better = torch.where(sure == state.sure, broken & (distances < state.nearest), sure)
+        state.found = torch.where(per_image(better, points), points, state.found)
+        state.nearest = torch.where(better, distances, state.nearest)
+        state.sure, state.won = state.sure | sure, state.won | sure
+
+    def _adam(self, slope: Tensor) -> None:
+        state, (first, second) = self.state, _BETAS
+        self.steps_taken += 1
+        state.mean.lerp_(slope, 1 - first)
+        state.square.mul_(second).addcmul_(slope, slope, value=1 - second)
+        size = state.square.sqrt().div_(math.sqrt(1 - second**self.steps_taken)).add_(_TINY)
+        length = self.attack.lr / (1 - first**self.steps_taken)
+        edge = math.atanh(_STRETCH)
+        state.place.addcdiv_(state.mean, size, value=-length).clamp_(-edge, edge)
+
+    def _check(self) -> None:
+        """Images that are through with their constant get the next one."""
+        state, attack = self.state, self.attack
+        due, done = state.age % self.every == 0, state.age >= attack.steps
+        if attack.abort_early:
+            done = done | (due & (state.lowest > _NO_PROGRESS * state.checked))
+        state.checked = torch.where(due, state.lowest, state.checked).masked_fill(done, math.inf)
+        state.high = torch.where(done & state.won, torch.minimum(state.high, state.constant), state.high)
+        state.low = torch.where(done & ~state.won, state.constant, state.low)
+        larger = (10 * state.constant).clamp(max=_LARGEST_CONSTANT)
+        following = torch.where(torch.isinf(state.high), larger, (state.low + state.high) / 2)
+        state.constant = torch.where(done, following, state.constant)
+        state.won = state.won & ~(due | done)
+        state.lowest = state.lowest.masked_fill(done, math.inf)
+        state.age, state.tried = state.age * ~done, state.tried + done.long()
+        state.broken = state.tried >= attack.search_steps
+
+    def _drop(self, whole: _State) -> _State:
+        """Lets the images go whose search is over."""
+        state = self.state
+        kept = torch.nonzero(~state.broken).squeeze(1)
+        if len(kept) < len(state.rows):
+            if whole is not state:
+                whole.put(state.rows, state)
+            self.state, self.target = state.take(kept), self.target.narrow(kept)
+        return whole
+
+    def _pull(self, whole: _State) -> None:
+        """Halves the line from each image to what was found, as often as asked, and keeps what is still as it was."""
+        found = torch.nonzero(torch.isfinite(whole.nearest)).squeeze(1)
+        if not (len(found) and self.attack.pull_steps):
+            return
+        part, target = whole.take(found), self.whole.narrow(found)
+        low, high = torch.zeros_like(part.nearest), torch.ones_like(part.nearest)
+        moves = part.found - part.images
+        for _ in range(self.attack.pull_steps):
+            middle = (low + high) / 2
+            points = (part.images + per_image(middle, moves) * moves).clamp(0, 1)
+            look = target.look(self.view, points, part.labels, part.goals)
+            holds = misclassified(target, look.scores, points, part.labels)
+            holds &= (look.losses >= self.demanded) | ~part.sure
+            low, high = torch.where(holds, low, middle), torch.where(holds, middle, high)
+            part.found = torch.where(per_image(holds, points), points, part.found)
+        part.nearest = part.nearest * high.square()
+        whole.put(found, part)

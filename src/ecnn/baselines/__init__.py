@@ -1,0 +1,61 @@
+"""Baselines: what an ECNN is compared with, each a module from pixels in [0, 1] to scores with its own objective."""
+
+from ecnn.baselines.adp import ADPObjective, Ensemble, ensemble_diversity, ensemble_entropy, log_mean_probs
+from ecnn.baselines.builders import BASELINES
+from ecnn.baselines.ecoc import independent_ecoc
+from ecnn.baselines.empir import (
+    EMPIR,
+    EMPIR_PRECISIONS,
+    EMPIRObjective,
+    majority_scores,
+    majority_vote,
+    quantise_activations,
+    quantise_resnet,
+    quantise_weights,
+)
+from ecnn.baselines.output_codes import OutputCodeAccuracy, output_code_baseline
+from ecnn.baselines.specialists import (
+    Specialists,
+    SpecialistsObjective,
+    confusion_sets,
+    count_confusions,
+    specialist_vote,
+)
+from ecnn.baselines.squeezing import Detection, FeatureSqueezing, reduce_bits, smooth_by_median
+from ecnn.baselines.tanh_ensemble import TANH_SIZES, TanhEnsemble, TanhEnsembleObjective, tanh_code
+from ecnn.baselines.trades import TRADESObjective, kl_divergence
+
+__all__ = [
+    "ADPObjective",
+    "BASELINES",
+    "Detection",
+    "EMPIR",
+    "EMPIRObjective",
+    "EMPIR_PRECISIONS",
+    "Ensemble",
+    "FeatureSqueezing",
+    "OutputCodeAccuracy",
+    "Specialists",
+    "SpecialistsObjective",
+    "TANH_SIZES",
+    "TRADESObjective",
+    "TanhEnsemble",
+    "TanhEnsembleObjective",
+    "confusion_sets",
+    "count_confusions",
+    "ensemble_diversity",
+    "ensemble_entropy",
+    "independent_ecoc",
+    "kl_divergence",
+    "log_mean_probs",
+    "majority_scores",
+    "majority_vote",
+    "output_code_baseline",
+    "quantise_activations",
+    "quantise_resnet",
+    "quantise_weights",
+    "reduce_bits",
+    "smooth_by_median",
+    "specialist_vote",
+    "tanh_code",
+]

@@ -1,0 +1,169 @@
+"""ADP (Pang et al. 2019): an ensemble whose members are trained to be wrong in different directions."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ecnn.backbones import Centre, Mean, Trunk, check_images, full_precision
+from ecnn.baselines.checks import check_count, check_number
+from ecnn.errors import InputError
+from ecnn.model import MemberDense
+from ecnn.objectives import score_cross_entropy
+
+# Added to the diagonal, so that members which agree completely have a finite logarithm, as in the authors' program.
+DETERMINANT_FLOOR = 1e-6
+
+
+class Ensemble(nn.Module):
+    """Equal ResNets side by side in one network: pixels in [0, 1] to the logarithm of their mean probability.
+
+    Scores (batch, class) are log((1/K) sum_k softmax(member k)), so that their softmax is the averaged probability
+    itself and their argmax its largest class. Members are groups of the same convolutions, not a loop. Three ResNet-20
+    with batch norm trained by `ADPObjective` are ADP_{2,0.5}: 819,198 parameters for 3 channels, 818,334 for one.
+
+    Args:
+        num_classes: scores per image.
+        in_channels: of the images.
+        num_members: how many networks vote.
+        depth, width, batch_norm, activation: of each, as in `ResNet`.
+        mean: subtracted from the images, see `Centre`.
+    """
+
+    def __init__(
+        self,
+        num_classes: int,
+        in_channels: int = 3,
+        *,
+        num_members: int = 3,
+        depth: int = 20,
+        width: int = 16,
+        batch_norm: bool = True,
+        activation: str = "relu",
+        mean: Mean | None = None,
+    ) -> None:
+        super().__init__()
+        check_count("num_classes", num_classes, least=2)
+        check_count("in_channels", in_channels)
+        check_count("num_members", num_members)
+        self.config: dict[str, Any] = {
+            "num_classes": num_classes,
+            "in_channels": in_channels,
+            "num_members": num_members,
+            "depth": depth,
+            "width": width,
+            "batch_norm": batch_norm,
+            "activation": activation,
+        }
+        self.num_members = num_members
+        self.in_channels = in_channels
+        self.centre = Centre(mean)
+        self.trunk = Trunk(
+            in_channels,
+            depth=depth,
+            width=width,
+            batch_norm=batch_norm,
+            activation=activation,
+            groups=num_members,
+        )
+        self.head = MemberDense(num_members, self.trunk.out_channels, num_classes)
+
+    def member_scores(self, images: Tensor) -> Tensor:
+        """(batch, member, class) what each network says by itself, before any softmax."""
+        check_images(images, self.in_channels)
+        maps: Tensor = self.trunk(self.centre(images))
+        features = torch.unflatten(maps.mean(dim=(2, 3)), 1, (self.num_members, -1))
+        return full_precision(self.head(features))
+
+    def forward(self, images: Tensor) -> Tensor:
+        return log_mean_probs(self.member_scores(images))
+
+
+def log_mean_probs(member_scores: Tensor) -> Tensor:
+    """(batch, class) logarithm of the members' averaged probabilities.
+
+    Args:
+        member_scores: (batch, member, class) before the softmax.
+    """
+    logs = torch.log_softmax(full_precision(member_scores), dim=2)
+    return torch.logsumexp(logs, dim=1) - math.log(member_scores.shape[1])
+
+
+def ensemble_entropy(member_scores: Tensor) -> Tensor:
+    """(batch,) how undecided the averaged probabilities are, in nats; 0 to log(class)."""
+    logs = log_mean_probs(member_scores)
+    return -(logs.exp() * logs).sum(dim=1)
+
+
+def ensemble_diversity(member_scores: Tensor, labels: Tensor) -> Tensor:
+    """How differently the members distribute what they do not give to the true class: Pang et al.'s log(ED).
+
+    The logarithm of the squared volume that is spanned by the members' probabilities of the wrong classes, each scaled
+    to length 1. About 0 when they are orthogonal; -26.5 = log(3e-12), the floor, when three members agree.
+
+    Args:
+        member_scores: (batch, member, class) before the softmax.
+        labels: (batch,) true classes.
+
+    Returns:
+        (batch,) log det(Mt Mt^T + 1e-6 I), with Mt (member, class - 1).
+
+    Departs: computed in float64, where 1 + 1e-6 differs from 1 by more than rounding; and from the scores of the wrong
+        classes alone, which gives the same rows and stays exact when the true class takes all but 1e-30.
+    """
+    members = member_scores.shape[1]
+    true_class = labels[:, None, None].expand(-1, members, 1)
+    wrong = torch.softmax(member_scores.double().scatter(2, true_class, -math.inf), dim=2)
+    rows = wrong / torch.linalg.vector_norm(wrong, dim=2, keepdim=True)
+    floor = DETERMINANT_FLOOR * torch.eye(members, dtype=rows.dtype, device=rows.device)
+    return _log_determinant(rows @ rows.transpose(1, 2) + floor).to(full_precision(member_scores).dtype)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ADPObjective:
+    """Sum of the members' cross entropies - alpha * entropy of their mean - beta * diversity, averaged over images.
+
+    Attributes:
+        alpha: rewards an undecided mean; the entropy is in nats.
+        beta: rewards members that are wrong in different directions, see `ensemble_diversity`.
+    """
+
+    alpha: float = 2.0
+    beta: float = 0.5
+
+    def __post_init__(self) -> None:
+        check_number("alpha", self.alpha)
+        check_number("beta", self.beta)
+
+    def __call__(self, model: Any, images: Tensor, labels: Tensor) -> Tensor:
+        if not hasattr(model, "member_scores"):
+            raise InputError(
+                f"ADP needs a model with member_scores, such as Ensemble; {type(model).__name__} has none."
+            )
+        member_scores = model.member_scores(images)
+        members = member_scores.shape[1]
+        own_labels = labels[:, None].expand(-1, members).reshape(-1)
+        own_losses = score_cross_entropy(member_scores.flatten(0, 1), own_labels)
+        loss = own_losses.view(-1, members).sum(dim=1)
+        reward = self.alpha * ensemble_entropy(member_scores) + self.beta * ensemble_diversity(
+            member_scores, labels
+        )
+        return (loss - reward).mean()
+
+
+def _log_determinant(matrices: Tensor) -> Tensor:
+    """(batch,) logarithm of the determinant of positive definite matrices, by elimination.
+
+    A handful of small steps per member; the library's factorisations wait for the device, which a CUDA graph forbids.
+    """
+    logs = []
+    for index in range(matrices.shape[1]):
+        pivot = matrices[:, index, index]
+        logs.append(pivot.log())
+        column = matrices[:, :, index]
+        matrices = matrices - column[:, :, None] * column[:, None, :] / pivot[:, None, None]
+    return torch.stack(logs, dim=1).sum(dim=1)

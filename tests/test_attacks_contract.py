@@ -1,0 +1,265 @@
+"""The contract, for every attack there is: what comes back, what is left alone, and what nothing depends on."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from ecnn.attacks import ATTACKS, PGD, Attack, Transfer
+from ecnn.constructions import random_code
+from ecnn.model import ECNN
+
+BALL: dict[str, Any] = {"norm": "linf", "eps": 0.1}
+SETTINGS: dict[str, dict[str, Any]] = {
+    "fgsm": BALL,
+    "bim": {**BALL, "steps": 4, "step_size": 0.04},
+    "pgd": {**BALL, "steps": 4, "step_size": 0.04, "restarts": 2, "targets": 2, "start": "odi"},
+    "apgd": {**BALL, "steps": 6, "loss": "dlr", "targets": 2},
+    "fab": {**BALL, "steps": 5},
+    "square": {**BALL, "queries": 12},
+    "autoattack": BALL,
+    "cw": {"steps": 12, "search_steps": 3, "initial_constant": 1.0, "lr": 0.05},
+    "member_cw": {"steps": 12, "search_steps": 3, "initial_constant": 1.0, "lr": 0.05},
+    "blindspot": {"steps": 12, "search_steps": 3, "initial_constant": 1.0, "lr": 0.05},
+    "jsma": {"max_pixel_fraction": 0.3},
+    "deepfool": {"norm": "l2", "steps": 5},
+    "fmn": {"norm": "l2", "steps": 8},
+    "hopskipjump": {"norm": "l2", "steps": 2, "samples": 8},
+    "noise": {**BALL, "samples": 3},
+}
+L2_BALL: dict[str, Any] = {"norm": "l2", "eps": 0.4}
+IN_A_BALL = [name for name, options in SETTINGS.items() if "eps" in options]
+SLOW = pytest.param("autoattack", marks=pytest.mark.slow)
+EVERY = [SLOW if name == "autoattack" else name for name in SETTINGS]
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Tiny networks run many times faster so."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def make(name: str, **changes: Any) -> Attack:
+    return ATTACKS[name](**{**SETTINGS[name], **changes})
+
+
+def coded_model(**options: Any) -> ECNN:
+    torch.manual_seed(0)
+    model = ECNN(random_code(5, 7, seed=0), 2, width=4, depth=8, feature_dim=6, activation="silu", **options)
+    with (
+        torch.no_grad()
+    ):  # untrained members all but agree; spread them so that attacks have something to cross
+        head: Any = model.head
+        head.weight.mul_(8)
+    return model.double().eval()
+
+
+def batch(size: int = 5) -> tuple[Tensor, Tensor]:
+    """Images with the labels that the model gives them, but for one that it has wrong from the start."""
+    generator = torch.Generator().manual_seed(3)
+    images = torch.rand(size, 2, 6, 6, generator=generator, dtype=torch.float64)
+    labels = coded_model()(images).argmax(1)
+    labels[1] = (labels[1] + 1) % 5
+    return images, labels
+
+
+class Constant(nn.Module):
+    """Says the same of every image, with a gradient of zero: no attack can succeed."""
+
+    def __init__(self, answer: int = 0) -> None:
+        super().__init__()
+        self.code = random_code(5, 7, seed=0)
+        self.answer = answer
+
+    def member_logits(self, images: Tensor) -> Tensor:
+        signs = torch.from_numpy(self.code.signed[self.answer].astype("float64"))
+        return 3 * signs.expand(len(images), -1) + 0 * images.sum(dim=(1, 2, 3))[:, None]
+
+    def decode(self, member_logits: Tensor) -> Tensor:
+        return member_logits @ torch.from_numpy(self.code.signed.T.astype("float64"))
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.decode(self.member_logits(images))
+
+
+def test_every_named_attack_is_here() -> None:
+    assert list(SETTINGS) == list(ATTACKS)
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_what_comes_back(name: str) -> None:
+    model, (images, labels) = coded_model(), batch()
+    attack, given = make(name), images.clone()
+    found = attack.run(model, images, labels, seed=1)
+    assert torch.equal(images, given)
+    assert found.images.shape == images.shape
+    assert found.images.dtype == images.dtype
+    assert not found.images.requires_grad
+    assert 0 <= found.images.min() <= found.images.max() <= 1
+    with torch.no_grad():
+        fresh = model(found.images).argmax(1)
+    assert torch.equal(found.success, fresh != labels)
+    assert torch.equal(found.predictions, fresh)
+    assert torch.equal(found.images[~found.success], images[~found.success])
+    assert torch.equal(found.images[1], images[1])  # wrong from the start: left alone
+    assert torch.equal(found.images, attack(model, images, labels, seed=1))
+    if name in IN_A_BALL:
+        assert (found.images - images).abs().max() <= SETTINGS[name]["eps"] + 1e-12
+
+
+@pytest.mark.parametrize("name", [name for name in IN_A_BALL if name != "autoattack"])
+def test_an_l2_ball_is_round(name: str) -> None:
+    model, (images, labels) = coded_model(), batch()
+    found = make(name, **L2_BALL).run(model, images, labels)
+    assert (found.images - images).flatten(1).norm(dim=1).max() <= 0.4 + 1e-12
+    assert 0 <= found.images.min() <= found.images.max() <= 1
+
+
+@pytest.mark.parametrize("keep", ["best", "last"])
+@pytest.mark.parametrize("norm", ["linf", "l2"])
+@pytest.mark.parametrize("name", [name for name in IN_A_BALL if name != "autoattack"])
+def test_a_ball_of_radius_zero_holds_the_image_alone(name: str, norm: str, keep: str) -> None:
+    model, (images, labels) = coded_model(), batch(3)
+    changes: dict[str, Any] = {"norm": norm, "eps": 0, "keep": keep}
+    if keep == "last" and name in ("pgd", "apgd"):
+        changes |= {"targets": 0, "restarts": 1}
+    assert torch.equal(make(name, **changes)(model, images, labels), images)
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_failure_returns_the_clean_image(name: str) -> None:
+    images, _ = batch(3)
+    found = make(name).run(Constant(), images, torch.zeros(3, dtype=torch.int64))
+    assert torch.equal(found.images, images)
+    assert not found.success.any()
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_a_row_knows_nothing_of_the_others(name: str) -> None:
+    """Alone, in another order or among others an image has the same fate and the same cost, bit for bit."""
+    model, (images, labels) = coded_model(), batch()
+    attack = make(name)
+    together = attack.run(model, images, labels, seed=2)
+    for rows in (torch.tensor([3]), torch.tensor([4, 0, 2])):
+        apart = attack.run(model, images[rows], labels[rows], seed=2, index=rows)
+        assert torch.allclose(apart.images, together.images[rows], atol=1e-9, rtol=0)
+        assert torch.equal(apart.success, together.success[rows])
+        assert torch.equal(apart.forwards, together.forwards[rows])
+        assert torch.equal(apart.backwards, together.backwards[rows])
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_what_is_left_alone(name: str) -> None:
+    model, (images, labels) = coded_model(), batch(3)
+    model.train()
+    model.trunk.eval()
+    modes = {part: module.training for part, module in model.named_modules()}
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    state, flags = torch.get_rng_state(), torch.is_grad_enabled()
+    make(name).run(model, images, labels)
+    assert {part: module.training for part, module in model.named_modules()} == modes
+    assert all(torch.equal(p.grad, torch.ones_like(p)) for p in model.parameters() if p.grad is not None)
+    assert all(parameter.requires_grad and parameter.grad is not None for parameter in model.parameters())
+    assert all(not module._forward_hooks and not module._backward_hooks for module in model.modules())
+    assert torch.equal(torch.get_rng_state(), state)
+    assert torch.is_grad_enabled() == flags
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_every_image_that_goes_through_the_model_is_counted(name: str) -> None:
+    model, (images, labels) = coded_model(), batch()
+    seen = 0
+
+    def count(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        nonlocal seen
+        seen += len(inputs[0])
+
+    handle = model.trunk.register_forward_pre_hook(count)
+    found = make(name).run(model, images, labels)
+    handle.remove()
+    assert int(found.forwards.sum()) == seen
+    assert (found.backwards <= found.forwards * (2 if name == "jsma" else 5)).all()
+    assert found.forwards[1] == 2  # wrong from the start: the first verdict and the last
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_its_own_label_may_be_attacked(name: str) -> None:
+    model, (images, labels) = coded_model(), batch(3)
+    found = make(name, labels="predicted").run(model, images, (labels + 1) % 5)
+    expected = make(name).run(model, images, model(images).argmax(1))
+    assert torch.equal(found.images, expected.images)
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_early_exit_saves_and_never_mends(name: str) -> None:
+    model, (images, labels) = coded_model(), batch()
+    quick, whole = (
+        make(name).run(model, images, labels),
+        make(name, early_exit=False).run(model, images, labels),
+    )
+    assert (whole.success >= quick.success).all() or name in ("jsma",)
+    assert int(quick.forwards.sum()) <= int(whole.forwards.sum())
+
+
+def test_transfer_is_an_attack_too() -> None:
+    model, (images, labels) = coded_model(), batch()
+    inner = PGD(norm="linf", eps=0.1, steps=4, step_size=0.04)
+    found = Transfer(source=model, attack=inner).run(model, images, labels)
+    assert torch.equal(found.images, inner.run(model, images, labels).images)
+    assert (found.forwards == 2).all()
+
+
+def test_settings_are_frozen() -> None:
+    attack = make("pgd")
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        attack.keep = "last"  # type: ignore[misc]
+
+
+class Hungry(ECNN):
+    """Runs out of memory when more than two images come at once."""
+
+    def forward(self, images: Tensor) -> Tensor:
+        if len(images) > 2:
+            raise torch.cuda.OutOfMemoryError("out of memory")
+        return super().forward(images)
+
+
+def test_a_batch_too_large_for_memory_is_halved(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    model, (images, labels) = coded_model(), batch()
+    attack = PGD(norm="linf", eps=0.1, steps=4, step_size=0.04)
+    expected = attack.run(model, images, labels)
+    model.__class__ = Hungry
+    found = attack.run(model, images, labels)
+    assert torch.allclose(found.images, expected.images, atol=1e-9)
+    assert torch.equal(found.success, expected.success)
+    assert torch.equal(found.forwards, expected.forwards)
+
+
+def test_all_images_may_break_at_once() -> None:
+    """Nothing is left to look at in the middle of a search."""
+    model = coded_model()
+    images, _ = batch(40)
+    labels = model(images).argmax(1)
+    found = PGD(norm="linf", eps=1.0, steps=30, step_size=0.2, start="image").run(model, images, labels)
+    assert found.success.all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["pgd", "apgd", "square", "cw"])
+def test_recorded_passes_change_nothing(name: str) -> None:
+    model, (images, labels) = coded_model().cuda(), batch()
+    images, labels = images.cuda(), labels.cuda()
+    plain, replayed = (make(name, recorded=recorded).run(model, images, labels) for recorded in (False, True))
+    assert torch.allclose(plain.images, replayed.images, atol=1e-9)
+    assert torch.equal(plain.success, replayed.success)
+    assert torch.equal(plain.forwards, replayed.forwards)

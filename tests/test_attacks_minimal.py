@@ -1,0 +1,488 @@
+"""Minimum-norm attacks: closed-form distances, confidence, pixels at the ends, what saturation hides, and the cost."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from ecnn.attacks.base import Attack, Target
+from ecnn.attacks.carlini import BlindSpot, CarliniWagnerL2, MemberCarliniWagner
+from ecnn.attacks.minimal import FMN, DeepFool, MinimumNormAttack
+from ecnn.codes import load_code
+from ecnn.constructions import random_code
+from ecnn.errors import InputError
+from ecnn.model import ECNN
+
+PIXELS = (3, 2, 2)
+
+
+class Linear(nn.Module):
+    """Scores linear in the pixels, zero at mid-gray."""
+
+    def __init__(self, num_classes: int, shape: tuple[int, ...] = PIXELS) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(num_classes)
+        size = torch.Size(shape).numel()
+        self.weight = nn.Parameter(torch.randn(num_classes, size, generator=generator, dtype=torch.float64))
+
+    def forward(self, images: Tensor) -> Tensor:
+        return (images.flatten(1) - 0.5) @ self.weight.T
+
+
+def equidistant(num_classes: int) -> Linear:
+    """Every two classes' weights are equally far apart in all norms, so that the second best class is the nearest.
+
+    An attack that follows the best wrong score ends at the border of that class, which need not be the nearest one.
+    """
+    model = Linear(num_classes)
+    signs = model.weight.detach().sign()
+    own = torch.arange(signs.shape[1]) % num_classes == torch.arange(num_classes)[:, None]
+    model.weight = nn.Parameter(signs * own)
+    return model
+
+
+class Constant(nn.Module):
+    """Says class 0 of everything."""
+
+    def forward(self, images: Tensor) -> Tensor:
+        return torch.tensor([1.0, 0.0, 0.0], dtype=images.dtype).expand(len(images), 3)
+
+
+def near_gray(batch: int = 12, spread: float = 0.1, dtype: torch.dtype = torch.float64) -> Tensor:
+    """Images so near to mid-gray that the nearest border of a linear model is inside [0, 1]."""
+    generator = torch.Generator().manual_seed(0)
+    return 0.5 + spread * (
+        2 * torch.rand(batch, *PIXELS, generator=generator, dtype=torch.float64).to(dtype) - 1
+    )
+
+
+def smallest_distance(
+    model: Linear, images: Tensor, labels: Tensor, norm: str, confidence: float = 0.0
+) -> Tensor:
+    """(batch,) the least over the wrong classes of (margin + confidence) / dual norm of the weight difference."""
+    weight = model.weight.detach()
+    scores = model(images).detach()
+    order = 2 if norm == "l2" else 1
+    results = []
+    for row, label in enumerate(labels.tolist()):
+        others = [other for other in range(len(weight)) if other != label]
+        results.append(
+            min(
+                (scores[row, label] - scores[row, other] + confidence)
+                / torch.linalg.vector_norm(weight[label] - weight[other], ord=order)
+                for other in others
+            )
+        )
+    return torch.stack(results)
+
+
+def measured(points: Tensor, images: Tensor, norm: str) -> Tensor:
+    moves = (points - images).flatten(1)
+    return moves.abs().amax(1) if norm == "linf" else moves.norm(dim=1)
+
+
+def carlini(**changes: Any) -> CarliniWagnerL2:
+    return CarliniWagnerL2(**{"steps": 100, "search_steps": 6, "initial_constant": 0.1, **changes})
+
+
+def tiny_ecnn(**options: Any) -> ECNN:
+    torch.manual_seed(0)
+    return ECNN(random_code(4, 6, seed=0), 3, width=4, depth=8, feature_dim=8, **options).eval()
+
+
+ALL: list[MinimumNormAttack] = [
+    carlini(steps=30, search_steps=4),
+    BlindSpot(steps=30, search_steps=4, initial_constant=0.1),
+    MemberCarliniWagner(steps=30, search_steps=4, initial_constant=0.1, lr=0.02),
+    DeepFool(norm="l2"),
+    DeepFool(norm="linf"),
+    FMN(norm="l2", steps=30),
+    FMN(norm="linf", steps=30),
+]
+
+
+def name_of(attack: Any) -> str:
+    return f"{type(attack).__name__}-{getattr(attack, 'norm', 'l2')}"
+
+
+@pytest.mark.parametrize("num_classes", [2, 3])
+@pytest.mark.parametrize("norm", ["l2", "linf"])
+def test_deepfool_ends_at_its_overshoot_of_the_smallest_distance(norm: Any, num_classes: int) -> None:
+    model, images = Linear(num_classes), near_gray()
+    labels = model(images).argmax(1)
+    attacked = DeepFool(norm=norm, overshoot=0.05).run(model, images, labels)
+    assert attacked.success.all()
+    expected = 1.05 * smallest_distance(model, images, labels, norm)
+    assert torch.allclose(measured(attacked.images, images, norm), expected, rtol=1e-9, atol=0)
+    # the verdict, a look, one gradient per wrong class with its pass, the look that sees the success, the verdict
+    assert attacked.forwards.tolist() == [5] * len(images)
+    assert attacked.backwards.tolist() == [num_classes - 1] * len(images)
+
+
+@pytest.mark.parametrize("num_classes", [2, 3])
+@pytest.mark.parametrize("norm", ["l2", "linf"])
+def test_fmn_reaches_the_smallest_distance(norm: Any, num_classes: int) -> None:
+    model, images = equidistant(num_classes), near_gray()
+    labels = model(images).argmax(1)
+    attacked = FMN(norm=norm, steps=300).run(model, images, labels)
+    ratio = measured(attacked.images, images, norm) / smallest_distance(model, images, labels, norm)
+    assert attacked.success.all()
+    assert 1 <= ratio.min() <= ratio.max() < 1.01
+    assert attacked.forwards.tolist() == [303] * len(images)
+    assert attacked.backwards.tolist() == [300] * len(images)
+
+
+@pytest.mark.parametrize("num_classes", [2, 3])
+@pytest.mark.parametrize(("pull_steps", "lr"), [(0, 0.001), (10, 0.01)])
+def test_carlini_wagner_reaches_the_smallest_distance(pull_steps: int, lr: float, num_classes: int) -> None:
+    model, images = equidistant(num_classes), near_gray()
+    labels = model(images).argmax(1)
+    attack = carlini(steps=400, search_steps=9, lr=lr, pull_steps=pull_steps)
+    crafted = attack(model, images, labels)
+    ratio = measured(crafted, images, "l2") / smallest_distance(model, images, labels, "l2")
+    assert 1 <= ratio.min() <= ratio.max() < 1.01
+
+
+def test_confidence_is_kept_and_costs_distance() -> None:
+    model, images = equidistant(3), near_gray()
+    labels = model(images).argmax(1)
+    lengths = []
+    for confidence in (0.0, 0.5, 1.0):
+        crafted = carlini(steps=300, search_steps=9, confidence=confidence)(model, images, labels)
+        scores = model(crafted).detach()
+        lead = scores.scatter(1, labels[:, None], -torch.inf).amax(1) - scores.gather(
+            1, labels[:, None]
+        ).squeeze(1)
+        assert lead.min() >= confidence
+        lengths.append(measured(crafted, images, "l2"))
+        ratio = lengths[-1] / smallest_distance(model, images, labels, "l2", confidence)
+        assert ratio.max() < 1.01
+    assert (lengths[0] < lengths[1]).all()
+    assert (lengths[1] < lengths[2]).all()
+
+
+def test_without_the_confidence_a_misclassified_image_is_still_returned() -> None:
+    """No pixels make these scores differ by 5, but misclassified images exist, and the contract is to return them."""
+
+    class Bounded(Linear):
+        def forward(self, images: Tensor) -> Tensor:
+            return torch.tanh(super().forward(images))
+
+    model, images = Bounded(3), near_gray()
+    labels = model(images).argmax(1)
+    attacked = carlini(confidence=5.0).run(model, images, labels)
+    assert attacked.success.all()
+    assert (model(attacked.images).argmax(1) != labels).all()
+
+
+def boxed_optimum(direction: Tensor, gap: float, image: Tensor) -> float:
+    """Smallest L2 length of a move inside [0, 1] that gains `gap` along the direction: cut moves, by bisection."""
+    low, high = 0.0, 1e3
+    for _ in range(200):
+        middle = (low + high) / 2
+        move = (image + middle * direction).clamp(0, 1) - image
+        low, high = (middle, high) if float(move @ direction) < gap else (low, middle)
+    return float(((image + high * direction).clamp(0, 1) - image).norm())
+
+
+@pytest.mark.parametrize(
+    ("attack", "slack"),
+    [
+        (carlini(steps=400, search_steps=9), 1.01),
+        (carlini(steps=60), 1.05),
+        (FMN(norm="l2", steps=500), 1.02),
+        (DeepFool(norm="l2"), 1.04),
+    ],
+    ids=["carlini", "carlini-few-steps", "fmn", "deepfool"],
+)
+def test_pixels_at_the_ends_are_no_obstacle(attack: Any, slack: float) -> None:
+    """Black and white pixels only, most of which must move away from their end: the optimum has cut moves."""
+    model = Linear(2, shape=(1, 4, 4))
+    generator = torch.Generator().manual_seed(3)
+    images = torch.randint(2, (16, 1, 4, 4), generator=generator).double()
+    labels = model(images).argmax(1)
+    attacked = attack.run(model, images, labels)
+    assert attacked.success.all()
+    assert 0 <= attacked.images.min() <= attacked.images.max() <= 1
+    weight, scores = model.weight.detach(), model(images).detach()
+    for row, label in enumerate(labels.tolist()):
+        optimum = boxed_optimum(
+            weight[1 - label] - weight[label],
+            float(scores[row, label] - scores[row, 1 - label]),
+            images[row].flatten(),
+        )
+        length = float((attacked.images[row] - images[row]).norm())
+        assert optimum * (1 - 1e-9) <= length < slack * optimum
+
+
+@pytest.mark.parametrize(
+    "attack", [each for each in ALL if not isinstance(each, MemberCarliniWagner)], ids=name_of
+)
+def test_failure_returns_the_clean_image(attack: MinimumNormAttack) -> None:
+    images = near_gray(dtype=torch.float32)
+    attacked = attack.run(Constant(), images, torch.zeros(len(images), dtype=torch.int64))
+    assert not attacked.success.any()
+    assert torch.equal(attacked.images, images)
+    assert (attacked.predictions == 0).all()
+
+
+@pytest.mark.parametrize("attack", ALL, ids=name_of)
+def test_a_row_does_not_depend_on_the_others(attack: MinimumNormAttack) -> None:
+    model = tiny_ecnn().double()
+    images = near_gray(batch=8, spread=0.5)
+    labels = model(images).argmax(1)
+    labels[3] = (labels[3] + 1) % 4  # never right: costs nothing
+    together = attack.run(model, images, labels)
+    parts = [
+        attack.run(model, images[part], labels[part]) for part in (slice(0, 1), slice(1, 4), slice(4, 8))
+    ]
+    for name in ("images", "success", "forwards", "backwards"):
+        pieces = torch.cat([getattr(part, name) for part in parts])
+        assert torch.allclose(getattr(together, name).double(), pieces.double(), atol=1e-10, rtol=0), name
+    assert together.backwards[3] == 0
+    assert together.success.sum() >= 5
+
+
+@pytest.mark.parametrize("attack", ALL, ids=name_of)
+def test_contract(attack: MinimumNormAttack) -> None:
+    """No eps; [0, 1]; the model, its mode, its gradients, the images and torch's generator stay as they are."""
+    assert "eps" not in {field.name for field in dataclasses.fields(attack)}
+    model = tiny_ecnn().train()
+    images = near_gray(batch=6, spread=0.5, dtype=torch.float32)
+    labels = model(images).argmax(1)
+    before, kept = torch.get_rng_state(), images.clone()
+    attacked = attack.run(model, images, labels)
+    trained = attack(model, images, labels, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(torch.get_rng_state(), before)
+    assert torch.equal(images, kept)
+    assert model.training
+    assert all(parameter.grad is None for parameter in model.parameters())
+    for crafted in (attacked.images, trained):
+        assert crafted.shape == images.shape
+        assert crafted.dtype == images.dtype
+        assert not crafted.requires_grad
+        assert 0 <= crafted.min() <= crafted.max() <= 1
+    assert torch.equal(model(attacked.images).argmax(1) != labels, attacked.success)
+    assert torch.equal(attacked.images[~attacked.success], images[~attacked.success])
+    assert attacked.success.any()
+
+
+class Saturated(nn.Module):
+    """Members whose logits are huge, read through tanh: gradients of the scores are exactly zero in float32."""
+
+    def __init__(self, *, symbols: bool = False) -> None:
+        super().__init__()
+        self.code = load_code("10x30")
+        self.code_symbols = torch.from_numpy(self.code.symbols.astype("int64"))
+        self.signs = torch.from_numpy(self.code.signed.astype("float32"))
+        self.symbols = symbols
+
+    def member_logits(self, images: Tensor) -> Tensor:
+        """The first ten pixels say how much the image looks like each class."""
+        logits = 60 * (images.flatten(1)[:, :10] @ self.signs)
+        return torch.stack([-logits, logits], dim=2) if self.symbols else logits
+
+    def decode(self, member_logits: Tensor) -> Tensor:
+        logits = member_logits[..., 1] if self.symbols else member_logits
+        return torch.tanh(logits) @ self.signs.T
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.decode(self.member_logits(images))
+
+
+def images_of_classes() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    labels = torch.arange(10).repeat(2)
+    images = 0.3 + 0.05 * torch.rand(20, 1, 4, 4, generator=generator)
+    images.flatten(1)[torch.arange(20), labels] += 0.4
+    return images, labels
+
+
+@pytest.mark.parametrize("symbols", [False, True])
+def test_a_saturated_decoder_hides_from_scores_and_not_from_members(symbols: bool) -> None:
+    model = Saturated(symbols=symbols)
+    images, labels = images_of_classes()
+    assert (model(images).argmax(1) == labels).all()
+    settings: dict[str, Any] = {"steps": 100, "search_steps": 5, "initial_constant": 0.1}
+    assert not CarliniWagnerL2(**settings).run(model, images, labels).success.any()
+    by_members = MemberCarliniWagner(**settings).run(model, images, labels)
+    assert by_members.success.all()
+    by_linear = CarliniWagnerL2(**settings, on="linear").run(model, images, labels)
+    assert by_linear.success.all()
+    # A class is left when it and another look alike, at 0.4 / sqrt 2 from where it is; saturated scores tie there.
+    lengths = measured(by_members.images, images, "l2")
+    assert 0.9 * 0.35 / 2**0.5 < lengths.min() <= lengths.max() < 1.35 * 0.45 / 2**0.5
+
+
+def test_more_targets_never_lengthen_the_way() -> None:
+    model = Saturated()
+    images, labels = images_of_classes()
+    lengths = [
+        measured(
+            MemberCarliniWagner(steps=50, search_steps=4, initial_constant=0.1, lr=0.02, targets=targets)(
+                model, images, labels
+            ),
+            images,
+            "l2",
+        )
+        for targets in (1, 3, 20)
+    ]
+    assert (lengths[1] <= lengths[0]).all()
+    assert (lengths[2] <= lengths[1]).all()
+    assert (lengths[2] < lengths[0]).any()
+
+
+def test_member_confidence_reaches_every_member() -> None:
+    model = Saturated()
+    images, labels = images_of_classes()
+    attack = MemberCarliniWagner(steps=200, search_steps=6, initial_constant=0.1, confidence=10.0, lr=0.02)
+    crafted = attack(model, images, labels)
+    logits = model.member_logits(crafted)
+    goal = model(crafted).argmax(1)
+    assert (goal != labels).all()
+    assert (2 * logits * model.signs[goal]).amin(1).min() >= 10
+
+
+def test_blind_spot_counts_from_the_shrunken_image() -> None:
+    """With a bias toward class 1 shrinking alone breaks images of class 0 that are near the border."""
+
+    class Biased(Linear):
+        def forward(self, images: Tensor) -> Tensor:
+            return super().forward(images) + torch.tensor([0.0, 0.1], dtype=images.dtype)
+
+    model, images = Biased(2), near_gray(batch=40)
+    labels = model(images).argmax(1)
+    shrunken = 0.5 + 0.6 * (images - 0.5)
+    already = model(shrunken).argmax(1) != labels
+    assert already.any()
+    attacked = BlindSpot(shrink=0.6, steps=300, search_steps=9, initial_constant=0.1).run(
+        model, images, labels
+    )
+    assert attacked.success.all()
+    assert torch.allclose(attacked.images[already], shrunken[already])
+    assert attacked.backwards[already].sum() == 0
+    rest = ~already
+    scores = model(shrunken).detach()
+    margins = (scores[:, 0] - scores[:, 1]).abs()[rest]
+    weight = model.weight.detach()
+    expected = margins / (weight[0] - weight[1]).norm()
+    ratio = measured(attacked.images[rest], shrunken[rest], "l2") / expected
+    assert 1 <= ratio.min() <= ratio.max() < 1.01
+
+
+def test_what_a_search_costs() -> None:
+    """Two verdicts, steps x search_steps passes with gradients, and the halvings at the end."""
+    model, images = Linear(3), near_gray()
+    labels = model(images).argmax(1)
+    attacked = carlini(steps=25, search_steps=3, abort_early=False, pull_steps=7).run(model, images, labels)
+    assert attacked.success.all()
+    assert attacked.backwards.tolist() == [75] * len(images)
+    assert attacked.forwards.tolist() == [2 + 75 + 7] * len(images)
+    failed = carlini(steps=300, search_steps=3).run(Constant(), images, torch.zeros_like(labels))
+    # Nothing changes the loss, so each constant ends at its second check, after 30 steps each, and nothing is pulled.
+    assert failed.backwards.tolist() == [180] * len(images)
+    assert failed.forwards.tolist() == [182] * len(images)
+
+
+def test_aborting_saves_passes_and_hardly_lengthens_the_way() -> None:
+    model, images = tiny_ecnn().double(), near_gray(batch=16, spread=0.5)
+    labels = model(images).argmax(1)
+    patient = carlini(steps=200, abort_early=False).run(model, images, labels)
+    hasty = carlini(steps=200).run(model, images, labels)
+    assert (hasty.success == patient.success).all()
+    assert hasty.forwards.sum() < 0.6 * patient.forwards.sum()
+    lengths = [measured(each.images, images, "l2")[each.success].median() for each in (patient, hasty)]
+    assert lengths[1] < 1.03 * lengths[0]
+
+
+def test_rows_leave_the_batch() -> None:
+    """What the target counts is what the model is given, image by image, and that shrinks as searches end."""
+    images = near_gray(batch=16, spread=0.5)
+    model = tiny_ecnn().double()
+    labels = model(images).argmax(1)
+    sizes: list[int] = []
+    handle = model.register_forward_hook(lambda module, inputs, output: sizes.append(len(inputs[0])))
+    attacked = carlini(steps=100).run(model, images, labels)
+    handle.remove()
+    assert sum(sizes) == int(attacked.forwards.sum())
+    assert len(set(sizes)) > 2
+
+
+def test_fewer_candidates_are_a_longer_way() -> None:
+    model, images = Linear(8), near_gray(batch=40)
+    labels = model(images).argmax(1)
+    few, all_of_them = (
+        measured(DeepFool(norm="l2", num_candidates=count)(model, images, labels), images, "l2")
+        for count in (2, 10)
+    )
+    assert torch.allclose(all_of_them, 1.02 * smallest_distance(model, images, labels, "l2"), rtol=1e-9)
+    assert (few >= all_of_them * (1 - 1e-12)).all()
+    assert (few > 1.01 * all_of_them).any()
+
+
+@pytest.mark.parametrize("attack", [DeepFool(norm="l2"), FMN(norm="l2", steps=50), carlini()], ids=name_of)
+def test_found_images_survive_another_pass_in_float32(attack: Any) -> None:
+    """The nearest image is at the border, where rounding decides: what is found in a batch must hold one by one."""
+    model = tiny_ecnn()
+    images = near_gray(batch=30, spread=0.5, dtype=torch.float32)
+    labels = model(images).argmax(1)
+    attacked = attack.run(model, images, labels)
+    alone = torch.cat([model(image[None]).argmax(1) for image in attacked.images])
+    assert torch.equal(alone != labels, attacked.success)
+    assert attacked.success.float().mean() > 0.6
+
+
+def test_search_returns_the_image_where_nothing_was_found() -> None:
+    images, labels = near_gray(), torch.zeros(12, dtype=torch.int64)
+    target = Target(Constant(), len(images), images.device)
+    for attack in (carlini(steps=10), DeepFool(norm="l2"), FMN(norm="l2", steps=10)):
+        assert torch.equal(attack.search(target, images, labels, None), images)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "sentence"),
+    [
+        (CarliniWagnerL2, {"steps": 0}, "steps must be a whole number from 1"),
+        (CarliniWagnerL2, {"search_steps": 2.5}, "search_steps must be a whole number"),
+        (CarliniWagnerL2, {"initial_constant": 0}, "initial_constant must be greater"),
+        (CarliniWagnerL2, {"confidence": -1}, "confidence must be a finite number"),
+        (CarliniWagnerL2, {"lr": float("nan")}, "lr must be a finite number"),
+        (CarliniWagnerL2, {"on": "members"}, "looks on="),
+        (CarliniWagnerL2, {"keep": "last"}, "keep must be"),
+        (BlindSpot, {"shrink": 1.5}, "shrink must be at most 1"),
+        (BlindSpot, {"shrink": 0}, "shrink must be greater"),
+        (MemberCarliniWagner, {"targets": 0}, "targets must be a whole number from 1"),
+        (DeepFool, {"norm": "l1"}, "norm must be"),
+        (DeepFool, {"num_candidates": 1}, "num_candidates must be"),
+        (DeepFool, {"overshoot": -0.1}, "overshoot must be"),
+        (FMN, {"norm": "l2", "steps": 0}, "steps must be"),
+        (FMN, {"norm": "l2", "steps": 5, "radius_change": (0.05, 1.0)}, "radius_change must be two numbers"),
+        (FMN, {"norm": "l2", "steps": 5, "step_size": 1.0}, "step_size must be two numbers"),
+    ],
+)
+def test_bad_settings_are_found_when_the_attack_is_made(
+    kind: Any, settings: dict[str, Any], sentence: str
+) -> None:
+    needed: dict[str, Any] = {}
+    if kind is DeepFool:
+        needed = {"norm": "l2"}
+    elif kind is not FMN:
+        needed = {"steps": 5, "search_steps": 2, "initial_constant": 0.1}
+    with pytest.raises(InputError, match=sentence):
+        kind(**{**needed, **settings})
+
+
+def test_members_are_needed_for_the_member_attack() -> None:
+    images = near_gray()
+    with pytest.raises(InputError, match="has no members"):
+        MemberCarliniWagner(steps=5, search_steps=1, initial_constant=0.1)(
+            Linear(3), images, Linear(3)(images).argmax(1)
+        )
+
+
+def test_all_are_attacks() -> None:
+    assert all(isinstance(attack, Attack) for attack in ALL)

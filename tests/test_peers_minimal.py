@@ -1,0 +1,242 @@
+"""Minimum-norm attacks beside other libraries' on the same model and images, at the same settings.
+
+A peer's image counts when the model misclassifies it and it is not black: foolbox returns zeros for failures and calls
+them adversarial.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from ecnn.attacks.carlini import CarliniWagnerL2
+from ecnn.attacks.minimal import FMN, DeepFool
+from ecnn.data import load_data
+from ecnn.runs import load_model
+
+pytestmark = pytest.mark.peer
+
+DATA = Path(__file__).parent.parent / "data"
+SETTINGS = {"steps": 100, "search_steps": 4, "initial_constant": 0.1, "lr": 0.01}
+Peer = Callable[..., Tensor]
+
+
+def cleverhans_carlini(
+    model: nn.Module,
+    images: Tensor,
+    labels: Tensor,
+    *,
+    steps: int,
+    search_steps: int,
+    initial_constant: float,
+    lr: float,
+) -> Tensor:
+    module = pytest.importorskip("cleverhans.torch.attacks.carlini_wagner_l2")
+    crafted: Tensor = module.carlini_wagner_l2(
+        model,
+        images,
+        model(images[:1]).shape[1],
+        y=labels,
+        lr=lr,
+        initial_const=initial_constant,
+        binary_search_steps=search_steps,
+        max_iterations=steps,
+    )
+    return crafted
+
+
+def foolbox_carlini(
+    model: nn.Module,
+    images: Tensor,
+    labels: Tensor,
+    *,
+    steps: int,
+    search_steps: int,
+    initial_constant: float,
+    lr: float,
+) -> Tensor:
+    foolbox = pytest.importorskip("foolbox")
+    attack = foolbox.attacks.L2CarliniWagnerAttack(
+        binary_search_steps=search_steps,
+        steps=steps,
+        stepsize=lr,
+        confidence=0,
+        initial_const=initial_constant,
+        abort_early=True,
+    )
+    return run_foolbox(attack, model, images, labels)
+
+
+def run_foolbox(attack: Any, model: nn.Module, images: Tensor, labels: Tensor) -> Tensor:
+    foolbox = pytest.importorskip("foolbox")
+    _, crafted, _ = attack(foolbox.PyTorchModel(model, bounds=(0, 1)), images, labels, epsilons=None)
+    found: Tensor = crafted
+    return found
+
+
+def torchattacks_carlini(
+    model: nn.Module,
+    images: Tensor,
+    labels: Tensor,
+    *,
+    steps: int,
+    search_steps: int,
+    initial_constant: float,
+    lr: float,
+) -> Tensor:
+    """It has no search: the constant stays."""
+    for name in ("torchvision", "torchvision.transforms"):  # imported, but of no use to this attack
+        sys.modules.setdefault(name, ModuleType(name))
+    torchattacks = pytest.importorskip("torchattacks")
+    crafted: Tensor = torchattacks.CW(model, c=initial_constant, steps=steps, lr=lr)(images, labels)
+    return crafted
+
+
+def art_carlini(
+    model: nn.Module,
+    images: Tensor,
+    labels: Tensor,
+    *,
+    steps: int,
+    search_steps: int,
+    initial_constant: float,
+    lr: float,
+) -> Tensor:
+    """It has a line search in place of Adam, which asks the model up to ten times in each step."""
+    evasion = pytest.importorskip("art.attacks.evasion")
+    classification = pytest.importorskip("art.estimators.classification")
+    classes = model(images[:1]).shape[1]
+    classifier = classification.PyTorchClassifier(
+        model, loss=None, input_shape=tuple(images.shape[1:]), nb_classes=classes, clip_values=(0, 1)
+    )
+    attack = evasion.CarliniL2Method(
+        classifier,
+        learning_rate=lr,
+        binary_search_steps=search_steps,
+        max_iter=steps,
+        initial_const=initial_constant,
+        batch_size=len(images),
+        verbose=False,
+    )
+    return torch.from_numpy(attack.generate(images.numpy(), labels.numpy()))
+
+
+PEERS: dict[str, Peer] = {
+    "cleverhans": cleverhans_carlini,
+    "foolbox": foolbox_carlini,
+    "torchattacks": torchattacks_carlini,
+    "art": art_carlini,
+}
+
+
+def outcome(model: nn.Module, crafted: Tensor, images: Tensor, labels: Tensor) -> Tensor:
+    """(batch,) the L2 length of each image's way, infinite where it failed."""
+    with torch.no_grad():
+        success = (model(crafted).argmax(1) != labels) & (crafted.flatten(1).amax(1) > 0)
+    return torch.where(success, (crafted - images).flatten(1).norm(dim=1), torch.inf)
+
+
+def perceptron() -> tuple[nn.Module, Tensor, Tensor]:
+    """A network with random weights, images with some black and white pixels, and its own answers."""
+    generator = torch.Generator().manual_seed(0)
+    model = nn.Sequential(nn.Flatten(), nn.Linear(192, 64), nn.SiLU(), nn.Linear(64, 10)).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) / parameter.shape[-1] ** 0.5)
+    images = (1.4 * torch.rand(40, 3, 8, 8, generator=generator) - 0.2).clamp(0, 1)
+    with torch.no_grad():
+        return model, images, model(images).argmax(1)
+
+
+def cifar10_model(count: int) -> tuple[nn.Module, Tensor, Tensor]:
+    """The shipped adversarially trained ResNet-20 and test images that it classifies right."""
+    model = load_model("cifar10-resnet20-at").eval()
+    images, labels = load_data("cifar10", root=DATA).test[: 2 * count]
+    with torch.no_grad():
+        right = model(images).argmax(1) == labels
+    return model, images[right][:count], labels[right][:count]
+
+
+def assert_no_worse(ours: Tensor, theirs: Tensor) -> None:
+    """At least as many successes, and no longer median way, failures counted as infinite."""
+    assert int(torch.isfinite(ours).sum()) >= int(torch.isfinite(theirs).sum())
+    assert float(ours.median()) <= float(theirs.median())
+
+
+@pytest.fixture(autouse=True)
+def _quiet() -> Any:
+    """What other libraries warn of is not ours to mend."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PEERS)
+def test_carlini_wagner_on_a_perceptron(name: str) -> None:
+    model, images, labels = perceptron()
+    theirs = outcome(model, PEERS[name](model, images, labels, **SETTINGS), images, labels)
+    ours = outcome(model, CarliniWagnerL2(**SETTINGS)(model, images, labels), images, labels)
+    assert torch.isfinite(ours).all()
+    assert_no_worse(ours, theirs)
+
+
+@pytest.mark.slow
+@pytest.mark.data
+@pytest.mark.parametrize("name", ["foolbox", "torchattacks", "cleverhans"])
+def test_carlini_wagner_on_cifar10(name: str) -> None:
+    model, images, labels = cifar10_model(50)
+    settings = {**SETTINGS, "steps": 40}
+    theirs = outcome(model, PEERS[name](model, images, labels, **settings), images, labels)
+    ours = outcome(model, CarliniWagnerL2(**settings)(model, images, labels), images, labels)
+    assert torch.isfinite(ours).all()
+    assert_no_worse(ours, theirs)
+
+
+@pytest.mark.parametrize("norm", ["l2", "linf"])
+def test_deepfool_and_foolbox(norm: Any) -> None:
+    """The same algorithm: the same ways but for the candidates, which foolbox chooses anew at every step."""
+    foolbox = pytest.importorskip("foolbox")
+    model, images, labels = perceptron()
+    kind = foolbox.attacks.L2DeepFoolAttack if norm == "l2" else foolbox.attacks.LinfDeepFoolAttack
+    peer = kind(steps=50, candidates=10, overshoot=0.02, loss="logits")
+    theirs = run_foolbox(peer, model, images, labels)
+    ours = DeepFool(norm=norm)(model, images, labels)
+    with torch.no_grad():
+        assert (model(ours).argmax(1) != labels).all()
+    order = 2 if norm == "l2" else torch.inf
+    ratio = (ours - images).flatten(1).norm(p=order, dim=1) / (theirs - images).flatten(1).norm(
+        p=order, dim=1
+    )
+    assert float(ratio.median()) <= 1.001
+    inner = images * 0.6 + 0.2
+    with torch.no_grad():
+        labels = model(inner).argmax(1)
+    theirs, ours = run_foolbox(peer, model, inner, labels), DeepFool(norm=norm)(model, inner, labels)
+    assert torch.allclose(ours, theirs, atol=2e-5), (ours - theirs).abs().max()
+
+
+@pytest.mark.parametrize("norm", ["l2", "linf"])
+def test_fmn_and_foolbox(norm: Any) -> None:
+    foolbox = pytest.importorskip("foolbox")
+    model, images, labels = perceptron()
+    kind = foolbox.attacks.L2FMNAttack if norm == "l2" else foolbox.attacks.LInfFMNAttack
+    theirs = run_foolbox(kind(steps=100), model, images, labels)
+    ours = FMN(norm=norm, steps=100)(model, images, labels)
+    order = 2 if norm == "l2" else torch.inf
+    with torch.no_grad():
+        broken = [model(each).argmax(1) != labels for each in (ours, theirs)]
+    assert int(broken[0].sum()) >= int(broken[1].sum())
+    lengths = [
+        torch.where(won, (each - images).flatten(1).norm(p=order, dim=1), torch.inf)
+        for won, each in zip(broken, (ours, theirs), strict=True)
+    ]
+    assert float(lengths[0].median()) <= 1.001 * float(lengths[1].median())
