@@ -25,7 +25,7 @@ from ecnn.runs import load_model
 pytestmark = pytest.mark.peer
 
 DATA = Path(__file__).parent.parent / "data"
-SETTINGS = {"steps": 100, "search_steps": 4, "initial_constant": 0.1, "lr": 0.01}
+SETTINGS: dict[str, Any] = {"steps": 100, "search_steps": 4, "initial_constant": 0.1, "lr": 0.01}
 Peer = Callable[..., Tensor]
 
 
@@ -144,6 +144,11 @@ def outcome(model: nn.Module, crafted: Tensor, images: Tensor, labels: Tensor) -
     return torch.where(success, (crafted - images).flatten(1).norm(dim=1), torch.inf)
 
 
+def lengths_of(moves: Tensor, norm: str) -> Tensor:
+    lengths: Tensor = torch.linalg.vector_norm(moves.flatten(1), ord=2 if norm == "l2" else torch.inf, dim=1)
+    return lengths
+
+
 def perceptron() -> tuple[nn.Module, Tensor, Tensor]:
     """A network with random weights, images with some black and white pixels, and its own answers."""
     generator = torch.Generator().manual_seed(0)
@@ -203,25 +208,20 @@ def test_carlini_wagner_on_cifar10(name: str) -> None:
 
 @pytest.mark.parametrize("norm", ["l2", "linf"])
 def test_deepfool_and_foolbox(norm: Any) -> None:
-    """The same algorithm: the same ways but for the candidates, which foolbox chooses anew at every step."""
+    """Where no pixel is cut, the same images but for the 0.0001 that foolbox adds to each of a few steps."""
     foolbox = pytest.importorskip("foolbox")
-    model, images, labels = perceptron()
+    model, images, _ = perceptron()
+    images = 0.2 + 0.6 * images
+    with torch.no_grad():
+        labels = model(images).argmax(1)
     kind = foolbox.attacks.L2DeepFoolAttack if norm == "l2" else foolbox.attacks.LinfDeepFoolAttack
-    peer = kind(steps=50, candidates=10, overshoot=0.02, loss="logits")
-    theirs = run_foolbox(peer, model, images, labels)
+    theirs = run_foolbox(kind(steps=50, candidates=10, overshoot=0.02), model, images, labels)
     ours = DeepFool(norm=norm)(model, images, labels)
     with torch.no_grad():
         assert (model(ours).argmax(1) != labels).all()
-    order = 2 if norm == "l2" else torch.inf
-    ratio = (ours - images).flatten(1).norm(p=order, dim=1) / (theirs - images).flatten(1).norm(
-        p=order, dim=1
-    )
-    assert float(ratio.median()) <= 1.001
-    inner = images * 0.6 + 0.2
-    with torch.no_grad():
-        labels = model(inner).argmax(1)
-    theirs, ours = run_foolbox(peer, model, inner, labels), DeepFool(norm=norm)(model, inner, labels)
-    assert torch.allclose(ours, theirs, atol=2e-5), (ours - theirs).abs().max()
+    assert lengths_of(ours - images, norm).median() > 0.005
+    assert lengths_of(ours - theirs, norm).max() < 5e-4
+    assert (lengths_of(ours - images, norm) <= lengths_of(theirs - images, norm)).all()
 
 
 @pytest.mark.parametrize("norm", ["l2", "linf"])
@@ -231,12 +231,11 @@ def test_fmn_and_foolbox(norm: Any) -> None:
     kind = foolbox.attacks.L2FMNAttack if norm == "l2" else foolbox.attacks.LInfFMNAttack
     theirs = run_foolbox(kind(steps=100), model, images, labels)
     ours = FMN(norm=norm, steps=100)(model, images, labels)
-    order = 2 if norm == "l2" else torch.inf
     with torch.no_grad():
         broken = [model(each).argmax(1) != labels for each in (ours, theirs)]
-    assert int(broken[0].sum()) >= int(broken[1].sum())
+    assert broken[0].all()
     lengths = [
-        torch.where(won, (each - images).flatten(1).norm(p=order, dim=1), torch.inf)
+        torch.where(won, lengths_of(each - images, norm), torch.inf)
         for won, each in zip(broken, (ours, theirs), strict=True)
     ]
     assert float(lengths[0].median()) <= 1.001 * float(lengths[1].median())
