@@ -1,12 +1,15 @@
 """What a member costs: throughput of ECNN beside ResNet-20 and beside a loop over members, and of adversarial training.
 
-Run on a machine with a CUDA device: python benchmarks/training.py. Everything is measured in one process, in turns;
-writes training.json and training.md beside this file.
+Run on a machine with a CUDA device: python benchmarks/training.py [--compile] [--parts member_loops] [--json OUT.json].
+Everything is measured in one process, in turns; writes training.json and training.md beside this file.
 """
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
+import gc
+import statistics
 import sys
 import time
 from collections.abc import Callable
@@ -19,7 +22,7 @@ from torch import Tensor, nn
 from ecnn import files, runs
 from ecnn.attacks import PGD
 from ecnn.backbones import resnet20
-from ecnn.codes import load_code
+from ecnn.codes import CodeMatrix, load_code
 from ecnn.data import Split
 from ecnn.model import ECNN
 from ecnn.objectives import named_objective
@@ -33,7 +36,7 @@ PLAIN = dataclasses.replace(RECIPES["paper"], diversity_weight=0.0, objective="m
 
 
 class LoopedECNN(ECNN):
-    """The same network, run one member at a time: what batching members is compared with."""
+    """The same network and parameters, run one member at a time: what batching members is compared with."""
 
     def features(self, images: Tensor) -> Tensor:
         maps = self.trunk(self.centre(images))
@@ -51,6 +54,29 @@ class LoopedECNN(ECNN):
                 )
             )
         return torch.stack(members, dim=1)
+
+
+class ModuleLoopECNN(ECNN):
+    """A network of as many parameters whose members are modules in a list, called one after the other."""
+
+    def __init__(self, code: CodeMatrix) -> None:
+        super().__init__(code)
+        self.branches = nn.Identity()  # type: ignore[assignment]
+        self.members = nn.ModuleList(
+            nn.Sequential(
+                nn.Conv2d(64, 16, 3, padding=1),
+                nn.ReLU(),
+                nn.AdaptiveAvgPool2d(1),
+                nn.Flatten(),
+                nn.Linear(16, 32),
+                nn.ReLU(),
+            )
+            for _ in range(code.code_length)
+        )
+
+    def features(self, images: Tensor) -> Tensor:
+        maps = self.trunk(self.centre(images))
+        return torch.stack([member(maps) for member in self.members], dim=1)
 
 
 def models() -> dict[str, Callable[[], nn.Module]]:
@@ -112,9 +138,9 @@ def training_rate(
     return images_per_second(engine._step if engine.graph is None else engine.graph.replay, batch)
 
 
-def pass_rate(build: Callable[[], nn.Module], data: Split, batch: int) -> float:
-    """Images per second of an eager forward and backward pass alone: no data, no optimizer."""
-    engine = make_engine(build(), data, batch, "eager")
+def pass_of(model: nn.Module, data: Split, batch: int) -> Callable[[], None]:
+    """An eager forward and backward pass alone: no data, no optimizer."""
+    engine = make_engine(model, data, batch, "eager")
     images = torch.rand(batch, 3, 32, 32, device="cuda").contiguous(memory_format=torch.channels_last)
     labels = torch.arange(batch, device="cuda") % 10
 
@@ -124,7 +150,35 @@ def pass_rate(build: Callable[[], nn.Module], data: Split, batch: int) -> float:
             loss = engine.objective(engine.worker, images, labels)
         torch.autograd.backward(loss)
 
-    return images_per_second(call, batch)
+    return call
+
+
+def member_loops(batch: int = 256, rounds: int = 25, repeats: int = 6) -> dict[str, Any]:
+    """Eager passes of all members at once and of two loops over them, in turns: the processor is the bottleneck, and
+    what disturbs it disturbs neighbours in time alike. Milliseconds of every round.
+    """
+    data, code = synthetic(), load_code("10x30")
+    calls = {
+        "ecnn30": pass_of(ECNN(code), data, batch),
+        "slices": pass_of(LoopedECNN(code), data, batch),
+        "modules": pass_of(ModuleLoopECNN(code), data, batch),
+    }
+    for call in calls.values():
+        for _ in range(5):
+            call()
+    gc.collect()
+    gc.freeze()
+    times: dict[str, Any] = {name: [] for name in calls}
+    for _ in range(rounds):
+        for name, call in calls.items():
+            torch.cuda.synchronize()
+            started = time.perf_counter()
+            for _ in range(repeats):
+                call()
+            torch.cuda.synchronize()
+            times[name].append(1e3 * (time.perf_counter() - started) / repeats)
+    gc.unfreeze()
+    return {"batch": batch, **times}
 
 
 def inference_rate(build: Callable[[], nn.Module], batch: int, mode: str) -> float:
@@ -165,8 +219,6 @@ def throughput(modes: tuple[str, ...]) -> list[dict[str, Any]]:
                 started = time.perf_counter()
                 row["training"] = training_rate(build, data, batch, mode)
                 row["inference"] = inference_rate(build, batch, mode)
-                if mode == "eager":
-                    row["pass"] = pass_rate(build, data, batch)
                 row["measured_in"] = time.perf_counter() - started
                 table.append(row)
                 sys.stdout.write(f"{row}\n")
@@ -202,6 +254,26 @@ def _ratio(above: Any, below: Any, keys: tuple[str, str]) -> str:
     return " / ".join(f"{above[key] / below[key]:.2f}" for key in keys)
 
 
+def loop_lines(loops: dict[str, Any]) -> list[str]:
+    """Paired ratios of the loops over members: median of all rounds, and the middle half."""
+    lines = [
+        f"Forward and backward alone, eager, batch {loops['batch']}, {len(loops['ecnn30'])} rounds in turns: how many",
+        "times as long a loop over members takes, median of all rounds and the middle half of them.",
+        "",
+        "| loop | median | from | to | its milliseconds | those of ecnn30 |",
+        "|---|---:|---:|---:|---:|---:|",
+    ]
+    for name, title in (
+        ("slices", "over slices of the same parameters"),
+        ("modules", "over modules in a list"),
+    ):
+        ratios = [loop / whole for loop, whole in zip(loops[name], loops["ecnn30"], strict=True)]
+        low, middle, high = statistics.quantiles(ratios, n=4)
+        own, whole = (statistics.median(loops[key]) for key in (name, "ecnn30"))
+        lines.append(f"| {title} | {middle:.2f} | {low:.2f} | {high:.2f} | {own:.2f} | {whole:.2f} |")
+    return lines
+
+
 def markdown(result: dict[str, Any]) -> str:
     """The table of docs, with the ratios that matter taken within one run."""
     rates = {(row["batch"], row["model"], row["mode"]): row for row in result["throughput"]}
@@ -234,11 +306,7 @@ def markdown(result: dict[str, Any]) -> str:
         if all(a and b for a, b in pairs):
             shown = [_ratio(a, b, ("training", "inference")) for a, b in pairs]
             lines.append(f"| {title}, {mode} | " + " | ".join(shown) + " |")
-    eager = [(rates[batch, "ecnn30", "eager"], rates[batch, "ecnn30_loop", "eager"]) for batch in BATCHES]
-    shown = [_ratio(a, b, ("pass", "inference")) for a, b in eager]
-    lines.append(
-        "| ecnn30 over a loop over members, eager, forward and backward alone | " + " | ".join(shown) + " |"
-    )
+    lines += ["", *loop_lines(result["member_loops"])]
     lines += [
         "",
         "A PGD-10 adversarial training step, in plain training steps of the same batch (eleven passes would be 11):",
@@ -254,22 +322,30 @@ def markdown(result: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    """Measures and writes the JSON (to the path given, else beside this file); with --render only draws the table."""
-    target = Path(
-        next((argument for argument in sys.argv[1:] if argument[0] != "-"), str(HERE / "training.json"))
+    """Measures the parts asked for and writes them into the JSON; without parts only draws the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", type=Path, default=HERE / "training.json")
+    parser.add_argument("--parts", default="throughput,member_loops,adversarial")
+    parser.add_argument(
+        "--compile", action="store_true", help="measure compiled networks too: half a minute each"
     )
-    if "--render" not in sys.argv:
+    options = parser.parse_args()
+    result = files.read_json(options.json) if options.json.exists() else {}
+    if options.parts:
         if not torch.cuda.is_available():
             raise SystemExit("this benchmark needs a CUDA device")
         torch.backends.cudnn.benchmark = True
-        modes = ("eager", "graph", "compile") if "--compile" in sys.argv else ("eager", "graph")
-        result = {
-            "environment": runs.environment(),
-            "throughput": throughput(modes),
-            "adversarial": adversarial("graph"),
+        modes = ("eager", "graph", "compile") if options.compile else ("eager", "graph")
+        parts: dict[str, Callable[[], Any]] = {
+            "throughput": lambda: throughput(modes),
+            "member_loops": member_loops,
+            "adversarial": lambda: adversarial("graph"),
         }
-        files.write_json(target, result)
-    files.write_text(target.with_suffix(".md"), markdown(files.read_json(target)))
+        result["environment"] = runs.environment()
+        for part in options.parts.split(","):
+            result[part] = parts[part]()
+            files.write_json(options.json, result)
+    files.write_text(options.json.with_suffix(".md"), markdown(result))
 
 
 if __name__ == "__main__":

@@ -48,13 +48,14 @@ def tiny_ecnn(**options: Any) -> ECNN:
 
 
 @pytest.mark.parametrize(
-    ("text", "value"), [("8/255", 8 / 255), ("0.04", 0.04), (0.3, 0.3), (0, 0.0), ("1", 1.0)]
+    ("text", "value"),
+    [("8/255", 8 / 255), ("0.5/255", 0.5 / 255), ("0.04", 0.04), (0.3, 0.3), (0, 0.0), ("1", 1.0)],
 )
 def test_eps_as_people_write_it(text: Any, value: float) -> None:
     assert parse_eps(text) == pytest.approx(value, abs=1e-15)
 
 
-@pytest.mark.parametrize("eps", ["8/0", "eight", -0.1, math.nan, math.inf, "-1/255"])
+@pytest.mark.parametrize("eps", ["8/0", "8/255/2", "/255", "eight", -0.1, math.nan, math.inf, "-1/255"])
 def test_bad_eps(eps: Any) -> None:
     with pytest.raises(InputError, match="eps must be"):
         parse_eps(eps)

@@ -254,12 +254,12 @@ def test_all_images_may_break_at_once() -> None:
     assert found.success.all()
 
 
-@pytest.mark.gpu
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("name", ["pgd", "apgd", "square", "cw"])
-def test_recorded_passes_change_nothing(name: str) -> None:
-    model, (images, labels) = coded_model().cuda(), batch()
-    images, labels = images.cuda(), labels.cuda()
-    plain, replayed = (make(name, recorded=recorded).run(model, images, labels) for recorded in (False, True))
+def test_a_quick_search_finds_the_same(name: str, device: str) -> None:
+    model, (images, labels) = coded_model().to(device), batch()
+    images, labels = images.to(device), labels.to(device)
+    plain, replayed = (make(name, quick=quick).run(model, images, labels) for quick in (False, True))
     assert torch.allclose(plain.images, replayed.images, atol=1e-9)
     assert torch.equal(plain.success, replayed.success)
     assert torch.equal(plain.forwards, replayed.forwards)

@@ -22,6 +22,7 @@ from ecnn.backbones import (
     resnet20,
     resnet32,
     unit_plan,
+    without_batch_norms,
 )
 from ecnn.errors import InputError
 
@@ -253,3 +254,18 @@ def test_scores_stay_float32_under_autocast() -> None:
     model = ResNet(10, depth=8, width=2).eval()
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert model(torch.rand(2, 3, 8, 8)).dtype == torch.float32
+
+
+def test_batch_norms_are_merged_into_convolutions() -> None:
+    torch.manual_seed(0)
+    model = ResNet(5, 2, depth=8, width=4).double()
+    images = torch.rand(6, 2, 8, 8, dtype=torch.float64)
+    shake(model)
+    in_training = without_batch_norms(model)
+    assert sum(isinstance(module, nn.BatchNorm2d) for module in in_training.modules()) == 7
+    model.eval()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    merged = without_batch_norms(model)
+    assert not any(isinstance(module, nn.BatchNorm2d) for module in merged.modules())
+    assert torch.allclose(merged(images), model(images), rtol=1e-10, atol=1e-12)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())

@@ -1,4 +1,4 @@
-"""Baselines: published counts and formulas, equality with loops over members, independence, training on digits."""
+"""Baselines: published counts and formulas, equality with loops over members, independence."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import itertools
 import json
 import math
 from collections import Counter
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -16,12 +15,11 @@ import scipy.linalg
 import scipy.special
 import torch
 import torch.nn.functional as F  # noqa: N812 the name everybody knows
+from small_networks import SMALL, count, one_thread, shake  # noqa: F401 a fixture acts where it is imported
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import ecnn
-from ecnn.attacks import PGD
 from ecnn.backbones import ResNet
 from ecnn.baselines import (
     BASELINES,
@@ -41,38 +39,11 @@ from ecnn.baselines import (
 from ecnn.baselines.tanh_ensemble import shift_and_turn
 from ecnn.codes import CodeMatrix, load_code
 from ecnn.constructions import random_code
-from ecnn.data import Dataset
 from ecnn.errors import InputError
 from ecnn.objectives import MemberObjective, ScoreObjective
-from ecnn.training import Recipe, fit
-from ecnn.training.loop import accuracy
 
 CODE = random_code(4, 5, seed=0)
-SMALL: dict[str, Any] = {"depth": 8, "width": 2}
 SMALL_TANH: dict[str, Any] = {"image_size": (8, 12), "filters": (2, 3, 4), "bit_filters": 2}
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Networks this small only wait for a second thread."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-def count(module: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in module.parameters())
-
-
-def shake(model: nn.Module) -> None:
-    """Moves biases and batch norms away from their start, so that leaving one out shows."""
-    with torch.no_grad():
-        for name, values in model.state_dict().items():
-            if name.endswith(("bias", "running_mean")):
-                values.uniform_(-0.3, 0.3)
-            elif name.endswith("running_var"):
-                values.uniform_(0.5, 2.0)
 
 
 def with_labels(model: nn.Module, batch: int = 6, size: tuple[int, int] = (8, 12)) -> tuple[Tensor, Tensor]:
@@ -725,112 +696,3 @@ def test_a_mean_image_tells_the_tanh_ensemble_its_size() -> None:
 def test_refusals(build: Any, message: str) -> None:
     with pytest.raises(InputError, match=message):
         build()
-
-
-# Training through fit, on the embedded digits
-
-RECIPE = Recipe(epochs=5, batch_size=32, optimizer="adam", lr=1e-2, schedule="onecycle")
-EPS = 0.1
-NEAR = PGD(norm="linf", eps=EPS, steps=3, step_size=0.05, loss="cross_entropy", keep="last")
-
-
-@pytest.fixture(scope="module")
-def digits() -> Dataset:
-    return ecnn.load_data("digits")
-
-
-def trained(model: nn.Module, data: Dataset, **options: Any) -> nn.Module:
-    torch.manual_seed(1)
-    history = fit(model, data.train, val=data.val, recipe=RECIPE, seed=0, **options)
-    assert history.epochs[-1]["loss"] < history.epochs[0]["loss"]
-    return model
-
-
-def attacked(model: nn.Module, data: Dataset, **options: Any) -> float:
-    attack = PGD(norm="linf", eps=EPS, steps=10, step_size=0.02, **options)
-    return accuracy(model, data.test.take(100), attack=attack)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "objective", "options"),
-    [
-        ("adp", ADPObjective(), {"depth": 8, "width": 4}),
-        (
-            "tanh_ensemble",
-            TanhEnsembleObjective(noise=0.03, blend=0.03),
-            {"filters": (4, 8, 8), "bit_filters": 4},
-        ),
-        (
-            "independent_ecoc",
-            MemberObjective("hinge"),
-            {"depth": 8, "width": 4, "feature_dim": 8, "batch_norm": True, "code": load_code("10x10")},
-        ),
-    ],
-    ids=["adp", "tanh_ensemble", "independent_ecoc"],
-)
-def test_a_baseline_learns_digits_and_can_be_attacked(
-    name: str, objective: Any, options: dict[str, Any], digits: Dataset
-) -> None:
-    """At least 90 % of the test digits after five epochs, all through `fit`; undefended, so that PGD breaks it."""
-    torch.manual_seed(0)
-    model = trained(BASELINES[name](10, 1, digits.mean_image, **options), digits, objective=objective)
-    clean = accuracy(model, digits.test)
-    assert clean >= 0.9
-    views = ("scores",) if name == "adp" else ("scores", "linear", "tempered", "members")
-    for view in views:
-        assert attacked(model, digits, on=view) <= clean - 0.2, view
-    if name == "adp":
-        with pytest.raises(InputError, match="has no members"):
-            attacked(model, digits, on="members")
-
-
-@pytest.mark.slow
-def test_trades_and_adversarial_training_make_digits_robust(digits: Dataset) -> None:
-    """At least 90 % clean, and 20 points more under attack than without them."""
-
-    def network() -> ResNet:
-        torch.manual_seed(0)
-        return ResNet(10, 1, depth=8, width=8, mean=digits.mean_image)
-
-    plain = trained(network(), digits, objective="cross_entropy")
-    trades = TRADESObjective(eps=EPS, steps=3, step_size=0.05)
-    for options in ({"objective": trades}, {"objective": "cross_entropy", "attack": NEAR}):
-        robust = trained(network(), digits, **options)
-        assert accuracy(robust, digits.test) >= 0.9
-        assert attacked(robust, digits) >= attacked(plain, digits) + 0.2
-
-
-def test_a_seed_for_torch_repeats_a_run_with_noise(digits: Dataset) -> None:
-    def weights(torch_seed: int) -> Tensor:
-        torch.manual_seed(0)
-        model = TanhEnsemble(10, 1, **{**SMALL_TANH, "image_size": 8})
-        torch.manual_seed(torch_seed)
-        objective = TanhEnsembleObjective(noise=0.1, blend=0.1)
-        fit(model, digits.train.take(64), val=None, recipe=RECIPE, epochs=1, objective=objective, seed=0)
-        return torch.cat([values.flatten() for values in model.parameters()]).detach()
-
-    assert torch.equal(weights(1), weights(1))
-    assert not torch.equal(weights(1), weights(2))
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize(
-    ("name", "objective"),
-    [
-        ("adp", ADPObjective()),
-        ("tanh_ensemble", TanhEnsembleObjective(noise=0.03, blend=0.03, rotation=15)),
-        ("adp", TRADESObjective(eps=EPS, steps=2, step_size=0.05)),
-    ],
-)
-def test_a_cuda_graph_holds_the_step(name: str, objective: Any, digits: Dataset) -> None:
-    if not torch.cuda.is_available():
-        pytest.skip("no CUDA device")
-    torch.manual_seed(0)
-    options = (
-        {"filters": (4, 8, 8), "bit_filters": 4} if name == "tanh_ensemble" else {"depth": 8, "width": 8}
-    )
-    model = BASELINES[name](10, 1, digits.mean_image, **options).cuda()
-    history = fit(model, digits.train, val=digits.val, recipe=RECIPE, objective=objective, seed=0)
-    assert history.note == ""
-    assert accuracy(model, digits.test) >= 0.85

@@ -1,11 +1,10 @@
-"""More baselines: votes against loops, squeezers against scipy and Pillow, quantisers by hand, training on digits."""
+"""More baselines: votes against loops, squeezers against scipy and Pillow, quantisers by hand."""
 
 from __future__ import annotations
 
 import copy
 import json
 import math
-from collections.abc import Iterator
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -16,11 +15,10 @@ import scipy.ndimage
 import torch
 import torch.nn.functional as F  # noqa: N812 the name everybody knows
 from PIL import Image, ImageFilter
+from small_networks import RING, SMALL, count, one_thread, shake  # noqa: F401 a fixture acts where it is imported
 from torch import Tensor, nn
 
-import ecnn
 from ecnn import files
-from ecnn.attacks import PGD
 from ecnn.backbones import ResNet
 from ecnn.baselines import (
     BASELINES,
@@ -45,38 +43,10 @@ from ecnn.baselines import (
 from ecnn.baselines.empir import QuantisedConv
 from ecnn.codes import CodeMatrix, load_code
 from ecnn.constructions import random_code
-from ecnn.data import Dataset
 from ecnn.errors import InputError
-from ecnn.objectives import score_cross_entropy, score_margin
-from ecnn.training import Recipe, fit
-from ecnn.training.loop import accuracy
+from ecnn.objectives import score_cross_entropy
 
-SMALL: dict[str, Any] = {"depth": 8, "width": 2}
 SETS = [[0, 1], [1, 2], [0, 2, 3], [3]]
-RING = [[index, (index + 1) % 10, (index + 3) % 10] for index in range(10)]
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Networks this small only wait for a second thread."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-def count(module: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in module.parameters())
-
-
-def shake(model: nn.Module) -> None:
-    """Moves biases and batch norms away from their start, so that leaving one out shows."""
-    with torch.no_grad():
-        for name, values in model.state_dict().items():
-            if name.endswith(("bias", "running_mean")):
-                values.uniform_(-0.3, 0.3)
-            elif name.endswith("running_var"):
-                values.uniform_(0.5, 2.0)
 
 
 @pytest.mark.parametrize(
@@ -402,6 +372,18 @@ def test_weights_have_the_gradient_of_the_formula_without_rounding() -> None:
     torch.testing.assert_close(found, expected)
 
 
+@pytest.mark.slow
+def test_compiled_bfloat16_weights_have_a_gradient() -> None:
+    """Compiled code computes in float32 what it keeps in bfloat16; no maximum may be searched for by equality."""
+    torch.manual_seed(0)
+    weights = (0.3 * torch.randn(8, 8, 3, 3)).bfloat16().requires_grad_(True)
+    pull = torch.randn(8, 8, 3, 3).bfloat16()
+    compiled = torch.compile(lambda values: quantise_weights(values, 4), dynamic=False)
+    (found,) = torch.autograd.grad((compiled(weights) * pull).sum(), weights)
+    (expected,) = torch.autograd.grad((quantise_weights(weights, 4) * pull).sum(), weights)
+    torch.testing.assert_close(found, expected, atol=0.05, rtol=0.05)
+
+
 def test_activations_by_hand_and_straight_through() -> None:
     values = torch.tensor([-0.3, 0.0, 0.16, 0.17, 0.5, 0.51, 0.9, 1.0, 1.4], requires_grad=True)
     found = quantise_activations(values, 2)
@@ -682,91 +664,3 @@ def test_config_and_weights_bring_a_baseline_back(name: str, options: dict[str, 
 def test_refusals(build: Any, message: str) -> None:
     with pytest.raises(InputError, match=message):
         build()
-
-
-# Training through fit, on the embedded digits
-
-RECIPE = Recipe(epochs=4, batch_size=32, optimizer="adam", lr=1e-2, schedule="onecycle")
-EPS = 0.1
-
-
-@pytest.fixture(scope="module")
-def digits() -> Dataset:
-    return ecnn.load_data("digits")
-
-
-def pixels_of(images: Tensor) -> Tensor:
-    return images.float() / 255
-
-
-def attacked(model: nn.Module, data: Dataset, **options: Any) -> float:
-    attack = PGD(norm="linf", eps=EPS, steps=10, step_size=0.02, **options)
-    return accuracy(model, data.test.take(100), attack=attack)
-
-
-def mean_loss(model: nn.Module, images: Tensor, labels: Tensor) -> Tensor:
-    """What raises the error of all members at once, whoever votes for whom."""
-    anything: Any = model
-    return -score_margin(anything.mean_scores(images), labels)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "objective", "options"),
-    [
-        ("specialists", SpecialistsObjective(), {"sets": RING, "depth": 8, "width": 2}),
-        ("empir", EMPIRObjective(), {"depth": 8, "width": 8}),
-        ("feature_squeezing", "cross_entropy", {"bits": 2, "window": 2, "depth": 8, "width": 4}),
-    ],
-    ids=["specialists", "empir", "feature_squeezing"],
-)
-def test_a_baseline_learns_digits_and_can_be_attacked(
-    name: str, objective: Any, options: dict[str, Any], digits: Dataset
-) -> None:
-    """At least 90 % of the test digits after four epochs, all through `fit`; PGD takes 20 points on every view."""
-    torch.manual_seed(0)
-    model: Any = BASELINES[name](10, 1, digits.mean_image, **options)
-    history = fit(model, digits.train, val=digits.val, recipe=RECIPE, objective=objective, seed=0)
-    assert history.epochs[-1]["loss"] < history.epochs[0]["loss"]
-    clean = accuracy(model, digits.test)
-    assert clean >= 0.9
-    assert attacked(model, digits) <= clean - 0.2
-    if name != "feature_squeezing":
-        assert attacked(model, digits, on=mean_loss) <= clean - 0.2
-        return
-    validation, test = pixels_of(digits.val.images), pixels_of(digits.test.images)
-    model.fit_threshold(validation, 0.05)
-    assert int(model.flags(validation).sum()) == math.floor(0.05 * len(validation))
-    assert float(model.flags(test).float().mean()) <= 0.15
-
-
-@pytest.mark.slow
-def test_confusions_of_a_trained_network_make_specialists(digits: Dataset) -> None:
-    torch.manual_seed(0)
-    network = ResNet(10, 1, depth=8, width=4, mean=digits.mean_image)
-    fit(network, digits.train, val=digits.val, recipe=RECIPE, objective="cross_entropy", seed=0)
-    images, labels = pixels_of(digits.val.images), digits.val.labels
-    attack = PGD(norm="linf", eps=0.3, steps=5, step_size=0.1, loss="cross_entropy", keep="last")
-    counts = count_confusions(network, images, labels, lambda model, x, y: attack(model, x, y), batch_size=50)
-    right = network(images).argmax(dim=1) == labels
-    assert counts.sum(axis=1).tolist() == torch.bincount(labels[right], minlength=10).tolist()
-    sets = confusion_sets(counts)
-    assert all(index in one and 2 <= len(one) <= 9 for index, one in enumerate(sets))
-    assert count(Specialists(10, 1, sets=sets, **SMALL)) == 21 * count(ResNet(10, 1, **SMALL))
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize(
-    ("name", "objective", "options"),
-    [("specialists", SpecialistsObjective(), {"sets": RING}), ("empir", EMPIRObjective(), {})],
-)
-def test_a_cuda_graph_holds_the_step(
-    name: str, objective: Any, options: dict[str, Any], digits: Dataset
-) -> None:
-    if not torch.cuda.is_available():
-        pytest.skip("no CUDA device")
-    torch.manual_seed(0)
-    model = BASELINES[name](10, 1, digits.mean_image, depth=8, width=8, **options).cuda()
-    history = fit(model, digits.train, val=digits.val, recipe=RECIPE, objective=objective, seed=0)
-    assert history.note == ""
-    assert accuracy(model, digits.test) >= 0.85

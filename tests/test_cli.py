@@ -132,9 +132,11 @@ def test_ctrl_c_keeps_the_best_so_far(tmp_path: Path) -> None:
         "--steps",
         str(10**12),
     ]
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job may be deaf to it
     with subprocess.Popen(
         [*command, "--out", "code.json"], cwd=tmp_path, stdout=subprocess.PIPE, text=True
     ) as process:
+        signal.signal(signal.SIGINT, before)
         time.sleep(8)
         os.kill(process.pid, signal.SIGINT)
         out, _ = process.communicate(timeout=120)

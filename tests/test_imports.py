@@ -32,6 +32,7 @@ ROOMS = [
     "attacks",
     "evaluation",
     "training",
+    "auditing",
     "runs",
     "plots",
     "pipeline",

@@ -20,10 +20,17 @@ from ecnn.pipeline import TrainRequest, make_attack, parse_settings, plan, train
 
 def test_settings() -> None:
     found = parse_settings(
-        ["train.lr=0.1", "model.width=8", "model.batch_norm=true", "train.objective=cross_entropy"]
+        [
+            "train.lr=0.1",
+            "model.width=8",
+            "model.batch_norm=true",
+            "train.objective=trades",
+            "objective.eps=8/255",
+        ]
     )
     assert found == {
-        "train": {"lr": 0.1, "objective": "cross_entropy"},
+        "train": {"lr": 0.1, "objective": "trades"},
+        "objective": {"eps": "8/255"},
         "model": {"width": 8, "batch_norm": True},
     }
     for bad in ("lr=0.1", "train.lr", "data.name=x", ""):

@@ -24,6 +24,8 @@ from ecnn.data import Split
 from ecnn.errors import InputError
 from ecnn.model import ECNN
 from ecnn.training import RECIPES, Recipe, TrainingError, fit
+from ecnn.training.checkpoints import load_optimizer, optimizer_tensors
+from ecnn.training.engine import parameter_groups
 from ecnn.training.loop import accuracy, overfitting_alarms
 from ecnn.training.recipes import resolve_recipe
 
@@ -71,6 +73,9 @@ def test_schedules() -> None:
     paper = RECIPES["paper"]
     rates = [paper.lr_at(epoch / 200) for epoch in (0, 79, 80, 119, 120, 159, 160, 179, 180, 199)]
     assert rates == pytest.approx([1e-3, 1e-3, 1e-4, 1e-4, 1e-5, 1e-5, 1e-6, 1e-6, 5e-7, 5e-7])
+    adp = RECIPES["adp"]
+    rates = [adp.lr_at(epoch / 200) for epoch in (0, 99, 100, 149, 150, 199)]
+    assert rates == pytest.approx([1e-3, 1e-3, 1e-4, 1e-4, 1e-5, 1e-5])
     cycle = RECIPES["onecycle"]
     assert [cycle.lr_at(x) / cycle.lr for x in (0, 0.1, 0.2, 0.6, 1)] == pytest.approx([0, 0.5, 1, 0.5, 0])
 
@@ -137,6 +142,28 @@ def test_stopping_and_resuming_changes_no_bit(tmp_path: Path, optimizer: str) ->
     assert same(straight, done)
 
 
+@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD])
+def test_a_loaded_optimizer_still_obeys_its_learning_rate(kind: Any) -> None:
+    """On CUDA the rate is a tensor that the loop fills; a copy in its place would stay at what it was: nothing."""
+    weight, rate = nn.Parameter(torch.ones(3)), torch.zeros(())
+
+    def step(optimizer: torch.optim.Optimizer, lr: float) -> None:
+        rate.fill_(lr)
+        weight.grad = torch.ones(3)
+        optimizer.step()
+
+    first = kind([weight], lr=rate)
+    step(first, 0.1)
+    second = kind([weight], lr=rate)
+    load_optimizer(second, optimizer_tensors(first))
+    assert second.param_groups[0]["lr"] is rate
+    before = weight.detach().clone()
+    step(second, 0.0)
+    assert torch.equal(weight.detach(), before)
+    step(second, 0.1)
+    assert (weight.detach() < before - 0.05).all()
+
+
 def test_adversarial_training_by_any_callable() -> None:
     calls: list[int] = []
 
@@ -154,6 +181,74 @@ def test_adversarial_training_by_any_callable() -> None:
     )
     assert calls == ([16] * 6 + [40]) * 2
     assert "val_robust_accuracy" in history.epochs[0]
+
+
+def test_validation_images_can_have_an_attack_of_their_own(tmp_path: Path) -> None:
+    """It sees validation images alone, chooses the epoch, replaces the training attack there, and makes another run."""
+    calls: list[tuple[str, int]] = []
+    val = tiny_data(40, seed=1)
+
+    def attack_on(split: str) -> Any:
+        def turn_dark(model: nn.Module, images: Tensor, labels: Tensor) -> Tensor:
+            calls.append((split, len(images)))
+            return images * (0.2 if split == "val" else 0.9)
+
+        return turn_dark
+
+    model = tiny_model(batch_norm=True)
+    history = fit(model, tiny_data(), val=val, recipe=TINY, seed=0, val_attack=attack_on("val"))
+    assert calls == [("val", 40)] * 4
+    robust = [record["val_robust_accuracy"] for record in history.epochs]
+    assert history.best_accuracy == max(robust)
+    assert history.best_epoch == max(epoch for epoch, value in enumerate(robust) if value == max(robust))
+    assert robust != [record["val_accuracy"] for record in history.epochs]
+    calls.clear()
+    both = {"attack": attack_on("train"), "val_attack": attack_on("val")}
+    fit(model, tiny_data(), val=val, recipe=TINY, epochs=1, seed=0, **both)
+    assert calls == [("train", 16)] * 6 + [("val", 40)]
+    weak, strong = (PGD(norm="linf", eps=eps, steps=1, step_size=0.1) for eps in (0.1, 0.2))
+    arguments: dict[str, Any] = {"val": val, "recipe": TINY, "epochs": 1, "seed": 0, "run_dir": tmp_path}
+    fit(tiny_model(), tiny_data(), **arguments, val_attack=weak)
+    assert fit(tiny_model(), tiny_data(), **arguments, val_attack=weak).resumed_from == 1
+    with pytest.raises(InputError, match="other settings, data or code"):
+        fit(tiny_model(), tiny_data(), **arguments, val_attack=strong)
+
+
+def test_weight_decay_leaves_biases_and_norms_alone() -> None:
+    """Also biases with an axis for members, which have two."""
+    model = tiny_model(batch_norm=True, share_head=False)
+    members_bias = dict(model.named_parameters())["head.bias"]
+    assert members_bias.dim() == 2
+    decaying, others = parameter_groups(model, 0.3)
+    assert (decaying["weight_decay"], others["weight_decay"]) == (0.3, 0.0)
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    assert len(decaying["params"]) + len(others["params"]) == len(names)
+    assert all(names[id(p)].endswith("weight") and p.dim() > 1 for p in decaying["params"])
+    assert all(names[id(p)].endswith("bias") or p.dim() == 1 for p in others["params"])
+    assert "head.bias" in {names[id(p)] for p in others["params"]}
+    model.head.bias.requires_grad_(False)
+    assert len(parameter_groups(model, 0.3)[1]["params"]) == len(others["params"]) - 1
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "shrinks_by"), [("sgd", 0.1 * 0.5), ("adamw", 0.1 * 0.5), ("adam", 0.1)]
+)
+def test_what_weight_decay_does_without_a_gradient(optimizer: str, shrinks_by: float) -> None:
+    """SGD and AdamW shrink a weight by lr * decay; Adam takes decay for a gradient, whose size it does not see."""
+
+    def nothing(model: nn.Module, images: Tensor, labels: Tensor) -> Tensor:
+        return sum(0 * parameter.sum() for parameter in model.parameters())  # type: ignore[return-value]
+
+    model = tiny_model(share_head=False)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(1.0)
+    recipe = Recipe(epochs=1, batch_size=96, optimizer=optimizer, lr=0.1, weight_decay=0.5)
+    fit(model, tiny_data(), val=None, recipe=recipe, objective=nothing, seed=0)
+    nesterov = 1.9 if optimizer == "sgd" else 1.0  # its first step counts the gradient and 0.9 of it again
+    for name, parameter in model.named_parameters():
+        expected = 1.0 - (0.0 if name.endswith("bias") else nesterov * shrinks_by)
+        torch.testing.assert_close(parameter.detach(), torch.full_like(parameter, expected), msg=name)
 
 
 def test_adversarial_training_resists_its_attack() -> None:
@@ -285,10 +380,22 @@ def test_accuracy_restores_modes_and_counts() -> None:
 # As a person runs it.
 
 
-def command(out: Path, *more: str) -> list[str]:
-    small = ("--set", "model.width=4", "--set", "model.depth=8", "--batch-size", "32")
+RESNET = ("--set", "model.width=4", "--set", "model.depth=8")
+
+
+def command(out: Path, *model: str) -> list[str]:
     base = [sys.executable, "-m", "ecnn", "train", "--data", "digits", "--device", "cpu", "--seed", "3"]
-    return [*base, "--epochs", "4", "--out", str(out), "--json", *small, *more]
+    return [
+        *base,
+        "--epochs",
+        "4",
+        "--batch-size",
+        "32",
+        "--out",
+        str(out),
+        "--json",
+        *(model or RESNET),
+    ]
 
 
 def single_thread() -> dict[str, str]:
@@ -316,17 +423,48 @@ def weights(folder: Path) -> dict[str, Tensor]:
     return files.read_tensors(folder / "model.safetensors")[0]
 
 
-def test_kill_and_resume_on_the_command_line(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "model",
+    [
+        RESNET,
+        pytest.param(
+            ("--model", "tanh_ensemble", "--set", "model.filters=[2,3,4]", "--set", "model.bit_filters=2"),
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            (
+                "--model",
+                "resnet",
+                *RESNET,
+                "--eps",
+                "0.1",
+                "--attack-steps",
+                "2",
+                "--set",
+                "train.objective=trades",
+            ),
+            marks=pytest.mark.slow,
+        ),
+    ],
+    ids=["ecnn", "tanh_ensemble", "trades"],
+)
+def test_kill_and_resume_on_the_command_line(tmp_path: Path, model: tuple[str, ...]) -> None:
     straight = subprocess.run(
-        command(tmp_path / "straight"), capture_output=True, text=True, check=True, env=single_thread()
+        command(tmp_path / "straight", *model),
+        capture_output=True,
+        text=True,
+        check=True,
+        env=single_thread(),
     )
     killed = tmp_path / "killed"
-    with subprocess.Popen(command(killed), stdout=subprocess.DEVNULL, env=single_thread()) as process:
+    with subprocess.Popen(command(killed, *model), stdout=subprocess.DEVNULL, env=single_thread()) as process:
         wait_for(killed / "last.safetensors")
         process.send_signal(signal.SIGKILL)
     assert not (killed / "DONE").exists()
     moved = killed.rename(tmp_path / "moved")  # a run resumes from a copied folder
-    resumed = subprocess.run(command(moved), capture_output=True, text=True, check=True, env=single_thread())
+    resumed = subprocess.run(
+        command(moved, *model), capture_output=True, text=True, check=True, env=single_thread()
+    )
     a, b = json.loads(straight.stdout), json.loads(resumed.stdout)
     for key in ("parameters", "epochs", "best_epoch", "val_accuracy", "test_accuracy", "test_images"):
         assert a[key] == b[key]
@@ -413,3 +551,26 @@ def test_graph_and_eager_agree_on_cuda(optimizer: str, adversarial: bool) -> Non
     travelled = (ends[0] - start).norm()
     assert travelled > 0.01
     assert (ends[0] - ends[1]).norm() < 0.1 * travelled
+
+
+@pytest.mark.gpu
+def test_a_resumed_graph_goes_on_where_it_was(tmp_path: Path) -> None:
+    """Stopped in its third epoch of four and resumed: the weights of an uninterrupted run, up to rounding."""
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    recipe = dataclasses.replace(TINY, lr=1e-3, precision="float32", ema=None)
+    start = vector(tiny_model(batch_norm=True))
+
+    def trained(**options: Any) -> Tensor:
+        model = tiny_model(batch_norm=True).cuda()
+        fit(model, tiny_data(), val=None, recipe=recipe, seed=0, **options)
+        return vector(model)
+
+    def stop_in_third_epoch(done: int, total: int, news: str) -> None:
+        if done == 2 * 6 + 3:
+            raise TimeoutError
+
+    straight = trained()
+    with pytest.raises(TimeoutError):
+        trained(run_dir=tmp_path, progress=stop_in_third_epoch)
+    assert (trained(run_dir=tmp_path) - straight).norm() < 0.1 * (straight - start).norm()

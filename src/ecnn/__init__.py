@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ecnn.annealing import design_code as design_code
     from ecnn.annealing import exhaustive_code as exhaustive_code
+    from ecnn.auditing import audit as audit
     from ecnn.backbones import Normalized as Normalized
     from ecnn.backbones import ResNet as ResNet
     from ecnn.codes import CodeMatrix as CodeMatrix
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from ecnn.errors import InputError as InputError
     from ecnn.evaluation import evaluate as evaluate
     from ecnn.model import ECNN as ECNN
+    from ecnn.plots import plot_audit as plot_audit
     from ecnn.plots import plot_code as plot_code
     from ecnn.progress import progress_bar as progress_bar
     from ecnn.runs import load_model as load_model
@@ -33,6 +35,7 @@ _ROOM_OF = {
     "InputError": "errors",
     "Normalized": "backbones",
     "ResNet": "backbones",
+    "audit": "auditing",
     "codebook": "codes",
     "design_code": "annealing",
     "evaluate": "evaluation",
@@ -41,6 +44,7 @@ _ROOM_OF = {
     "load_code": "codes",
     "load_data": "data",
     "load_model": "runs",
+    "plot_audit": "plots",
     "plot_code": "plots",
     "progress_bar": "progress",
 }

@@ -6,6 +6,7 @@ convolutions.
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -178,6 +179,27 @@ class ConvUnit(nn.Module):
     def forward(self, maps: Tensor) -> Tensor:
         result: Tensor = self.activation(self.norm(self.conv(maps)))
         return result
+
+
+def without_batch_norms(model: nn.Module) -> nn.Module:
+    """A copy that computes what the model computes in eval mode, its units' batch norms merged into convolutions.
+
+    Fewer passes over memory, and scores that differ by rounding. Only `ConvUnit` is known to have its norm right after
+    its convolution; other batch norms stay.
+    """
+    merged = copy.deepcopy(model)
+    for unit in merged.modules():
+        if isinstance(unit, ConvUnit) and isinstance(unit.norm, nn.BatchNorm2d) and not unit.norm.training:
+            norm, bias = unit.norm, unit.conv.bias
+            assert bias is not None
+            assert norm.running_mean is not None
+            assert norm.running_var is not None
+            with torch.no_grad():
+                scale = norm.weight * (norm.running_var + norm.eps).rsqrt()
+                unit.conv.weight.mul_(scale[:, None, None, None])
+                bias.sub_(norm.running_mean).mul_(scale).add_(norm.bias)
+            unit.norm = nn.Identity()
+    return merged
 
 
 class ResidualUnit(nn.Module):

@@ -186,9 +186,19 @@ def train(
     ],
     root: Annotated[Path, typer.Option(help="Where dataset files are.")] = Path("data"),
     out: Annotated[Path | None, typer.Option(help="Run folder.  [default: runs/DATA/MODEL/SEED]")] = None,
-    model: Annotated[str, typer.Option(help="ecnn or resnet.")] = "ecnn",
-    code: Annotated[str | None, typer.Option(help="Code of an ecnn: a file or a shipped name.")] = None,
-    recipe: Annotated[str | None, typer.Option(help="paper, onecycle, robust or small.")] = None,
+    model: Annotated[
+        str,
+        typer.Option(
+            help="ecnn, resnet, adp, tanh_ensemble, independent_ecoc, specialists, feature_squeezing or empir."
+        ),
+    ] = "ecnn",
+    code: Annotated[
+        str | None, typer.Option(help="Code of an ecnn or independent_ecoc: a file or a shipped name.")
+    ] = None,
+    recipe: Annotated[
+        str | None,
+        typer.Option(help="paper, onecycle, robust, small, adp, ...  [default: what fits model and data]"),
+    ] = None,
     epochs: Annotated[int | None, typer.Option(help="Instead of the recipe's.")] = None,
     batch_size: Annotated[int | None, typer.Option(help="Instead of the recipe's.")] = None,
     seed: Annotated[int, typer.Option(help="Same seed, same run.")] = 0,
@@ -196,7 +206,11 @@ def train(
         float, typer.Option(help="Share of the training images that choose the epoch.")
     ] = 0.1,
     eps: Annotated[
-        str | None, typer.Option(help="Train adversarially within this radius, for example 8/255.")
+        str | None,
+        typer.Option(
+            help="Train adversarially within this radius, for example 8/255; by TRADES with --set "
+            "train.objective=trades."
+        ),
     ] = None,
     attack_steps: Annotated[int, typer.Option(help="PGD steps of adversarial training.")] = 10,
     attack_on: Annotated[
@@ -204,7 +218,8 @@ def train(
     ] = "scores",
     image_size: Annotated[int | None, typer.Option(help="For a folder of images: resize to this.")] = None,
     settings: Annotated[
-        list[str] | None, typer.Option("--set", help="Any entry: train.lr=0.05, model.width=8. Repeatable.")
+        list[str] | None,
+        typer.Option("--set", help="Any entry: train.lr=0.05, objective.beta=3, model.width=8. Repeatable."),
     ] = None,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, mps.")] = "auto",
     resume: Annotated[bool, typer.Option(help="Continue a run found in the folder.")] = True,
@@ -233,6 +248,7 @@ def train(
         recipe=recipe,
         model=tables["model"],
         train=tables["train"],
+        objective=tables["objective"],
         attack=None if eps is None else pipeline.training_attack(eps, attack_steps, attack_on),
         seed=seed,
         val_fraction=val_fraction,
@@ -332,6 +348,79 @@ def evaluate(
     with ecnn.progress_bar("attacking") as progress:
         found = pipeline.evaluate_run(request, progress=progress)
     typer.echo(json.dumps(found.to_json()) if as_json else found.table())
+
+
+@app.command()
+@one_sentence_errors
+def audit(
+    eps: Annotated[str, typer.Option(help="Radius it is said to be robust in, 0.04 or 8/255.")],
+    model: Annotated[
+        str | None, typer.Argument(help="A run folder or the name of a shipped model; or use --module.")
+    ] = None,
+    module: Annotated[
+        str | None,
+        typer.Option(help="file.py:function that returns a torch module from [0, 1] pixels to scores."),
+    ] = None,
+    norm: Annotated[str, typer.Option(help="linf or l2.")] = "linf",
+    claim: Annotated[
+        float | None,
+        typer.Option(help="The accuracy in question, 0.72.  [default: what a plain attack would report]"),
+    ] = None,
+    budget: Annotated[str, typer.Option(help="quick, standard or thorough.")] = "standard",
+    limit: Annotated[
+        int | None,
+        typer.Option(help="The first so many test images.  [default: 100, 1,000 or 10,000 by budget]"),
+    ] = None,
+    data: Annotated[
+        str | None,
+        typer.Option(help="A dataset or a folder of images.  [default: what the run was trained on]"),
+    ] = None,
+    root: Annotated[Path, typer.Option(help="Where dataset files are.")] = Path("data"),
+    image_size: Annotated[
+        int | None, typer.Option(help="Pixels of a side, of a folder of images for --module.")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Same seed, same audit.")] = 0,
+    out: Annotated[
+        Path | None, typer.Option(help="Keep records, audit.json, audit.md and audit.png there, and resume.")
+    ] = None,
+    resume: Annotated[bool, typer.Option(help="Go on with what --out holds.")] = True,
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda, mps.")] = "auto",
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what it would cost.")] = False,
+    as_json: JsonFlag = False,
+    debug: DebugFlag = False,
+) -> None:
+    """Say whether to believe a robustness number; exit status 0 believable, 1 not believable, 3 inconclusive."""
+    from ecnn import pipeline
+
+    request = pipeline.AuditRequest(
+        model=model,
+        module=module,
+        data=data,
+        root=root,
+        image_size=image_size,
+        norm=norm,
+        eps=eps,
+        claim=claim,
+        limit=limit,
+        budget=budget,
+        seed=seed,
+        out=out,
+        device=device,
+        resume=resume,
+    )
+    made = pipeline.plan_audit(request)
+    cost = made.cost
+    typer.echo(
+        f"at most {cost.forwards:,} images forward and {cost.backwards:,} backward for {made.images:,} images, and "
+        "diagnostics",
+        err=True,
+    )
+    if dry_run:
+        return
+    with ecnn.progress_bar("auditing") as progress:
+        found = pipeline.audit_run(request, made, progress=progress)
+    typer.echo(json.dumps(found.to_dict()) if as_json else found.markdown(), nl=as_json)
+    raise typer.Exit(found.exit_code)
 
 
 @app.command()

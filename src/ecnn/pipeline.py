@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import os
 import tempfile
 import time
@@ -20,14 +21,34 @@ from torch import nn
 from ecnn import files, runs
 from ecnn.annealing import design_code
 from ecnn.attacks import ATTACKS, PGD, Attack
-from ecnn.attacks.ball import parse_eps
+from ecnn.attacks.ball import check_norm, parse_eps
+from ecnn.auditing import Audit, Cost, audit, estimate_cost, resolve_budget
+from ecnn.baselines import SQUEEZERS, TANH_DISTURBANCES, TANH_SIZES, FeatureSqueezing
 from ecnn.codes import CodeMatrix, codebook, load_code
-from ecnn.data import Dataset, load_data
+from ecnn.data import NAMES, Dataset, Split, load_data
 from ecnn.errors import InputError
 from ecnn.evaluation import Evaluation, evaluate, load_images
+from ecnn.plots import plot_audit
 from ecnn.progress import Progress
-from ecnn.training.loop import accuracy, fit
-from ecnn.training.recipes import Recipe, resolve_recipe
+from ecnn.training.checkpoints import load_checkpoint, model_tensors, save_checkpoint
+from ecnn.training.loop import BEST, accuracy, fit
+from ecnn.training.recipes import MEMBER_OPTIONS, Recipe, resolve_recipe, spell_out
+
+#: model -> objectives that can train it, its own first.
+OBJECTIVES_OF: dict[str, tuple[str, ...]] = {
+    "ecnn": ("member_hinge", "member_cross_entropy", "cross_entropy", "trades"),
+    "resnet": ("cross_entropy", "trades"),
+    "adp": ("adp", "empir", "cross_entropy", "trades"),
+    "tanh_ensemble": ("tanh_ensemble", "member_hinge", "member_cross_entropy", "cross_entropy", "trades"),
+    "independent_ecoc": ("member_hinge", "member_cross_entropy", "cross_entropy", "trades"),
+    "specialists": ("specialists", "cross_entropy", "trades"),
+    "feature_squeezing": ("cross_entropy", "trades"),
+    "empir": ("empir", "cross_entropy", "trades"),
+}
+CODED = ("ecnn", "independent_ecoc")
+# Datasets whose mirrored images belong to another class, or to none.
+_NEVER_MIRRORED = ("digits", "mnist", "gtsrb")
+_FALSE_POSITIVE_RATE = 0.05
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +58,9 @@ class TrainRequest:
     Attributes:
         model: options of the model, as in the run's spec.toml.
         train: options that replace the recipe's.
-        attack: options of `PGD` for adversarial training, or None.
+        objective: settings of the objective.
+        attack: options of `PGD` for adversarial training, or None. With the objective "trades", which attacks by
+            itself, its radius and steps become the objective's, and the attack chooses the epoch.
         compile_parts: as in `fit`.
     """
 
@@ -49,6 +72,7 @@ class TrainRequest:
     recipe: str | None = None
     model: dict[str, Any] = field(default_factory=dict)
     train: dict[str, Any] = field(default_factory=dict)
+    objective: dict[str, Any] = field(default_factory=dict)
     attack: dict[str, Any] | None = None
     seed: int = 0
     val_fraction: float = 0.1
@@ -73,7 +97,7 @@ class TrainedRun:
     notes: tuple[str, ...] = ()
 
 
-def training_attack(eps: str, steps: int, on: str) -> dict[str, Any]:
+def training_attack(eps: float | str, steps: int, on: str) -> dict[str, Any]:
     """Options of the PGD that adversarial training uses: steps that together could cross the ball 2.5 times."""
     step_size = 2.5 * parse_eps(eps) / max(1, steps)
     return {
@@ -88,9 +112,9 @@ def training_attack(eps: str, steps: int, on: str) -> dict[str, Any]:
 
 
 def parse_settings(
-    settings: list[str], names: tuple[str, ...] = ("train", "model")
+    settings: list[str], names: tuple[str, ...] = ("train", "objective", "model")
 ) -> dict[str, dict[str, Any]]:
-    """`["train.lr=0.1", "model.width=8"]` as {"train": {"lr": 0.1}, "model": {"width": 8}}."""
+    """`["train.lr=0.1", "model.width=8"]` as {"train": {"lr": 0.1}, "objective": {}, "model": {"width": 8}}."""
     tables: dict[str, dict[str, Any]] = {name: {} for name in names}
     for setting in settings:
         key, equals, text = setting.partition("=")
@@ -107,22 +131,29 @@ def parse_settings(
 
 @dataclass(frozen=True)
 class Plan:
-    """A request with every choice made; the model is built and untrained."""
+    """A request with every choice made; the model is built and untrained.
+
+    Attributes:
+        attack: on the training images, or None.
+        val_attack: on the validation images, where it is another one.
+    """
 
     spec: dict[str, Any]
     recipe: Recipe
     code: CodeMatrix | None
     model: nn.Module
+    attack: Attack | None
+    val_attack: Attack | None
 
 
 def plan(request: TrainRequest, data: Dataset) -> Plan:
     """Chooses what the request left open and builds the model from its seed."""
-    code = _code_for(request, data) if request.kind == "ecnn" else None
-    recipe = resolve_recipe(
-        request.recipe or ("small" if data.image_size[0] < 20 else "paper"), **request.train
-    )
-    if request.kind == "resnet" and recipe.objective.startswith("member"):
-        recipe = dataclasses.replace(recipe, objective="cross_entropy")
+    runs.check_kind(request.kind)
+    code = _code_for(request, data)
+    recipe = _recipe_for(request, data)
+    attack, val_attack = request.attack, None
+    if recipe.objective == "trades":
+        attack, val_attack = None, _attack_like(recipe.objective_options, request.attack)
     torch.manual_seed(request.seed)
     model = runs.build_model(
         request.kind,
@@ -130,7 +161,7 @@ def plan(request: TrainRequest, data: Dataset) -> Plan:
         num_classes=data.num_classes,
         in_channels=data.in_channels,
         mean=data.mean_image,
-        **request.model,
+        **{**_published_options(request.kind, data), **request.model},
     )
     spec = {
         "seed": request.seed,
@@ -144,9 +175,75 @@ def plan(request: TrainRequest, data: Dataset) -> Plan:
         },
         "model": runs.describe_model(request.kind, model),
         "train": dataclasses.asdict(recipe),
-        "attack": {"kind": "pgd", **request.attack} if request.attack else None,
+        "attack": {"kind": "pgd", **attack} if attack else None,
+        "val_attack": {"kind": "pgd", **val_attack} if val_attack else None,
     }
-    return Plan(spec, recipe, code, model)
+    made = [PGD(**options) if options else None for options in (attack, val_attack)]
+    return Plan(spec, recipe, code, model, *made)
+
+
+def _recipe_for(request: TrainRequest, data: Dataset) -> Recipe:
+    """The recipe with the objective that fits the model, every setting of which is spelled out."""
+    recipe = resolve_recipe(request.recipe or _default_recipe(request.kind, data), **request.train)
+    fitting = OBJECTIVES_OF[request.kind]
+    own = fitting[0]
+    if "objective" in request.train:
+        if recipe.objective not in fitting:
+            known = ", ".join(fitting)
+            raise InputError(f"{request.kind} can be trained by {known}, not by {recipe.objective!r}.")
+    elif not (own.startswith("member") and recipe.objective in fitting):
+        recipe = resolve_recipe(recipe, objective=own)
+    if not recipe.objective.startswith("member"):
+        for name in MEMBER_OPTIONS:
+            if name in request.train:
+                raise InputError(f"the objective {recipe.objective!r} has no {name}.")
+        recipe = dataclasses.replace(recipe, diversity_weight=0.0)
+    if data.name in _NEVER_MIRRORED and "flip" not in request.train:
+        recipe = dataclasses.replace(recipe, flip=False)
+    options = {**_published_settings(recipe, data), **_radius_of(request, recipe), **request.objective}
+    return spell_out(dataclasses.replace(recipe, objective_options={**recipe.objective_options, **options}))
+
+
+def _default_recipe(kind: str, data: Dataset) -> str:
+    like = _like(data)
+    if like == "digits":
+        return "small"
+    if kind in ("adp", "tanh_ensemble"):
+        return f"{kind}_mnist" if like == "mnist" else kind
+    return "paper"
+
+
+def _like(data: Dataset) -> str:
+    """The dataset whose settings suit these images: by their size, then by their channels."""
+    if data.image_size[0] < 20:
+        return "digits"
+    return "mnist" if data.in_channels == 1 else "cifar10"
+
+
+def _published_options(kind: str, data: Dataset) -> dict[str, Any]:
+    """Options of a model that its authors chose by dataset."""
+    if kind == "tanh_ensemble":
+        return {**TANH_SIZES[_like(data)], "image_size": list(data.image_size)}
+    return dict(SQUEEZERS[_like(data)]) if kind == "feature_squeezing" else {}
+
+
+def _published_settings(recipe: Recipe, data: Dataset) -> dict[str, Any]:
+    """Settings of an objective that its authors chose by dataset, where the recipe has none."""
+    needed = recipe.objective == "tanh_ensemble" and not recipe.objective_options
+    return dict(TANH_DISTURBANCES[_like(data)]) if needed else {}
+
+
+def _radius_of(request: TrainRequest, recipe: Recipe) -> dict[str, Any]:
+    """What TRADES takes from the attack that was asked for."""
+    if recipe.objective != "trades" or request.attack is None:
+        return {}
+    return {name: request.attack[name] for name in ("eps", "steps", "step_size")}
+
+
+def _attack_like(options: dict[str, Any], asked: dict[str, Any] | None) -> dict[str, Any]:
+    """Options of a PGD with the radius and steps of TRADES, looking where the attack asked for does."""
+    attack = training_attack(options["eps"], options["steps"], (asked or {}).get("on", "scores"))
+    return {**attack, "step_size": options["step_size"]}
 
 
 def train_run(request: TrainRequest, *, progress: Progress | None = None) -> TrainedRun:
@@ -167,13 +264,15 @@ def train_run(request: TrainRequest, *, progress: Progress | None = None) -> Tra
         data.train,
         val=data.val,
         recipe=made.recipe,
-        attack=PGD(**request.attack) if request.attack else None,
+        attack=made.attack,
+        val_attack=made.val_attack,
         seed=request.seed,
         run_dir=folder,
         resume=request.resume,
         compile_parts=request.compile_parts,
         progress=progress,
     )
+    _set_threshold(model, data.val.to(device), folder)
     result = TrainedRun(
         folder=folder,
         parameters=sum(parameter.numel() for parameter in model.parameters()),
@@ -193,6 +292,16 @@ def train_run(request: TrainRequest, *, progress: Progress | None = None) -> Tra
         )
         runs.finish_run(folder)
     return result
+
+
+def _set_threshold(model: nn.Module, val: Split, folder: Path) -> None:
+    """Gives a detector its threshold, which is no matter of training, and the run folder the weights with it."""
+    if not isinstance(model, FeatureSqueezing) or len(val) == 0:
+        return
+    model.fit_threshold(val[:][0], _FALSE_POSITIVE_RATE)
+    if _is_first_process() and (folder / BEST).exists():
+        _, facts = load_checkpoint(folder / BEST)
+        save_checkpoint(folder / BEST, model_tensors(model), facts)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -244,7 +353,7 @@ def evaluate_run(request: EvaluateRequest, *, progress: Progress | None = None) 
     model = runs.load_model(request.model, device=device)
     data = load_data(request.data or spec["data"]["name"], request.root, val_fraction=0.1)
     _check_shape(spec, data)
-    options = {"recorded": device.type == "cuda", "norm": "linf", **request.options}
+    options = {"quick": True, "norm": "linf", **request.options}
     if request.eps:
         options["eps"] = request.eps[0]
     unheard = sorted(set(request.options) - set().union(*map(_options_of, request.attacks)))
@@ -268,6 +377,107 @@ def evaluate_run(request: EvaluateRequest, *, progress: Progress | None = None) 
         if request.save_images is not None and folder is not None:
             _write_images(request.save_images, folder, found)
     return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class AuditRequest:
+    """What `ecnn audit` was asked for; arguments as in `ecnn.audit`.
+
+    Attributes:
+        model: a run folder or the name of a shipped model; None when a module is given.
+        module: "file.py:function", a function without arguments that returns a torch module.
+        data: None for the data that the model was trained on.
+        out: where records, audit.json, audit.md and audit.png go; None keeps nothing.
+    """
+
+    model: str | None = None
+    module: str | None = None
+    data: str | None = None
+    root: Path = Path("data")
+    image_size: int | None = None
+    norm: str = "linf"
+    eps: str
+    claim: float | None = None
+    limit: int | None = None
+    budget: str = "standard"
+    seed: int = 0
+    out: Path | None = None
+    device: str = "auto"
+    resume: bool = True
+
+
+@dataclass(frozen=True)
+class AuditPlan:
+    """An audit that is ready to run, and what it will ask at most."""
+
+    model: nn.Module
+    split: Split
+    images: int
+    cost: Cost
+
+
+def plan_audit(request: AuditRequest) -> AuditPlan:
+    """Loads model and images, and counts what the suite will ask of them."""
+    if (request.model is None) == (request.module is None):
+        raise InputError("give either a run folder or the name of a model, or --module file.py:function.")
+    device, spec = _device(request.device), None
+    if request.module is not None:
+        if request.data is None:
+            raise InputError(
+                "a module of your own needs --data: the name of a dataset or a folder of images."
+            )
+        model = load_module(request.module).to(device).eval()
+    else:
+        spec = files.read_toml(runs.run_folder(str(request.model)) / runs.SPEC)
+        model = runs.load_model(str(request.model), device=device)
+    size = request.image_size if spec is None else tuple(spec["data"]["image_size"])
+    name = request.data or (spec["data"]["name"] if spec else "")
+    data = load_data(name, request.root, image_size=None if name in NAMES else size)
+    if spec is not None:
+        _check_shape(spec, data)
+    budget = resolve_budget(request.budget)
+    images = min(len(data.test), budget.images if request.limit is None else request.limit)
+    return AuditPlan(model, data.test, images, estimate_cost(model, budget, images, data.num_classes))
+
+
+def audit_run(request: AuditRequest, made: AuditPlan, *, progress: Progress | None = None) -> Audit:
+    """Audits what was planned; with `out` the page and the picture are written there too."""
+    check_norm(request.norm)
+    found = audit(
+        made.model,
+        made.split,
+        norm=request.norm,  # type: ignore[arg-type]
+        eps=request.eps,
+        claim=request.claim,
+        limit=made.images,
+        budget=request.budget,
+        seed=request.seed,
+        run_dir=request.out,
+        resume=request.resume,
+        progress=progress,
+    )
+    if request.out is not None:
+        plot_audit(found, request.out / "audit.png")
+    return found
+
+
+def load_module(source: str) -> nn.Module:
+    """What a function in a Python file returns, which must be a torch module: "file.py:function"."""
+    path, colon, name = source.rpartition(":")
+    if not colon or not Path(path).is_file():
+        raise InputError(f"--module takes file.py:function, the path of a file that exists, not {source!r}.")
+    spec = importlib.util.spec_from_file_location(f"_audited_{Path(path).stem}", path)
+    if spec is None or spec.loader is None:
+        raise InputError(f"{path} is not a Python file.")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    function = getattr(module, name, None)
+    if not callable(function):
+        raise InputError(f"{path} has no function called {name!r}.")
+    model = function()
+    if not isinstance(model, nn.Module):
+        raise InputError(f"{name} in {path} must return a torch module, not {type(model).__name__}.")
+    return model
 
 
 def _options_of(name: str) -> set[str]:
@@ -342,7 +552,11 @@ def _device(name: str) -> torch.device:
     return device
 
 
-def _code_for(request: TrainRequest, data: Dataset) -> CodeMatrix:
+def _code_for(request: TrainRequest, data: Dataset) -> CodeMatrix | None:
+    if request.kind not in CODED:
+        if request.code is not None:
+            raise InputError(f"only {' and '.join(CODED)} take a code: leave it out for {request.kind}.")
+        return None
     if request.code is not None:
         return load_code(request.code)
     shipped = [name for name in codebook() if name.startswith(f"{data.num_classes}x") and "-q" not in name]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -16,6 +16,8 @@ from ecnn.errors import InputError
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+
+    from ecnn.auditing import Audit
 
 INK, QUIET, ACCENT, PAPER = "#1f2933", "#7b8794", "#c2410c", "#f5f1e8"
 FORMATS = (".png", ".pdf", ".svg")
@@ -132,3 +134,77 @@ def _finish_distances(axes: Axes, bound: float, title: str) -> None:
     axes.tick_params(colors=QUIET, labelsize=8)
     axes.spines[["top", "right"]].set_visible(False)
     axes.spines[["left", "bottom"]].set_color(QUIET)
+
+
+def plot_audit(audit: Audit, path: str | os.PathLike[str]) -> Path:
+    """Draws how the accuracy falls from attack to attack beside the claim, and what stands as the radius grows.
+
+    Args:
+        path: where to write; .png, .pdf or .svg.
+    """
+    from matplotlib.figure import Figure
+
+    curve: list[dict[str, Any]] = next(
+        (found.evidence.get("curve", []) for found in audit.findings if found.name == "radius"), []
+    )
+    has_curve = len(curve) > 1
+    steps = _audit_steps(audit)
+    height = max(3.4, 1.7 + 0.34 * len(steps))
+    figure = Figure(figsize=(10.4 if has_curve else 6.6, height), layout="constrained", facecolor="white")
+    axes = figure.subplots(1, 2, width_ratios=[1.5, 1]) if has_curve else [figure.subplots()]
+    colour = {"believable": "#15803d", "not believable": ACCENT, "inconclusive": "#b45309"}[audit.verdict]
+    figure.suptitle(
+        f"{audit.verdict.capitalize()}: claimed {100 * audit.claimed:.1f} %, audited {100 * audit.accuracy:.1f} %",
+        x=0.01,
+        ha="left",
+        color=colour,
+        fontsize=13,
+        fontweight="bold",
+    )
+    _draw_steps(axes[0], audit, steps, colour)
+    if has_curve:
+        _draw_radius(axes[1], audit, curve)
+    return save_figure(figure, path)
+
+
+def _audit_steps(audit: Audit) -> list[tuple[str, float]]:
+    """What stands without an attack, after the plain one, and after each that broke something."""
+    telling = [stage for position, stage in enumerate(audit.stages) if position == 0 or stage.broken]
+    return [("no attack", audit.clean_accuracy), *((stage.name, stage.accuracy) for stage in telling)]
+
+
+def _draw_steps(axes: Axes, audit: Audit, steps: list[tuple[str, float]], colour: str) -> None:
+    names, shares = [name for name, _ in steps], [100 * share for _, share in steps]
+    places = list(range(len(steps)))
+    colours = [QUIET, *[INK] * (len(steps) - 2), colour][-len(steps) :]
+    axes.barh(places, shares, color=colours, height=0.62, zorder=2)
+    for place, share in zip(places, shares, strict=True):
+        axes.text(share + 1.2, place, f"{share:.1f}", va="center", fontsize=9, color=INK)
+    low, high = (100 * bound for bound in audit.interval)
+    axes.axvspan(low, high, color=colour, alpha=0.14, lw=0, zorder=1, label="audited, 95 % interval")
+    label = "claim" if audit.claim_source == "given" else "plain attack"
+    axes.axvline(100 * audit.claimed, color=ACCENT, lw=1.6, ls=(0, (4, 2)), zorder=3, label=label)
+    quiet = len(audit.stages) + 1 - len(steps)
+    others = f"  ({quiet} more attack{'s' if quiet > 1 else ''} broke nothing)" if quiet else ""
+    axes.set(yticks=places, yticklabels=names, xlim=(0, 106), xlabel=f"accuracy left, %{others}")
+    axes.invert_yaxis()
+    axes.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=2, frameon=False, fontsize=9, borderpad=0)
+    axes.set_title(f"{audit.images:,} images, {audit.norm}, eps {audit.eps:.4g}", loc="left", fontsize=10)
+    _tidy(axes)
+
+
+def _draw_radius(axes: Axes, audit: Audit, curve: list[dict[str, Any]]) -> None:
+    """What PGD on the scores leaves: where it fails to fall, the attack is at fault."""
+    radii, shares = [point["eps"] for point in curve], [100 * point["accuracy"] for point in curve]
+    axes.plot(radii, shares, marker="o", ms=5, color=INK, lw=1.6, clip_on=False, zorder=3)
+    axes.axvline(audit.eps, color=QUIET, lw=1, ls=(0, (1, 2)))
+    axes.set(xscale="log", ylim=(0, 100), xlabel="radius", ylabel="left by PGD on the scores, %")
+    axes.set_xticks(radii, [f"{radius:.3g}" for radius in radii])
+    axes.minorticks_off()
+    axes.set_title("Must fall toward 0 as the radius grows", loc="left", fontsize=10)
+    _tidy(axes)
+
+
+def _tidy(axes: Axes) -> None:
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.tick_params(colors=INK, labelsize=9)

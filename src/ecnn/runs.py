@@ -36,12 +36,17 @@ def build_model(
     **options: Any,
 ) -> nn.Module:
     """A model by name: "ecnn" (needs a code), "resnet" or a baseline; options are its keyword arguments."""
-    if kind not in MODELS:
-        raise InputError(f"a model is one of {', '.join(MODELS)}, not {kind!r}.")
+    check_kind(kind)
     try:
         return MODELS[kind](code, num_classes, in_channels, mean, options)
     except TypeError as error:
         raise InputError(f"the model {kind!r} cannot be built so: {error}.") from error
+
+
+def check_kind(kind: str) -> None:
+    """Raises InputError unless a model of that name can be built."""
+    if kind not in MODELS:
+        raise InputError(f"a model is one of {', '.join(MODELS)}, not {kind!r}.")
 
 
 def _build_ecnn(
@@ -97,7 +102,7 @@ def start_run(folder: Path, spec: dict[str, Any], code: CodeMatrix | None) -> No
 
     A folder that holds another run is refused.
     """
-    if (folder / SPEC).exists() and files.read_toml(folder / SPEC) != _without_none(spec):
+    if (folder / SPEC).exists() and files.read_toml(folder / SPEC) != _as_read(spec):
         raise InputError(f"{folder} holds a run with another spec.toml: choose another folder.")
     (folder / DONE).unlink(missing_ok=True)
     files.write_toml(folder / SPEC, spec)
@@ -171,7 +176,7 @@ def describe_run(folder: Path) -> dict[str, Any]:
     return {
         "kind": spec["model"]["kind"],
         "data": spec["data"]["name"],
-        "adversarial": spec.get("attack", {}).get("eps"),
+        "adversarial": spec.get("attack", spec.get("val_attack", {})).get("eps"),
         "best_epoch": facts.get("best_epoch"),
         "test_accuracy": result.get("test_accuracy"),
     }
@@ -185,11 +190,8 @@ def models() -> tuple[str, ...]:
     return tuple(sorted(entry.name for entry in zoo.iterdir() if (entry / SPEC).is_file()))
 
 
-def _without_none(spec: dict[str, Any]) -> dict[str, Any]:
-    return {
-        key: {name: item for name, item in value.items() if item is not None}
-        if isinstance(value, dict)
-        else value
-        for key, value in spec.items()
-        if value is not None
-    }
+def _as_read(value: Any) -> Any:
+    """A value as it comes back from TOML: without None, and with lists for tuples."""
+    if isinstance(value, dict):
+        return {key: _as_read(item) for key, item in value.items() if item is not None}
+    return [_as_read(item) for item in value] if isinstance(value, list | tuple) else value

@@ -105,7 +105,7 @@ class AutoAttack(Attack):
             "on": self.on,
             "early_exit": self.early_exit,
             "precision": self.precision,
-            "recorded": self.recorded,
+            "quick": self.quick,
         }
         loss: Literal["dlr", "margin"] = "dlr" if num_classes >= 4 else "margin"
         suite: dict[str, Attack] = {

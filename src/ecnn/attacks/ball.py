@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from fractions import Fraction
 from typing import Literal, get_args
 
 import torch
@@ -15,9 +14,10 @@ Norm = Literal["linf", "l2"]
 
 
 def parse_eps(eps: float | str) -> float:
-    """The radius as a number; `"8/255"` is accepted as people write it."""
+    """The radius as a number; `"8/255"` and `"0.5/255"` are accepted as people write them."""
     try:
-        value = float(Fraction(eps)) if isinstance(eps, str) else float(eps)
+        above, slash, below = eps.partition("/") if isinstance(eps, str) else (eps, "", "")
+        value = float(above) / (float(below) if slash else 1.0)
     except (ValueError, ZeroDivisionError):
         raise InputError(f'eps must be a number or a fraction such as "8/255", not {eps!r}.') from None
     if not 0 <= value < float("inf"):

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from ecnn.attacks.ball import check_unit_range, per_image
 from ecnn.attacks.draws import Draws
+from ecnn.attacks.quick import quick_copy
 from ecnn.attacks.recording import Recorder, Values
 from ecnn.attacks.views import Look, View
 from ecnn.backbones import full_precision, without_tf32
@@ -41,7 +42,8 @@ class Target:
     """The model as an attack may ask it: every question is counted for the images that it is asked about.
 
     Attributes:
-        model: what is attacked.
+        model: what is attacked; questions may go to an equal copy that is faster to ask.
+        judge: the model itself, which alone gives verdicts.
         precision: "bfloat16" computes questions (not verdicts) under autocast.
         recorder: replays passes as CUDA graphs; None runs them one by one.
     """
@@ -53,10 +55,12 @@ class Target:
         device: torch.device,
         precision: str = "float32",
         recorder: Recorder | None = None,
+        judge: nn.Module | None = None,
     ) -> None:
         if precision == "bfloat16" and device.type != "cuda":
             raise InputError(f'precision="bfloat16" needs a CUDA device, but the images are on {device}.')
         self.model, self.precision, self.device, self.recorder = model, precision, device, recorder
+        self.judge = model if judge is None else judge
         self._rows: Tensor | None = None
         self._counts = torch.zeros(2, batch, dtype=torch.int64)
         self._all_counts = [0, 0]  # of questions about every row, kept apart: they need no work on the device
@@ -66,7 +70,7 @@ class Target:
         """The same target for some of its images: (n,) positions. Give it only those from then on."""
         part = Target.__new__(Target)
         part.model, part.precision, part.device = self.model, self.precision, self.device
-        part.recorder, part._root = self.recorder, self._root
+        part.recorder, part.judge, part._root = self.recorder, self.judge, self._root
         part._rows = rows.cpu() if self._rows is None else self._rows[rows.cpu()]
         return part
 
@@ -137,7 +141,7 @@ class Target:
     def verdict(self, points: Tensor) -> Tensor:
         """(batch,) the model's classes, always in full precision: the only question whose answer counts."""
         with torch.no_grad(), torch.autocast(self.device.type, enabled=False):
-            predictions: Tensor = self.model(points).argmax(dim=1)
+            predictions: Tensor = self.judge(points).argmax(dim=1)
         self.count(1)
         return predictions
 
@@ -169,15 +173,16 @@ class Attack:
             iterate, whatever it is.
         early_exit: images that are broken (or were never right) cost nothing more; of no effect with keep="last".
         precision: of the search, "float32" or "bfloat16" (CUDA); verdicts are float32 whatever it is.
-        recorded: on CUDA, passes are recorded once and replayed, which is faster for small networks. Only for models
-            that do the same in every pass: not for those that draw random numbers in Python or branch on their input.
+        quick: the search asks a copy of the model that is prepared for speed (`quick_copy`); on CUDA its passes are
+            also recorded once and replayed. Only for models that do the same in every pass: not for those that draw
+            random numbers in Python, branch on their input or count their calls.
     """
 
     labels: Literal["true", "predicted"] = "true"
     keep: Literal["best", "last"] = "best"
     early_exit: bool = True
     precision: Literal["float32", "bfloat16"] = "float32"
-    recorded: bool = False
+    quick: bool = False
 
     def __post_init__(self) -> None:
         for name, known in (
@@ -252,9 +257,14 @@ class Attack:
             *(torch.cat([getattr(part, name) for part in parts]) for name in Attacked.__annotations__)
         )
 
+    def _target(self, model: nn.Module, images: Tensor) -> Target:
+        if not self.quick:
+            return Target(model, len(images), images.device, self.precision)
+        copy, recorder = quick_copy(model, self.precision), Recorder() if images.is_cuda else None
+        return Target(copy, len(images), images.device, self.precision, recorder, judge=model)
+
     def _run(self, model: nn.Module, images: Tensor, labels: Tensor, draws: Draws) -> Attacked:
-        recorder = Recorder() if self.recorded and images.is_cuda else None
-        target = Target(model, len(images), images.device, self.precision, recorder)
+        target = self._target(model, images)
         predictions = target.verdict(images)
         if self.labels == "predicted":
             labels = predictions

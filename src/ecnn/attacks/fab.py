@@ -129,8 +129,9 @@ class FAB(Attack):
         """To the linearised border from the point and, with less weight, from the image."""
         points, images, normals = (x.flatten(1) for x in (hunt.points, hunt.images, gradient))
         offsets = leads + (normals * (images - points)).sum(dim=1)
-        move = move_to_hyperplane(points, normals, leads, self.norm)
-        image_move = move_to_hyperplane(images, normals, offsets, self.norm)
+        move, image_move = move_to_hyperplane(
+            torch.cat([points, images]), normals.repeat(2, 1), torch.cat([leads, offsets]), self.norm
+        ).chunk(2)
         length, image_length = length_of(move, self.norm), length_of(image_move, self.norm)
         weight = (length / (length + image_length).clamp_min(1e-30)).clamp(max=self.bias)[:, None]
         ahead = (1 - weight) * (points + self.overshoot * move)

@@ -1,7 +1,8 @@
 """Exact projections onto what a box leaves of a ball or of a hyperplane.
 
 All three are one problem: quantities that grow in proportion to t until each meets its own cap, and the t at which
-their sum reaches a level. The sum is piecewise linear in t, so that sorting the caps solves it without iterating.
+their sum reaches a level. The sum is piecewise linear and concave in t: Newton's method climbs to the solution from
+below, caps at least one more quantity in every round until it is there, and in practice needs about ten.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ import torch
 from torch import Tensor
 
 from ecnn.attacks.ball import Norm, project
+
+_ROUNDS_BETWEEN_CHECKS = 4  # each check makes a CUDA device wait
 
 
 def solve_capped_sum(rates: Tensor, caps: Tensor, levels: Tensor) -> Tensor:
@@ -22,17 +25,16 @@ def solve_capped_sum(rates: Tensor, caps: Tensor, levels: Tensor) -> Tensor:
     """
     # Sums of thousands of float32 numbers are worth seven digits at best, and t is a ratio of two of them.
     rates, caps, levels = rates.double(), caps.double(), levels.double()
-    meets = torch.where(rates > 0, caps / rates.clamp_min(1e-300), torch.inf)
-    meets, order = meets.sort(dim=1)
-    rates, caps = rates.gather(1, order), caps.gather(1, order)
-    capped = torch.cat([torch.zeros_like(caps[:, :1]), caps.cumsum(dim=1)], dim=1)
-    free = torch.cat([rates.flip(1).cumsum(dim=1).flip(1), torch.zeros_like(rates[:, :1])], dim=1)
-    # With the first k capped the line through (0, capped[k]) of slope free[k] holds from meets[k - 1] to meets[k].
-    reached = capped[:, :-1] + torch.where(rates > 0, meets * free[:, :-1], 0)
-    first = (reached < levels[:, None]).sum(dim=1, keepdim=True)
-    slope = free.gather(1, first).squeeze(1)
-    times: Tensor = (levels - capped.gather(1, first).squeeze(1)) / slope.clamp_min(1e-300)
-    return torch.where(slope > 0, times.clamp_min(0), torch.inf)
+    times = torch.zeros_like(levels)
+    while True:
+        for _ in range(_ROUNDS_BETWEEN_CHECKS):
+            before = times
+            free = times[:, None] * rates < caps
+            slope, capped = (rates * free).sum(dim=1), (caps * ~free).sum(dim=1)
+            reached = torch.where(slope > 0, (levels - capped) / slope.clamp_min(1e-300), torch.inf)
+            times = torch.maximum(before, reached)
+        if bool((times == before).all()):
+            return times
 
 
 def project_to_ball(points: Tensor, images: Tensor, norm: Norm, eps: float) -> Tensor:

@@ -1,7 +1,7 @@
 """Baselines: what an ECNN is compared with, each a module from pixels in [0, 1] to scores with its own objective."""
 
 from ecnn.baselines.adp import ADPObjective, Ensemble, ensemble_diversity, ensemble_entropy, log_mean_probs
-from ecnn.baselines.builders import BASELINES
+from ecnn.baselines.builders import BASELINE_OBJECTIVES, BASELINES, make_objective
 from ecnn.baselines.ecoc import independent_ecoc
 from ecnn.baselines.empir import (
     EMPIR,
@@ -21,13 +21,20 @@ from ecnn.baselines.specialists import (
     count_confusions,
     specialist_vote,
 )
-from ecnn.baselines.squeezing import Detection, FeatureSqueezing, reduce_bits, smooth_by_median
-from ecnn.baselines.tanh_ensemble import TANH_SIZES, TanhEnsemble, TanhEnsembleObjective, tanh_code
+from ecnn.baselines.squeezing import SQUEEZERS, Detection, FeatureSqueezing, reduce_bits, smooth_by_median
+from ecnn.baselines.tanh_ensemble import (
+    TANH_DISTURBANCES,
+    TANH_SIZES,
+    TanhEnsemble,
+    TanhEnsembleObjective,
+    tanh_code,
+)
 from ecnn.baselines.trades import TRADESObjective, kl_divergence
 
 __all__ = [
     "ADPObjective",
     "BASELINES",
+    "BASELINE_OBJECTIVES",
     "Detection",
     "EMPIR",
     "EMPIRObjective",
@@ -35,8 +42,10 @@ __all__ = [
     "Ensemble",
     "FeatureSqueezing",
     "OutputCodeAccuracy",
+    "SQUEEZERS",
     "Specialists",
     "SpecialistsObjective",
+    "TANH_DISTURBANCES",
     "TANH_SIZES",
     "TRADESObjective",
     "TanhEnsemble",
@@ -50,6 +59,7 @@ __all__ = [
     "log_mean_probs",
     "majority_scores",
     "majority_vote",
+    "make_objective",
     "output_code_baseline",
     "quantise_activations",
     "quantise_resnet",

@@ -1,7 +1,8 @@
-"""Baselines by name, as a run folder names them."""
+"""Baselines and their objectives by name, as a run folder names them."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -9,14 +10,16 @@ import numpy as np
 from torch import nn
 
 from ecnn.backbones import Mean, ResNet
-from ecnn.baselines.adp import Ensemble
+from ecnn.baselines.adp import ADPObjective, Ensemble
 from ecnn.baselines.ecoc import independent_ecoc
-from ecnn.baselines.empir import EMPIR
-from ecnn.baselines.specialists import Specialists
+from ecnn.baselines.empir import EMPIR, EMPIRObjective
+from ecnn.baselines.specialists import Specialists, SpecialistsObjective
 from ecnn.baselines.squeezing import FeatureSqueezing
-from ecnn.baselines.tanh_ensemble import TanhEnsemble
+from ecnn.baselines.tanh_ensemble import TanhEnsemble, TanhEnsembleObjective
+from ecnn.baselines.trades import TRADESObjective
 from ecnn.codes import CodeMatrix
 from ecnn.errors import InputError
+from ecnn.objectives import OBJECTIVES, Objective, named_objective
 
 
 def build_adp(num_classes: int, in_channels: int, mean: Mean | None, **options: Any) -> nn.Module:
@@ -47,7 +50,8 @@ def build_specialists(num_classes: int, in_channels: int, mean: Mean | None, **o
     """Options of `Specialists`, of which `sets` must be given. Train it by `SpecialistsObjective`."""
     if "sets" not in options:
         raise InputError(
-            'a "specialists" model needs sets: find them by count_confusions and confusion_sets.'
+            'a "specialists" model needs sets, the classes of each class\'s specialist: docs/baselines.md says how to '
+            "find them."
         )
     return Specialists(num_classes, in_channels, mean=mean, **options)
 
@@ -73,3 +77,35 @@ BASELINES: dict[str, Callable[..., nn.Module]] = {
     "feature_squeezing": build_feature_squeezing,
     "empir": build_empir,
 }
+
+#: name -> objective; those of `ecnn.objectives` have names of their own.
+BASELINE_OBJECTIVES: dict[str, Callable[..., Objective]] = {
+    "adp": ADPObjective,
+    "tanh_ensemble": TanhEnsembleObjective,
+    "specialists": SpecialistsObjective,
+    "empir": EMPIRObjective,
+    "trades": TRADESObjective,
+}
+
+
+def make_objective(name: str, **options: Any) -> Objective:
+    """The objective of that name, of this room or of `ecnn.objectives`, with these attributes."""
+    if name in OBJECTIVES:
+        return named_objective(name, **options)
+    if name not in BASELINE_OBJECTIVES:
+        known = ", ".join((*OBJECTIVES, *BASELINE_OBJECTIVES))
+        raise InputError(f"no objective is called {name!r}; known: {known}.")
+    kind: Any = BASELINE_OBJECTIVES[name]
+    fields = dataclasses.fields(kind)
+    unknown = sorted(set(options) - {field.name for field in fields})
+    if unknown:
+        has = ", ".join(field.name for field in fields) or "none"
+        raise InputError(f"the objective {name!r} has no option {unknown[0]!r}; it has {has}.")
+    needed = [field.name for field in fields if field.default is dataclasses.MISSING]
+    missing = [option for option in needed if option not in options]
+    if missing:
+        raise InputError(
+            f"the objective {name!r} needs {', '.join(missing)}, which decide its result and have no default."
+        )
+    objective: Objective = kind(**options)
+    return objective

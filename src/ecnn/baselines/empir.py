@@ -36,8 +36,11 @@ def quantise_weights(weights: Tensor, bits: int) -> Tensor:
     """
     check_bits("bits", bits, least=2)
     bent = torch.tanh(weights)
-    # Without the floor a layer of zeros would be divided by zero.
-    scale = bent.abs().amax().clamp_min(torch.finfo(bent.dtype).tiny)
+    sizes = bent.abs().flatten()
+    # Not amax: its gradient looks for elements equal to the maximum, and compiled bfloat16 code, which computes in
+    # float32, finds none and divides by zero. Without the floor a layer of zeros would be divided by zero.
+    largest = sizes.gather(0, sizes.argmax(dim=0, keepdim=True))
+    scale = largest.clamp_min(torch.finfo(bent.dtype).tiny)
     return 2 * reduce_bits(bent / (2 * scale) + 0.5, bits) - 1
 
 

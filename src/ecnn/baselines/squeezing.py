@@ -13,6 +13,13 @@ from ecnn.backbones import eval_mode, full_precision
 from ecnn.baselines.checks import check_count, check_number
 from ecnn.errors import InputError
 
+#: The squeezers that Xu et al. join, and ours for digits of 17 levels, as options of `FeatureSqueezing`.
+SQUEEZERS: dict[str, dict[str, int]] = {
+    "cifar10": {"bits": 5, "window": 2},
+    "mnist": {"bits": 1, "window": 2},
+    "digits": {"bits": 2, "window": 2},
+}
+
 
 def reduce_bits(values: Tensor, bits: int) -> Tensor:
     """Values in [0, 1] rounded to the nearest of 2^bits equally spaced levels, 0 and 1 among them.

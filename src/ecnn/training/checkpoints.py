@@ -29,14 +29,17 @@ def optimizer_tensors(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor]) -> None:
-    """Puts back what `optimizer_tensors` took; learning rates stay as they are."""
+    """Puts back what `optimizer_tensors` took; learning rates stay the same objects, which a CUDA graph reads."""
     state: dict[int, dict[str, Tensor]] = {}
     for key, value in tensors.items():
         if key.startswith("optimizer."):
             _, index, name = key.split(".", 2)
             state.setdefault(int(index), {})[name] = value
+    rates = [group["lr"] for group in optimizer.param_groups]
     whole = optimizer.state_dict()
     optimizer.load_state_dict({"state": state, "param_groups": whole["param_groups"]})
+    for group, lr in zip(optimizer.param_groups, rates, strict=True):  # torch puts copies there
+        group["lr"] = lr
     for parameter, entries in optimizer.state.items():
         for name, value in entries.items():
             if value.shape == parameter.shape:  # fused kernels want the parameter's memory format too

@@ -21,7 +21,7 @@ from ecnn.data import Augmentation, Split
 from ecnn.errors import InputError
 from ecnn.training.recipes import Recipe
 
-Objective = Callable[[Any, Tensor, Tensor], Tensor]
+Objective = Callable[..., Tensor]
 Attack = Callable[..., Tensor]
 
 _WARM_UP_STEPS = 3
@@ -54,6 +54,7 @@ class Engine:
             attack,
             seed,
         )
+        self.objective_draws = takes_generator(objective)
         self.device = next(model.parameters()).device
         self.rank, self.world = _rank_and_world()
         self._check(train)
@@ -90,11 +91,7 @@ class Engine:
             )
 
     def _make_optimizer(self) -> torch.optim.Optimizer:
-        parameters = [p for p in self.model.parameters() if p.requires_grad]
-        groups = [
-            {"params": [p for p in parameters if p.dim() > 1], "weight_decay": self.recipe.weight_decay},
-            {"params": [p for p in parameters if p.dim() <= 1], "weight_decay": 0.0},
-        ]
+        groups = parameter_groups(self.model, self.recipe.weight_decay)
         on_cuda = self.device.type == "cuda"
         # A learning rate in a tensor can change while the graph that reads it stays the same.
         options: dict[str, Any] = {"lr": self.lr if on_cuda else 0.0, "fused": on_cuda or None}
@@ -131,9 +128,15 @@ class Engine:
         return worker
 
     def _compile_parts(self) -> None:
-        """The network's parts, which an attack runs too, and the objective around them, whose many small steps fuse."""
+        """The network's parts, which an attack runs too, and the objective around them, whose many small steps fuse.
+
+        An objective that draws random numbers stays as it is: torch.compile splits a function at every draw from a
+        generator of one's own, and little would be left to fuse.
+        """
         for part in self.worker.children():
             part.compile(dynamic=False)
+        if self.objective_draws:
+            return
         objective = self.objective
 
         def loss(model: nn.Module, images: Tensor, labels: Tensor) -> Tensor:
@@ -208,7 +211,8 @@ class Engine:
         with self.autocast():
             if self.attack is not None:
                 images = self._with_adversarial(images, labels)
-            loss = self.objective(self.worker, images, labels)
+            drawn_from = {"generator": self.generator} if self.objective_draws else {}
+            loss = self.objective(self.worker, images, labels, **drawn_from)
         self.worker.zero_grad(set_to_none=True)
         torch.autograd.backward(loss)
         if self.worker is not self.model:
@@ -295,8 +299,29 @@ def craft(
     attack: Attack, model: nn.Module, images: Tensor, labels: Tensor, generator: torch.Generator
 ) -> Tensor:
     """What the attack makes of the images; its random numbers are ours where it lets us say so."""
-    options = {"generator": generator} if "generator" in inspect.signature(attack).parameters else {}
+    options = {"generator": generator} if takes_generator(attack) else {}
     return attack(model, images, labels, **options)
+
+
+def takes_generator(function: Callable[..., Any]) -> bool:
+    """Whether an attack or objective lets us say where its random numbers come from."""
+    return "generator" in inspect.signature(function).parameters
+
+
+def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """What an optimizer trains: weights that decay, then those that do not.
+
+    Biases and norms do not. An axis for members gives their biases two axes, so that the name must tell.
+    """
+    decaying: list[Tensor] = []
+    others: list[Tensor] = []
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            (decaying if parameter.dim() > 1 and not name.endswith("bias") else others).append(parameter)
+    return [
+        {"params": decaying, "weight_decay": weight_decay},
+        {"params": others, "weight_decay": 0.0},
+    ]
 
 
 def _float_state(model: nn.Module) -> list[Tensor]:

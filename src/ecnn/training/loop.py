@@ -10,7 +10,6 @@ import json
 import logging
 import os
 import time
-from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -24,7 +23,6 @@ from ecnn import files
 from ecnn.backbones import eval_mode, without_tf32
 from ecnn.data import Split
 from ecnn.errors import InputError
-from ecnn.objectives import named_objective
 from ecnn.progress import Progress
 from ecnn.training.checkpoints import (
     load_checkpoint,
@@ -35,7 +33,7 @@ from ecnn.training.checkpoints import (
     save_checkpoint,
 )
 from ecnn.training.engine import Attack, Engine, Objective, craft
-from ecnn.training.recipes import Recipe, resolve_recipe
+from ecnn.training.recipes import Recipe, objective_of, resolve_recipe
 
 LAST, BEST, LOG = "last.safetensors", "model.safetensors", "train.jsonl"
 _ROBUST_VAL_IMAGES = 1000
@@ -91,6 +89,7 @@ def fit(
     diversity_weight: float | None = None,
     objective: str | Objective | None = None,
     attack: Attack | None = None,
+    val_attack: Attack | None = None,
     adversarial_ratio: float | None = None,
     ema: float | None = None,
     precision: str | None = None,
@@ -104,10 +103,14 @@ def fit(
     """Trains the model where it is and leaves it with its best validated weights, in eval mode.
 
     Args:
-        val: chooses the epoch; split it from the training data. None keeps the last epoch.
+        val: chooses the epoch; split it from the training data. None keeps the last epoch. Under an attack it chooses
+            by the accuracy on its first 1,000 images, attacked.
         recipe: a name of `RECIPES` or a `Recipe`; every option below that is not None replaces its entry.
-        objective: a name, or any callable (model, images, labels) -> scalar.
+        objective: a name, or any callable (model, images, labels) -> scalar. One that takes `generator=` draws from
+            that of this run.
         attack: any callable (model, images, labels) -> images, for adversarial training.
+        val_attack: attacks the validation images instead of `attack`; for objectives that attack the model themselves,
+            such as TRADES, or to choose by a stronger attack than one can train with.
         run_dir: where checkpoints and train.jsonl go; a run found there is continued unless resume is False.
         graph: capture the step in a CUDA graph; by default on CUDA with one process.
         compile_parts: also run the model's parts through torch.compile: a start of some 15 s, then faster steps.
@@ -142,16 +145,10 @@ def fit(
         use_graph=_wants_graph(graph, device),
         compile_parts=compile_parts,
     )
-    loop = _Loop(engine, val, settings, attack, Path(run_dir) if run_dir is not None else None, progress)
-    return loop.run(resume=resume, fingerprint=_fingerprint(model, train, settings, objective, attack, seed))
-
-
-def objective_of(settings: Recipe) -> Objective:
-    """The recipe's objective as a callable."""
-    options: dict[str, Any] = {}
-    if settings.objective.startswith("member"):
-        options = {"diversity_weight": settings.diversity_weight, "entropy_unit": settings.entropy_unit}
-    return named_objective(settings.objective, **options)
+    val_attack = attack if val_attack is None else val_attack
+    loop = _Loop(engine, val, settings, val_attack, Path(run_dir) if run_dir is not None else None, progress)
+    fingerprint = _fingerprint(model, train, settings, loss, (attack, val_attack), seed)
+    return loop.run(resume=resume, fingerprint=fingerprint)
 
 
 def accuracy(
@@ -186,11 +183,11 @@ class _Loop:
         engine: Engine,
         val: Split | None,
         settings: Recipe,
-        attack: Attack | None,
+        val_attack: Attack | None,
         run_dir: Path | None,
         progress: Progress | None,
     ) -> None:
-        self.engine, self.settings, self.attack, self.run_dir = engine, settings, attack, run_dir
+        self.engine, self.settings, self.val_attack, self.run_dir = engine, settings, val_attack, run_dir
         self.val = val.to(engine.device) if val is not None and len(val) else None
         self.progress = progress if engine.rank == 0 else None
         self.state = _Run()
@@ -252,9 +249,12 @@ class _Loop:
             return {}
         model = self.engine.final_model()
         values = {"val_accuracy": accuracy(model, self.val, batch_size=5000, autocast=self.engine.autocast())}
-        if self.attack is not None:
+        if self.val_attack is not None:
             values["val_robust_accuracy"] = accuracy(
-                model, self.val.take(_ROBUST_VAL_IMAGES), attack=self.attack, autocast=self.engine.autocast()
+                model,
+                self.val.take(_ROBUST_VAL_IMAGES),
+                attack=self.val_attack,
+                autocast=self.engine.autocast(),
             )
         return values
 
@@ -406,8 +406,8 @@ def _fingerprint(
     model: Any,
     train: Split,
     settings: Recipe,
-    objective: str | Callable[..., Any] | None,
-    attack: Any,
+    objective: Objective,
+    attacks: tuple[Attack | None, Attack | None],
     seed: int,
 ) -> str:
     """Changes whenever continuing a run would mix two different ones."""
@@ -415,8 +415,8 @@ def _fingerprint(
     code = getattr(model, "code", None)
     facts = {
         "recipe": dataclasses.asdict(settings),
-        "objective": repr(objective) if dataclasses.is_dataclass(objective) else str(type(objective)),
-        "attack": repr(attack) if dataclasses.is_dataclass(attack) else str(type(attack)),
+        "objective": _described(objective),
+        "attacks": [_described(attack) for attack in attacks],
         "seed": seed,
         "shapes": shapes,
         "code": code.content_hash if code is not None else None,
@@ -425,3 +425,8 @@ def _fingerprint(
         ],
     }
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+
+
+def _described(function: Any) -> str:
+    """The settings of an objective or attack, where it has any that can be read."""
+    return repr(function) if dataclasses.is_dataclass(function) else str(type(function))

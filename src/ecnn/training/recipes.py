@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+from ecnn.baselines import TANH_DISTURBANCES, make_objective
 from ecnn.errors import InputError
+from ecnn.objectives import Objective
 
 OPTIMIZERS = ("adam", "adamw", "sgd")
-SCHEDULES = ("authors", "onecycle", "cosine", "constant")
+SCHEDULES = ("authors", "steps", "onecycle", "cosine", "constant")
 PRECISIONS = ("auto", "float32", "bfloat16")
+#: Settings of member objectives that a recipe holds itself.
+MEMBER_OPTIONS = ("diversity_weight", "entropy_unit")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,10 +26,13 @@ class Recipe:
         epochs, batch_size: the batch is the global one when several processes train together.
         optimizer: "adam", "adamw" or "sgd" (Nesterov momentum 0.9).
         lr: the largest learning rate.
-        weight_decay: on every parameter with two or more axes (not on biases and norms).
-        schedule: "authors" (x0.1, x1e-2, x1e-3, x0.5e-3 after 40, 60, 80, 90 % of the epochs), "onecycle" (up linearly
-            over the first fifth, down linearly to 0), "cosine", "constant".
-        objective: name of an objective, with diversity_weight and entropy_unit where it takes them.
+        weight_decay: on every parameter with two or more axes that is no bias (so not on norms either). "adamw" takes
+            lr * weight_decay off a weight; "adam" and "sgd" add weight_decay times the weight to its gradient, as a
+            penalty of weight_decay / 2 times its square would.
+        schedule: "authors" (x0.1, x1e-2, x1e-3, x0.5e-3 after 40, 60, 80, 90 % of the epochs), "steps" (x0.1, x1e-2
+            after 50, 75 %), "onecycle" (up linearly over the first fifth, down linearly to 0), "cosine", "constant".
+        objective: name of an objective, with diversity_weight and entropy_unit where its members have them.
+        objective_options: its other settings, by their names.
         shift, flip, fill: augmentation: whole pixels, mirror images, what comes in at the border.
         ema: decay of a running average of the weights that is used instead of them; None for none.
         adversarial_ratio: share of adversarial images when an attack is given; 0.5 is the paper's 1:1.
@@ -41,6 +48,7 @@ class Recipe:
     objective: str = "member_hinge"
     diversity_weight: float = 0.0
     entropy_unit: str = "normalised"
+    objective_options: dict[str, Any] = field(default_factory=dict)
     shift: int = 0
     flip: bool = False
     fill: str = "nearest"
@@ -75,12 +83,38 @@ class Recipe:
             # x0.1 after epoch 80 of 200, x1e-2 after 120, x1e-3 after 160, x0.5e-3 after 180 (authors' program).
             passed = sum(progress >= limit for limit in (0.4, 0.6, 0.8, 0.9))
             return self.lr * (1.0, 1e-1, 1e-2, 1e-3, 0.5e-3)[passed]
+        if self.schedule == "steps":
+            return self.lr * (1.0, 1e-1, 1e-2)[sum(progress >= limit for limit in (0.5, 0.75))]
         if self.schedule == "onecycle":
             return self.lr * (progress / 0.2 if progress < 0.2 else (1 - progress) / 0.8)
         if self.schedule == "cosine":
             return self.lr * 0.5 * (1 + math.cos(math.pi * progress))
         return self.lr
 
+
+_ADP = Recipe(
+    epochs=200,
+    batch_size=64,
+    optimizer="adam",
+    lr=1e-3,
+    weight_decay=2e-4,
+    schedule="steps",
+    objective="adp",
+    objective_options={"alpha": 2.0, "beta": 0.5},
+    shift=3,
+    flip=True,
+)
+_TANH_ENSEMBLE = Recipe(
+    epochs=400,
+    batch_size=200,
+    optimizer="adam",
+    lr=2e-4,
+    objective="tanh_ensemble",
+    objective_options=TANH_DISTURBANCES["cifar10"],
+    shift=4,
+    flip=True,
+    fill="zero",
+)
 
 RECIPES: dict[str, Recipe] = {
     # The authors' program (it covers the q-ary CIFAR-10 model): Adam, 200 epochs, batch 128, no weight decay, shifts
@@ -138,6 +172,21 @@ RECIPES: dict[str, Recipe] = {
         shift=1,
         ema=0.99,
     ),
+    # ADP's program (Pang et al. 2019) for CIFAR-10: its penalty of 1e-4 times the squared kernels is a decay of 2e-4.
+    # Departs: the head is decayed too; shifts are whole pixels.
+    "adp": _ADP,
+    # The same for MNIST, whose digits are neither shifted nor mirrored.
+    "adp_mnist": dataclasses.replace(_ADP, epochs=40, shift=0, flip=False),
+    # TanhEns16's program (Verma & Swami 2019) for CIFAR-10; noise, blending and turns are the objective's.
+    "tanh_ensemble": _TANH_ENSEMBLE,
+    "tanh_ensemble_mnist": dataclasses.replace(
+        _TANH_ENSEMBLE,
+        epochs=150,
+        lr=3e-4,
+        objective_options=TANH_DISTURBANCES["mnist"],
+        shift=0,
+        flip=False,
+    ),
 }
 
 
@@ -147,8 +196,33 @@ def resolve_recipe(recipe: str | Recipe, **changes: Any) -> Recipe:
         if recipe not in RECIPES:
             raise InputError(f"recipe must be one of {', '.join(RECIPES)}, not {recipe!r}.")
         recipe = RECIPES[recipe]
-    known = {field.name for field in dataclasses.fields(Recipe)}
+    known = {entry.name for entry in dataclasses.fields(Recipe)}
     unknown = sorted(set(changes) - known)
     if unknown:
         raise InputError(f"a recipe has no {unknown[0]!r}; it has {', '.join(sorted(known))}.")
-    return dataclasses.replace(recipe, **{key: value for key, value in changes.items() if value is not None})
+    changes = {key: value for key, value in changes.items() if value is not None}
+    if (
+        changes.get("objective", recipe.objective) != recipe.objective
+    ):  # another one's options are not its own
+        changes = {"objective_options": {}, **changes}
+    return dataclasses.replace(recipe, **changes)
+
+
+def objective_of(recipe: Recipe) -> Objective:
+    """The recipe's objective as a callable."""
+    options = {key: getattr(recipe, key) for key in MEMBER_OPTIONS if recipe.objective.startswith("member")}
+    twice = sorted(options.keys() & recipe.objective_options.keys())
+    if twice:
+        raise InputError(f"{twice[0]} is an entry of the recipe itself, not of objective_options.")
+    return make_objective(recipe.objective, **options, **recipe.objective_options)
+
+
+def spell_out(recipe: Recipe) -> Recipe:
+    """The same recipe with every setting of its objective, so that later defaults cannot change an old run."""
+    objective: Any = objective_of(recipe)
+    options = {
+        entry.name: getattr(objective, entry.name)
+        for entry in dataclasses.fields(objective)
+        if entry.name not in ("kind", *MEMBER_OPTIONS)
+    }
+    return dataclasses.replace(recipe, objective_options=options)

@@ -1,0 +1,203 @@
+"""A convolution in float32 on tensor cores, for searches; importable where Triton is, as with CUDA builds of torch.
+
+Tensor cores multiply TF32, ten bits of fraction. Three such products of the leading and trailing halves of both factors
+(3xTF32) restore what float32 has: the gradients of a ResNet-20 differ from those in float64 by 7e-7 of their length,
+where cuDNN's float32 differs by 3e-7, and for narrow networks they come in half the time (docs/log.md).
+"""
+
+# ruff: noqa: N803 capitals are what Triton users give to values that are known when a kernel is compiled
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+_MOST_CHANNELS = 64  # with more, cuDNN's float32 is as fast
+_PLACES, _DEPTH = 128, 16  # of a tile
+_WARPS, _STAGES = 4, 4
+_LARGEST_INDEX = 2**31 - 1
+
+
+@triton.jit
+def _convolve(  # type: ignore[no-untyped-def]
+    source,  # (image, y, x, in channel)
+    outputs,  # of the ReLU whose gradient the source is, as the source; anything when not MASKED
+    weight,  # (tap, in channel, out channel)
+    bias,  # (out channel,); anything when not HAS_BIAS
+    result,  # (image, y, x, out channel)
+    total,  # rows of the result: one per image and place
+    height,
+    width,  # of the result
+    source_height,
+    source_width,
+    IN: tl.constexpr,
+    OUT: tl.constexpr,
+    KERNEL: tl.constexpr,
+    STRIDE: tl.constexpr,
+    PADDING: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+    MASKED: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    RELU: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr,
+):
+    """All channels of ROWS places of the result, as a product over taps and input channels."""
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    columns = tl.arange(0, COLUMNS)
+    x = rows % width
+    y = (rows // width) % height
+    image = rows // (width * height)
+    parts: tl.constexpr = (IN + DEPTH - 1) // DEPTH
+    sums = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
+    for part in range(KERNEL * KERNEL * parts):
+        tap = part // parts
+        channels = (part % parts) * DEPTH + tl.arange(0, DEPTH)
+        if TRANSPOSED:
+            down = y + PADDING - tap // KERNEL
+            across = x + PADDING - tap % KERNEL
+            inside = (down % STRIDE == 0) & (across % STRIDE == 0) & (down >= 0) & (across >= 0)
+            down = down // STRIDE
+            across = across // STRIDE
+        else:
+            down = y * STRIDE + tap // KERNEL - PADDING
+            across = x * STRIDE + tap % KERNEL - PADDING
+            inside = (down >= 0) & (across >= 0)
+        inside = inside & (down < source_height) & (across < source_width) & (rows < total)
+        places = ((image * source_height + down) * source_width + across)[:, None] * IN + channels[None, :]
+        known = inside[:, None] & (channels < IN)[None, :]
+        values = tl.load(source + places, mask=known, other=0.0)
+        if MASKED:
+            values = tl.where(tl.load(outputs + places, mask=known, other=0.0) > 0, values, 0.0)
+        factors = tl.load(
+            weight + (tap * IN + channels)[:, None] * OUT + columns[None, :],
+            mask=(channels < IN)[:, None] & (columns < OUT)[None, :],
+            other=0.0,
+        )
+        sums = tl.dot(values, factors, sums, input_precision="tf32x3")
+    if HAS_BIAS:
+        sums += tl.load(bias + columns, mask=columns < OUT, other=0.0)[None, :]
+    if RELU:
+        sums = tl.maximum(sums, 0.0)
+    tl.store(
+        result + rows[:, None] * OUT + columns[None, :],
+        sums,
+        mask=(rows < total)[:, None] & (columns < OUT)[None, :],
+    )
+
+
+class QuickConvolution(nn.Module):
+    """The convolution, and the ReLU after it if asked, with gradients in its input alone; weights are copied.
+
+    Args:
+        convolution: one that `fits`.
+        relu: whether a ReLU follows.
+    """
+
+    def __init__(self, convolution: nn.Conv2d, *, relu: bool) -> None:
+        super().__init__()
+        weight = convolution.weight.detach()
+        self.channels = convolution.out_channels, convolution.in_channels
+        self.shape = {
+            "KERNEL": convolution.kernel_size[0],
+            "STRIDE": convolution.stride[0],
+            "PADDING": int(convolution.padding[0]),
+        }
+        self.relu = relu
+        self.forward_weight = weight.permute(2, 3, 1, 0).contiguous()
+        self.backward_weight = weight.permute(2, 3, 0, 1).contiguous()
+        self.bias = None if convolution.bias is None else convolution.bias.detach().clone()
+
+    @staticmethod
+    def fits(convolution: nn.Module) -> bool:
+        """Whether the module is a convolution of the kind that is computed here, and narrow enough to gain by it."""
+        return (
+            type(convolution) is nn.Conv2d
+            and convolution.weight.dtype == torch.float32
+            and convolution.weight.is_cuda
+            and convolution.groups == 1
+            and convolution.dilation == (1, 1)
+            and convolution.padding_mode == "zeros"
+            and not isinstance(convolution.padding, str)
+            and all(
+                len(set(pair)) == 1
+                for pair in (convolution.kernel_size, convolution.stride, convolution.padding)
+            )
+            and max(convolution.in_channels, convolution.out_channels) <= _MOST_CHANNELS
+        )
+
+    def forward(self, maps: Tensor) -> Tensor:
+        result: Tensor = _Convolution.apply(maps, self)  # type: ignore[no-untyped-call]
+        return result
+
+    def launch(
+        self, source: Tensor, size: tuple[int, int], outputs: Tensor | None, *, transposed: bool
+    ) -> Tensor:
+        """(batch, channel, *size) the convolution, or its transpose of what passes the ReLU with those outputs."""
+        source = source.contiguous(memory_format=torch.channels_last)
+        weight = self.backward_weight if transposed else self.forward_weight
+        bias = None if transposed else self.bias
+        out_channels = self.channels[1 if transposed else 0]
+        result = torch.empty(
+            (len(source), out_channels, *size),
+            device=source.device,
+            dtype=source.dtype,
+            memory_format=torch.channels_last,
+        )
+        if max(source.numel(), result.numel()) > _LARGEST_INDEX:
+            raise torch.cuda.OutOfMemoryError(
+                "more than 2^31 values at once"
+            )  # the batch is halved, as for memory
+        columns = max(16, triton.next_power_of_2(out_channels))  # 16 is the least that tensor cores take
+        total = len(source) * size[0] * size[1]
+        grid = (triton.cdiv(total, _PLACES),)
+        options: dict[str, Any] = {
+            **self.shape,
+            "TRANSPOSED": transposed,
+            "MASKED": outputs is not None,
+            "HAS_BIAS": bias is not None,
+            "RELU": self.relu and not transposed,
+            "ROWS": _PLACES,
+            "COLUMNS": columns,
+            "DEPTH": _DEPTH,
+            "num_warps": _WARPS,
+            "num_stages": _STAGES,
+        }
+        anything = source
+        _convolve[grid](
+            source,
+            anything if outputs is None else outputs,
+            weight,
+            anything if bias is None else bias,
+            result,
+            total,
+            *size,
+            *source.shape[2:],
+            IN=source.shape[1],
+            OUT=out_channels,
+            **options,
+        )
+        return result
+
+
+class _Convolution(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, maps: Tensor, module: QuickConvolution) -> Tensor:
+        kernel, stride, padding = (module.shape[name] for name in ("KERNEL", "STRIDE", "PADDING"))
+        height, width = ((length + 2 * padding - kernel) // stride + 1 for length in maps.shape[2:])
+        result = module.launch(maps, (height, width), None, transposed=False)
+        ctx.module, ctx.size = module, maps.shape[2:]
+        if module.relu:
+            ctx.save_for_backward(result)
+        return result
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        outputs = ctx.saved_tensors[0] if ctx.module.relu else None
+        return ctx.module.launch(gradient, tuple(ctx.size), outputs, transposed=True), None

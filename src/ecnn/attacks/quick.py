@@ -1,0 +1,37 @@
+"""A copy of a model that answers the same questions sooner, for the search; verdicts are the model's own."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import torch
+from torch import nn
+
+from ecnn.backbones import ConvUnit, without_batch_norms
+
+
+def quick_copy(model: nn.Module, precision: str) -> nn.Module:
+    """A copy whose scores differ from the model's, in eval mode, by rounding.
+
+    Batch norms are merged into convolutions; on a CPU and in bfloat16 channels come last; in float32 on CUDA narrow
+    convolutions run on tensor cores (see `ecnn.attacks.kernels`) where Triton is installed. Merging and tensor cores
+    need a `ConvUnit`, whose order of layers is known.
+    """
+    quick = without_batch_norms(model)
+    on_cuda = any(parameter.is_cuda for parameter in model.parameters())
+    if precision == "bfloat16" or not on_cuda:
+        quick.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    elif importlib.util.find_spec("triton") is not None:
+        _use_tensor_cores(quick)
+    return quick
+
+
+def _use_tensor_cores(model: nn.Module) -> None:
+    from ecnn.attacks.kernels import QuickConvolution
+
+    for unit in model.modules():
+        if isinstance(unit, ConvUnit) and QuickConvolution.fits(unit.conv):
+            relu = isinstance(unit.activation, nn.ReLU) and isinstance(unit.norm, nn.Identity)
+            unit.conv = QuickConvolution(unit.conv, relu=relu)  # type: ignore[assignment]
+            if relu:
+                unit.activation = nn.Identity()

@@ -1,0 +1,323 @@
+"""audit(): the strongest attacks we have, then reasons to doubt even them, then a verdict."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from torch import Tensor, nn
+
+from ecnn import files
+from ecnn.attacks.auto import examine
+from ecnn.attacks.ball import Norm, check_norm, parse_eps
+from ecnn.attacks.base import Target
+from ecnn.auditing.budgets import Budget, resolve_budget
+from ecnn.auditing.case import Case
+from ecnn.auditing.diagnostics import diagnose, read_evidence
+from ecnn.auditing.findings import Finding, Level
+from ecnn.auditing.report import Audit, Verdict
+from ecnn.auditing.staging import Course, Staged
+from ecnn.auditing.suite import find_traits, suite
+from ecnn.auditing.surrogates import choose_examples
+from ecnn.backbones import eval_mode, without_tf32
+from ecnn.data import Split
+from ecnn.errors import InputError
+from ecnn.evaluation.intervals import Interval, wilson_interval
+from ecnn.evaluation.measuring import BATCH_SIZE, check_request, place, read_model
+from ecnn.evaluation.provenance import describe, describe_model, hash_images
+from ecnn.progress import Progress
+
+FOLDER, RESULT, PAGE = "audit", "audit.json", "audit.md"
+#: A claim this little above the audited accuracy is rounding, not a false claim.
+SLACK = 0.01
+#: A claim this far above it should not pass for want of images.
+RESOLUTION = 0.05
+_FLAGGED = 256
+
+
+def audit(
+    model: nn.Module,
+    split: Split,
+    *,
+    norm: Norm,
+    eps: float | str,
+    claim: float | None = None,
+    limit: int | None = None,
+    budget: str | Budget = "standard",
+    seed: int = 0,
+    run_dir: str | os.PathLike[str] | None = None,
+    resume: bool = True,
+    progress: Progress | None = None,
+) -> Audit:
+    """Whether to believe that a model keeps a claimed accuracy under attack.
+
+    The suite of attacks is made in its order, each on the images that the earlier ones left, and an image counts as
+    robust only if it is right when clean and under all of them, by fresh passes in float32. Then the diagnostics look
+    for signs that attacks fail for another reason than robustness. The verdict is
+
+    - "not believable" when the claim lies above the audited accuracy by more than a point and above its interval;
+    - "inconclusive" when no attack contradicts it but an alarm says that attacks are fooled, or when it lies more than
+      five points above and the images are too few to tell;
+    - "believable" otherwise.
+
+    A model whose passes differ is judged by the mean over passes: of each image the point is taken at which it is
+    wrong most often, and the share of new passes that are right there is its part in the accuracy. Counting an image
+    as broken by one unlucky pass in hundreds would condemn every random model. Its randomness must come from torch.
+
+    Args:
+        model: pixels in [0, 1] to scores (batch, class), 2 to 1,000 classes, on any device; left as it was.
+        split: usually `data.test`; what follows the audited images serves to train surrogates.
+        norm, eps: of the ball it is said to be robust in.
+        claim: the accuracy under attack in question, from 0 to 1. Without one, what the plain attack alone leaves
+            stands for it, which a usual evaluation would have reported.
+        limit: how many images, the first of the split; the budget's number if not given.
+        budget: "quick", "standard", "thorough", or one of your own.
+        seed: of all randomness.
+        run_dir: keeps the records there under audit/, and the result as audit.json and audit.md.
+        resume: goes on with what a killed audit left there; False begins anew.
+        progress: called as progress(done, total, note).
+    """
+    check_norm(norm)
+    request = _Request(norm, parse_eps(eps), _check_claim(claim), resolve_budget(budget), seed)
+    chosen = check_request(model, split, request.budget.images if limit is None else limit, BATCH_SIZE)
+    folder = None if run_dir is None else Path(run_dir) / FOLDER
+    if run_dir is not None:
+        files.check_writable(Path(run_dir) / RESULT)
+    with eval_mode(model), without_tf32():
+        course = _plan(model, split, len(chosen), request, folder, resume, progress)
+        staged = course.run()
+        findings = _find(model, chosen, request, folder, resume, progress)
+    evidence = (
+        [] if course.passes else read_evidence(staged.evaluation)
+    )  # one pass of a random model is no evidence
+    result = _conclude(
+        request, staged, [*evidence, *_failures(staged), *findings], model, bool(course.passes)
+    )
+    if run_dir is not None:
+        result.save(Path(run_dir) / RESULT)
+        files.write_text(Path(run_dir) / PAGE, result.markdown())
+    return result
+
+
+@dataclasses.dataclass(frozen=True)
+class _Request:
+    norm: Norm
+    eps: float
+    claim: float | None
+    budget: Budget
+    seed: int
+
+
+def _plan(
+    model: nn.Module,
+    split: Split,
+    count: int,
+    request: _Request,
+    folder: Path | None,
+    resume: bool,
+    progress: Progress | None,
+) -> Course:
+    """The suite that this model needs, ready to run."""
+    images = place(model, split[: min(count, _FLAGGED)][0])
+    num_classes = read_model(model, images[:1]).shape[1]
+    is_random = find_traits(model, images, num_classes).is_random
+    attacks = suite(
+        model,
+        norm=request.norm,
+        eps=request.eps,
+        budget=request.budget,
+        num_classes=num_classes,
+        random=is_random,
+        examples=choose_examples(model, split, count),
+        seed=request.seed,
+        folder=folder,
+        resume=resume,
+    )
+    return Course(
+        model=model,
+        split=split,
+        count=count,
+        attacks=attacks,
+        norm=request.norm,
+        eps=request.eps,
+        seed=request.seed,
+        passes=request.budget.eot if is_random else 0,
+        folder=folder,
+        resume=resume,
+        progress=progress,
+    )
+
+
+def _find(
+    model: nn.Module,
+    chosen: Split,
+    request: _Request,
+    folder: Path | None,
+    resume: bool,
+    progress: Progress | None,
+) -> list[Finding]:
+    """What AutoAttack's flags and the diagnostics find, or found in an earlier run of the same audit."""
+    asked = describe(dataclasses.replace(request, claim=None))
+    identity = {"model": describe_model(model), "images": _hash(chosen), **asked}
+    kept = _kept_findings(folder, identity) if resume else None
+    if kept is not None:
+        return kept
+    images, labels = chosen[:]
+    images = place(model, images)
+    case = Case(
+        model=model,
+        images=images,
+        labels=labels.to(images.device),
+        norm=request.norm,
+        eps=request.eps,
+        budget=request.budget,
+        seed=request.seed,
+    )
+    found = [_plain(finding) for finding in (*_flags(model, images), *diagnose(case, progress=progress))]
+    if folder is not None:
+        values = {"identity": identity, "findings": [finding.to_dict() for finding in found]}
+        files.write_json(folder / "findings.json", values)
+    return found
+
+
+def _plain(finding: Finding) -> Finding:
+    """With evidence that JSON can hold, and gives back as it was."""
+    return dataclasses.replace(finding, evidence=describe(finding.evidence))
+
+
+def _check_claim(claim: Any) -> float | None:
+    if claim is None:
+        return None
+    if isinstance(claim, bool) or not isinstance(claim, int | float) or not 0 <= claim <= 1:
+        raise InputError(f"claim must be an accuracy from 0 to 1, such as 0.72 for 72 %, not {claim!r}.")
+    return float(claim)
+
+
+def judge(claimed: float, accuracy: float, interval: Interval, alarms: Sequence[str]) -> tuple[Verdict, str]:
+    """The verdict on a claim, and a sentence that says why.
+
+    Args:
+        claimed: the accuracy in question.
+        accuracy, interval: what the audit found.
+        alarms: names of the findings that say attacks are fooled. Where nothing stands they have nothing to hide, and
+            a claim of nothing cannot be too high.
+    """
+    above, (_, high) = claimed - accuracy, interval
+    figures = f"The claim is {100 * claimed:.1f} %, and the audit finds {100 * accuracy:.1f} %"
+    if above > SLACK and claimed > high:
+        return "not believable", f"{figures}, at most {100 * high:.1f} % allowing for the choice of images."
+    if alarms and accuracy > 0 and claimed > SLACK:
+        names = ", ".join(alarms)
+        return "inconclusive", (
+            f"{figures}, which does not contradict it; but there are signs that attacks fail for another reason than "
+            f"robustness ({names}), so that the truth may be lower."
+        )
+    if above > RESOLUTION:
+        return (
+            "inconclusive",
+            f"{figures}; on so few images that may be chance (up to {100 * high:.1f} %): take more.",
+        )
+    return "believable", f"{figures}, and nothing says that the attacks were fooled."
+
+
+def _conclude(
+    request: _Request, staged: Staged, findings: list[Finding], model: nn.Module, is_random: bool
+) -> Audit:
+    n = len(staged.right)
+    accuracy, plain = float(staged.right.mean()), float(staged.right_when_plain.mean())
+    claimed = plain if request.claim is None else request.claim
+    source: Literal["given", "plain attack"] = "plain attack" if request.claim is None else "given"
+    # Of a random model shares of images are added up; a share has no more spread than a whole image.
+    interval = wilson_interval(round(float(staged.right.sum())), n)
+    alarms = [finding.name for finding in findings if finding.is_open]
+    verdict, reason = judge(claimed, accuracy, interval, alarms)
+    return Audit(
+        verdict=verdict,
+        reason=reason,
+        claimed=claimed,
+        claim_source=source,
+        accuracy=accuracy,
+        interval=interval,
+        clean_accuracy=float(staged.right_when_clean.mean()),
+        plain_accuracy=plain,
+        images=n,
+        norm=request.norm,
+        eps=request.eps,
+        budget=request.budget.name,
+        seed=request.seed,
+        is_random=is_random,
+        stages=staged.stages,
+        broken_by=tuple(int(position) for position in staged.broken_by),
+        findings=tuple(_plain(finding) for finding in findings),
+        model=describe_model(model),
+        environment=staged.environment,
+    )
+
+
+def _flags(model: nn.Module, images: Tensor) -> list[Finding]:
+    """What AutoAttack warns of, each warning a finding.
+
+    The suite has an answer to all but one, so that they are notes: means over passes, logarithms, attacks on members
+    and features, float64, attacks by classes alone. It has none to a model that takes gradients while it classifies.
+    """
+    checked = images[:_FLAGGED]
+    try:
+        _, warnings = examine(Target(model, len(checked), checked.device), checked)
+    except RuntimeError as error:  # a model that cannot be differentiated at all
+        warnings = (f"The model cannot be differentiated: {str(error).splitlines()[0]}.",)
+    findings = []
+    for number, warning in enumerate(warnings):
+        is_dynamic = "while it classifies" in warning
+        level: Level = "alarm" if is_dynamic else "note"
+        findings.append(
+            Finding(
+                name=f"autoattack_flag_{number + 1}",
+                level=level,
+                claim=warning,
+                evidence={"images": len(checked)},
+                advice="Attack the optimisation inside the model."
+                if is_dynamic
+                else "See which attack broke what.",
+                source="Croce & Hein 2020, AutoAttack: flags",
+            )
+        )
+    return findings
+
+
+def _failures(staged: Staged) -> list[Finding]:
+    if not staged.failures:
+        return []
+    names = ", ".join(staged.failures)
+    return [
+        Finding(
+            name="attacks_not_made",
+            level="note",
+            claim=f"The model does not bear {len(staged.failures)} of the attacks: {names}.",
+            evidence=dict(staged.failures),
+            advice="They broke nothing for that reason: read why, and mend it if you can.",
+            source="the suite",
+        )
+    ]
+
+
+def _hash(chosen: Split) -> str:
+    digest = hashlib.sha256(hash_images(chosen).tobytes())
+    digest.update(chosen.labels.cpu().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def _kept_findings(folder: Path | None, identity: dict[str, Any]) -> list[Finding] | None:
+    """The findings of an earlier run of the same audit, if its diagnostics had come to an end."""
+    if folder is None or not (folder / "findings.json").exists():
+        return None
+    kept = files.read_json(folder / "findings.json")
+    if not isinstance(kept, dict) or kept.get("identity") != identity:
+        return None
+    try:
+        return [Finding(**finding) for finding in kept["findings"]]
+    except (KeyError, TypeError, ValueError) as error:
+        raise InputError(f"{folder / 'findings.json'} is damaged ({error}): delete it.") from error

@@ -1,0 +1,60 @@
+"""How much an audit may ask of the model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ecnn.errors import InputError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Budget:
+    """The size of an audit.
+
+    Attributes:
+        images: how many, the first of the split, unless the caller says.
+        steps: of each gradient attack in the adaptive suite.
+        restarts: of each, from fresh random points.
+        targets: other classes that targeted attacks try, the best ones first.
+        autoattack: whether the whole of AutoAttack runs; its first attack, APGD on cross-entropy, always does.
+        probe_images: how many images the diagnostics look at.
+        probe_steps: of the gradient attacks that diagnostics make.
+        queries: of black-box attacks in diagnostics.
+        eot: passes that are averaged when the model is random.
+    """
+
+    name: str
+    images: int
+    steps: int
+    restarts: int
+    targets: int
+    autoattack: bool
+    probe_images: int
+    probe_steps: int
+    queries: int
+    eot: int
+
+
+BUDGETS: dict[str, Budget] = {
+    "quick": Budget(
+        name="quick", images=100, steps=30, restarts=1, targets=3, autoattack=False,
+        probe_images=32, probe_steps=30, queries=200, eot=8,
+    ),
+    "standard": Budget(
+        name="standard", images=1000, steps=100, restarts=1, targets=9, autoattack=True,
+        probe_images=128, probe_steps=100, queries=1000, eot=20,
+    ),
+    "thorough": Budget(
+        name="thorough", images=10_000, steps=200, restarts=5, targets=9, autoattack=True,
+        probe_images=512, probe_steps=200, queries=5000, eot=50,
+    ),
+}  # fmt: skip
+
+
+def resolve_budget(budget: str | Budget) -> Budget:
+    """The budget of that name, or the one given."""
+    if isinstance(budget, Budget):
+        return budget
+    if budget not in BUDGETS:
+        raise InputError(f"budget must be one of {', '.join(BUDGETS)}, not {budget!r}.")
+    return BUDGETS[budget]

@@ -1,0 +1,37 @@
+"""What is audited, in one object that every check takes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from ecnn.attacks.ball import Norm, check_norm, parse_eps
+from ecnn.auditing.budgets import Budget
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Case:
+    """A model, the images it is asked about, and the ball it is said to be robust in.
+
+    Attributes:
+        model: pixels in [0, 1] to scores, in eval mode.
+        images: (batch, channel, height, width), on the model's device; all of them, right or wrong.
+        labels: (batch,) the true classes.
+        norm: "linf" or "l2".
+        eps: radius on the [0, 1] scale.
+        budget: how much may be asked.
+        seed: of all randomness.
+    """
+
+    model: nn.Module
+    images: Tensor
+    labels: Tensor
+    norm: Norm
+    eps: float
+    budget: Budget
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        check_norm(self.norm)
+        parse_eps(self.eps)

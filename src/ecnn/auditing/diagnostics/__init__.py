@@ -1,0 +1,85 @@
+"""Diagnostics: signs that attacks fail on a model for another reason than its robustness.
+
+Each check is a function of a `Case` that returns one `Finding` and raises nothing, whatever the model does. An alarm
+needs harm on the images at hand, by a count that an exact test tells from chance; what is odd but harmless is a note.
+Where another attack of ours has broken every image in question, the evidence says "answered": the finding then explains
+why a claim was too high and casts no doubt on the audited number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from ecnn.auditing.case import Case
+from ecnn.auditing.diagnostics.binarization import check_binarization
+from ecnn.auditing.diagnostics.evidence import read_evidence
+from ecnn.auditing.diagnostics.gradients import (
+    check_differentiable,
+    check_finite_scores,
+    check_gradient_direction,
+    check_probabilities,
+    check_randomness,
+    check_unstable_loss,
+    check_zero_gradients,
+)
+from ecnn.auditing.diagnostics.members import check_member_gradients
+from ecnn.auditing.diagnostics.paths import check_incomplete_optimization, check_loss_path, check_saturation
+from ecnn.auditing.diagnostics.probes import probe_of
+from ecnn.auditing.diagnostics.sanity import (
+    check_black_box,
+    check_labels,
+    check_last_iterate,
+    check_noise,
+    check_one_step,
+    check_radius,
+    check_restarts,
+    check_steps,
+    check_unbounded,
+)
+from ecnn.auditing.findings import Finding
+from ecnn.progress import Progress
+
+#: By name, in the order in which a reader wants them: is there a gradient, does it help, do attacks keep their order.
+CHECKS: dict[str, Callable[[Case], Finding]] = {
+    "finite_scores": check_finite_scores,
+    "differentiable": check_differentiable,
+    "randomness": check_randomness,
+    "probabilities": check_probabilities,
+    "zero_gradients": check_zero_gradients,
+    "gradient_direction": check_gradient_direction,
+    "unstable_loss": check_unstable_loss,
+    "loss_path": check_loss_path,
+    "last_iterate": check_last_iterate,
+    "incomplete_optimization": check_incomplete_optimization,
+    "steps": check_steps,
+    "restarts": check_restarts,
+    "one_step": check_one_step,
+    "noise": check_noise,
+    "black_box": check_black_box,
+    "radius": check_radius,
+    "unbounded": check_unbounded,
+    "binarization": check_binarization,
+    "saturation": check_saturation,
+    "labels": check_labels,
+    "member_gradients": check_member_gradients,
+}
+
+
+def diagnose(case: Case, *, progress: Progress | None = None) -> list[Finding]:
+    """The findings of all checks that ask the model, in the order of `CHECKS`; they share what they ask."""
+    findings = []
+    for done, (name, check) in enumerate(CHECKS.items()):
+        if progress is not None:
+            progress(done, len(CHECKS), name)
+        findings.append(check(case))
+    if progress is not None:
+        progress(len(CHECKS), len(CHECKS), "")
+    return findings
+
+
+def count_questions(case: Case) -> tuple[int, int]:
+    """Passes and gradients that the checks of this case have asked for so far, each over one image."""
+    return probe_of(case).cost
+
+
+__all__ = ["CHECKS", "count_questions", "diagnose", "read_evidence", *(f"check_{name}" for name in CHECKS)]

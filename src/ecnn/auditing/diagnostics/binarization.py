@@ -1,0 +1,210 @@
+"""The binarization test: a weakness is planted, and an attack that works must find it (Zimmermann et al. 2022)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ecnn.attacks.ball import project, random_start, steepest
+from ecnn.attacks.draws import Draws
+from ecnn.attacks.views import Look, View, score_loss
+from ecnn.auditing.diagnostics.probes import Probe, Verdict, diagnostic, percent
+from ecnn.auditing.diagnostics.statistics import TOLERANCE, exceeds
+from ecnn.backbones import full_precision
+
+#: Images that get a planted task, and inner points of each: bounds of the cost. The authors' scripts use 999 inner
+#: points or more and fit a logistic regression to each image.
+_PLANTED, _INNER = 32, 100
+#: Inner points lie within this part of the radius (the authors' program).
+_INSIDE = 0.95
+#: Where the planted border lies between the outermost inner point (0) and the planted one (1). A logistic
+#: regression puts it wherever it fits; half-way, random points cross it far more often than near the planted point.
+_BORDER = 0.9
+_NOISES = 20
+
+Features = Callable[[nn.Module, Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Planted:
+    """Two-class heads, one per image, that call the image's surroundings 0 and a point on the edge of its ball 1.
+
+    Attributes:
+        rows: (planted,) positions of the images.
+        weights: (planted, feature).
+        biases: (planted,).
+        features: (model, images) -> (image, feature) what the heads read.
+        tried: images for which a head was looked for.
+    """
+
+    rows: Tensor
+    weights: Tensor
+    biases: Tensor
+    features: Features
+    tried: int
+
+    def view_of(self, rows: Tensor) -> View:
+        """The margin on the planted scores of these images."""
+        where = torch.searchsorted(self.rows, rows)
+        weights, biases = self.weights[where], self.biases[where]
+
+        def view(model: nn.Module, images: Tensor, labels: Tensor, goals: Tensor | None) -> Look:
+            features = self.features(model, images)
+            lead = (features * weights.to(features.dtype)).sum(dim=1) + biases.to(features.dtype)
+            scores = torch.stack([-lead / 2, lead / 2], dim=1)
+            return Look(score_loss(scores, labels, "margin"), scores.detach())
+
+        return view
+
+
+@diagnostic(
+    "binarization", "Zimmermann et al. 2022, Increasing confidence in adversarial robustness evaluations"
+)
+def check_binarization(probe: Probe) -> Verdict:
+    """Alarm where PGD does not find points that are planted in the ball.
+
+    For each image the last layer is replaced by a head that separates 100 points inside the ball from one on its edge,
+    with scores of the same range as before. That point is then misclassified for certain, and an attack that misses it
+    would miss others.
+
+    Departs: the head is the linear discriminant of the inner points and the planted one, found by one solve per image;
+        where the model does not end in a linear layer the head reads the scores, so that decoders stay in the test.
+    """
+    rows = probe.rows[probe.right.to(probe.rows.device)][:_PLANTED]
+    evidence: dict[str, Any] = {"tried": len(rows), "planted": 0}
+    if not len(rows):
+        return "note", "No image is classified correctly, so that nothing was planted.", evidence, ""
+    features, place = find_features(probe, rows)
+    planted = plant(probe, rows, features)
+    n = len(planted.rows)
+    evidence |= {"planted": n, "on": place}
+    if 2 * n < planted.tried:
+        claim = f"A weakness could be planted in {percent(n, planted.tried)} only: features hardly move in the ball."
+        return "note", claim, evidence, "The test says nothing here."
+    zeros = torch.zeros(n, dtype=torch.int64, device=planted.rows.device)
+    broken = probe.walk(planted.view_of, planted.rows, labels=zeros).broken
+    failed = int((~broken).sum())
+    evidence |= {
+        "attack_success_rate": 1 - failed / n,
+        "random_success_rate": _random_success(probe, planted),
+        "random_samples": _NOISES,
+    }
+    if exceeds(failed, n, TOLERANCE):
+        claim = f"PGD misses the misclassified points that were planted in the balls of {percent(failed, n)}."
+        return (
+            "alarm",
+            claim,
+            evidence,
+            "An attack that misses planted points misses others: use a stronger one.",
+        )
+    return "ok", f"PGD finds the points that were planted in {percent(n - failed, n)}.", evidence, ""
+
+
+def find_features(probe: Probe, rows: Tensor) -> tuple[Features, str]:
+    """What goes into the model's last linear layer, if its output is the scores; else the scores themselves."""
+    inputs: dict[nn.Module, Tensor] = {}
+    outputs: dict[nn.Module, Tensor] = {}
+
+    def remember(layer: nn.Module, given: tuple[Any, ...], output: Tensor) -> None:
+        inputs[layer], outputs[layer] = given[0], output
+
+    layers = [module for module in probe.model.modules() if isinstance(module, nn.Linear)]
+    hooks = [layer.register_forward_hook(remember) for layer in layers]
+    try:
+        scores = probe.target.narrow(rows[:2]).scores(probe.images[rows[:2]])
+    finally:
+        for hook in hooks:
+            hook.remove()
+    for layer, output in outputs.items():
+        if inputs[layer].ndim == 2 and output.shape == scores.shape and torch.equal(output, scores):
+            return _reader(layer), "features"
+    return lambda model, images: full_precision(model(images)), "scores"
+
+
+def _reader(layer: nn.Module) -> Features:
+    def read(model: nn.Module, images: Tensor) -> Tensor:
+        seen: list[Tensor] = []
+        hook = layer.register_forward_pre_hook(lambda _, given: seen.append(given[0]))
+        try:
+            model(images)
+        finally:
+            hook.remove()
+        return full_precision(seen[-1])
+
+    return read
+
+
+def plant(probe: Probe, rows: Tensor, features: Features) -> Planted:
+    """Heads for the images for which one separates the planted point from all inner ones, in float32 too."""
+    draws = Draws.of(probe.seed, rows).fold(41)
+    images = probe.images[rows]
+    reference = probe.scores[rows].double()
+    target = probe.target.narrow(rows)
+
+    def ask(points: Tensor) -> Tensor:
+        target.count(1)
+        with torch.no_grad():
+            return features(probe.model, points).double()
+
+    inside = (random_start(images, probe.norm, _INSIDE * probe.eps, draws.fold(k)) for k in range(_INNER - 1))
+    inner = [ask(images), *map(ask, inside)]
+    edge = _edge(probe, images, draws.fold(_INNER))
+    weights, biases, good = _discriminate(torch.stack(inner, dim=1), ask(edge))
+    # The authors' program can scale the planted scores to the range of the model's own, so that what their size hides
+    # stays hidden.
+    scale = (reference.amax(dim=1) - reference.amin(dim=1)).clamp(min=1e-30)
+    weights, biases = weights * scale[:, None], biases * scale
+    found = Planted(rows[good], weights[good], biases[good], features, len(rows))
+    with torch.no_grad():
+        target.count(1)
+        seen = found.view_of(found.rows)(probe.model, edge[good], torch.zeros_like(found.rows), None)
+    assert seen.scores is not None
+    holds = seen.scores[:, 1] > seen.scores[:, 0]
+    return Planted(found.rows[holds], found.weights[holds], found.biases[holds], features, len(rows))
+
+
+def _edge(probe: Probe, images: Tensor, draws: Draws) -> Tensor:
+    """A random corner of each ball in Linf, a random point of its surface in L2, cut to [0, 1]."""
+    move = steepest(draws.normal(*images.shape[1:], dtype=images.dtype), probe.norm)
+    return project(images + probe.eps * move, images, probe.norm, probe.eps)
+
+
+def _discriminate(inner: Tensor, edge: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Heads (image, feature), (image,) that are 0 on the border and 1 at most, and for which images they separate.
+
+    Args:
+        inner: (image, point, feature).
+        edge: (image, feature).
+    """
+    centre = inner.mean(dim=1)
+    centred = inner - centre[:, None]
+    covariance = centred.transpose(1, 2) @ centred / inner.shape[1]
+    spread = covariance.diagonal(dim1=1, dim2=2).mean(dim=1).clamp_min(1e-30)
+    identity = torch.eye(inner.shape[2], dtype=inner.dtype, device=inner.device)
+    # A covariance of 256 features from 100 points knows little: unshrunk, the head would read features that are silent
+    # at every inner point, and no gradient there could show the way.
+    doubt = inner.shape[2] / (inner.shape[1] + inner.shape[2])
+    regular = (1 - doubt) * covariance + (doubt * spread)[:, None, None] * identity
+    weights = torch.linalg.solve(regular, torch.nan_to_num(edge - centre)[:, :, None]).squeeze(2)
+    inner_values = (inner * weights[:, None]).sum(dim=2)
+    edge_value = (edge * weights).sum(dim=1)
+    highest, lowest = inner_values.amax(dim=1), inner_values.amin(dim=1)
+    border = highest + _BORDER * (edge_value - highest)
+    unit = (edge_value - lowest).clamp_min(1e-30)
+    return weights / unit[:, None], -border / unit, (edge_value > highest) & (spread > 1e-30)
+
+
+def _random_success(probe: Probe, planted: Planted) -> float:
+    """Share of the planted tasks that random corners (or points of the surface) solve: how hard the test is."""
+    rows, solved = planted.rows, torch.zeros_like(planted.rows, dtype=torch.bool)
+    draws = Draws.of(probe.seed, rows).fold(43)
+    for k in range(_NOISES):
+        points = _edge(probe, probe.images[rows], draws.fold(k))
+        look = probe.target.narrow(rows).look(planted.view_of(rows), points, torch.zeros_like(rows))
+        assert look.scores is not None
+        solved |= look.scores[:, 1] > look.scores[:, 0]
+    return float(solved.double().mean())

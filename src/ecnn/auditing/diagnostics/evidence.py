@@ -1,0 +1,174 @@
+"""Findings that need no question to the model: what the outcomes of several attacks say when laid side by side."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from ecnn.auditing.diagnostics.probes import percent, plain
+from ecnn.auditing.diagnostics.statistics import DOMINATED_TOLERANCE, TOLERANCE, exceeds
+from ecnn.auditing.findings import Finding
+from ecnn.evaluation.outcomes import Outcomes
+from ecnn.evaluation.results import Evaluation
+
+_SCORES = "scores"
+#: Losses of the scores that attacks take as functions.
+_ON_SCORES = ("scores", "scaled_cross_entropy", "log_margin", "mean_probability")
+
+
+def read_evidence(evaluation: Evaluation) -> list[Finding]:
+    """What the outcomes of a suite say by themselves: who broke what, and what that tells of the others.
+
+    Attacks may have been made one after the other, each on what the ones before left: then images that an attack was
+    not made on count as right there, at no cost, and "stands under" means "under those that were made on it".
+
+    An attack is black-box if it asked for no gradient, its own or a surrogate's. Where it looks is read from its
+    settings (`on`, `view`); an attack that looks nowhere in particular reads the scores.
+    """
+    return [_broken_by(evaluation), _black_box(evaluation), _views(evaluation), _losses(evaluation)]
+
+
+def _broken_by(evaluation: Evaluation) -> Finding:
+    """Which attacks broke images, of how many that they were made on."""
+    right = evaluation.clean.robust
+    broken = {name: outcomes.broken for name, outcomes in evaluation.outcomes.items()}
+    total = np.sum(list(broken.values()), axis=0) if broken else np.zeros(len(evaluation), dtype=int)
+    table = [
+        {
+            "attack": name,
+            "made_on": int((right & (evaluation.outcomes[name].forwards != 0)).sum()),
+            "broken": int(mask.sum()),
+            "broken_alone": int((mask & (total == 1)).sum()),
+        }
+        for name, mask in broken.items()
+    ]
+    table.sort(key=lambda row: -int(str(row["broken"])))
+    claim = "No attack was run."
+    if table:
+        left = 100 * evaluation.worst_case.accuracy
+        claim = (
+            f"{table[0]['attack']} broke the most, {table[0]['broken']} of the {table[0]['made_on']} images that it "
+            f"was made on; all attacks together leave {left:.1f} % of all images."
+        )
+    return _finding("attacks", "ok", claim, {"attacks": table}, "", "per-image outcomes of the suite")
+
+
+def _black_box(evaluation: Evaluation) -> Finding:
+    """Alarm where attacks without gradients broke images that no gradient attack did."""
+    views = {name: _view_of(outcomes) for name, outcomes in evaluation.outcomes.items()}
+    asked = {name: bool((outcomes.backwards != 0).any()) for name, outcomes in evaluation.outcomes.items()}
+    # A surrogate's gradients may be the model's own, so that it is on neither side.
+    blind = {name for name in asked if not asked[name] and views[name] != "surrogate"}
+    seeing = [name for name in asked if asked[name]]
+    n = int(evaluation.clean.robust.sum())
+    alone = evaluation.survivors(seeing) & ~evaluation.survivors(sorted(blind))
+    count = int(alone.sum())
+    evidence = {"black_box": sorted(blind), "images": n, "broken_without_gradients_only": count}
+    source = "Athalye et al. 2018; Croce & Hein 2020, AutoAttack: flags"
+    if blind and seeing and exceeds(count, n, DOMINATED_TOLERANCE):
+        claim = f"Attacks without gradients break {percent(count, n)} that no gradient attack breaks."
+        advice = "Gradients mislead on this model: find what masks them, and attack with more queries."
+        return _finding("black_box_suite", "alarm", claim, evidence, advice, source)
+    claim = "Attacks without gradients break nothing that matters beyond gradient attacks."
+    return _finding("black_box_suite", "ok", claim, evidence, "", source)
+
+
+def _views(evaluation: Evaluation) -> Finding:
+    """Alarm where attacks that look at members or features break what those on the scores leave."""
+    n = int(evaluation.clean.robust.sum())
+    groups = _group(evaluation, _view_of)
+    accuracies = {view: evaluation.worst_over(names).accuracy for view, names in groups.items()}
+    on_scores = groups.get(_SCORES, [])
+    elsewhere = [name for view, names in groups.items() if view != _SCORES for name in names]
+    hidden = evaluation.survivors(on_scores) & ~evaluation.survivors(elsewhere)
+    count = int(hidden.sum())
+    evidence = {"images": n, "accuracy": accuracies, "hidden_from_scores": count}
+    source = "Tramer et al. 2020, On adaptive attacks; Zhang et al. 2020 on error-correcting output codes"
+    if on_scores and elsewhere and exceeds(count, n, TOLERANCE):
+        claim = (
+            f"{percent(count, n)} stand under attacks on the scores and fall to attacks that look elsewhere."
+        )
+        advice = (
+            "A claim measured on the scores is too high by this much: attack the members or the features."
+        )
+        return _finding("views", "alarm", claim, {**evidence, "answered": True}, advice, source)
+    claim = (
+        "Attacks on the scores see what attacks elsewhere see."
+        if elsewhere
+        else "All attacks look at the scores."
+    )
+    return _finding("views", "ok", claim, evidence, "", source)
+
+
+def _losses(evaluation: Evaluation) -> Finding:
+    """A note where cross-entropy on the scores leaves many more than the margin or DLR; usual for up to 5 points."""
+    n = int(evaluation.clean.robust.sum())
+    groups = _group(evaluation, _loss_of)
+    entropy = groups.pop("cross_entropy", [])
+    others = [name for loss, names in groups.items() if loss is not None for name in names]
+    hidden = evaluation.survivors(entropy) & ~evaluation.survivors(others)
+    count = int(hidden.sum())
+    evidence = {"images": n, "cross_entropy": entropy, "others": others, "hidden_from_cross_entropy": count}
+    source = "Carlini & Wagner 2017; Croce & Hein 2020 on the scale of scores"
+    if entropy and others and exceeds(count, n, TOLERANCE):
+        claim = f"{percent(count, n)} stand under cross-entropy and fall to the margin or DLR loss on the same scores."
+        advice = "A claim measured with cross-entropy is too high by this much."
+        return _finding("losses", "note", claim, evidence, advice, source)
+    return _finding(
+        "losses", "ok", "The choice of the loss changes nothing that matters.", evidence, "", source
+    )
+
+
+def _group(evaluation: Evaluation, key: Any) -> dict[Any, list[str]]:
+    groups: dict[Any, list[str]] = {}
+    for name, outcomes in evaluation.outcomes.items():
+        groups.setdefault(key(outcomes), []).append(name)
+    return groups
+
+
+def _settings(outcomes: Outcomes) -> dict[str, Any]:
+    """Of the attack that looks at the model, whatever it is wrapped in."""
+    settings = outcomes.about.get("attack")
+    while (
+        isinstance(settings, dict) and "source" not in settings and isinstance(settings.get("attack"), dict)
+    ):
+        settings = settings["attack"]
+    return settings if isinstance(settings, dict) else {}
+
+
+def _view_of(outcomes: Outcomes) -> str:
+    return _place(_settings(outcomes))
+
+
+def _place(settings: dict[str, Any]) -> str:
+    """Where an attack with these settings looks: the name of a view or of a function, "scores" if nothing says."""
+    if "source" in settings:
+        return "surrogate"
+    if "views" in settings:
+        return "several"
+    view = settings.get("view")
+    if isinstance(view, dict):
+        if isinstance(view.get("view"), dict):  # one view, asked several times
+            return _place(view)
+        name = str(view.get("function", view.get("kind", "own"))).rsplit(".", 1)[-1]
+        return _SCORES if name in _ON_SCORES else name
+    on = settings.get("on", _SCORES)
+    return on if isinstance(on, str) else "own"
+
+
+def _loss_of(outcomes: Outcomes) -> str | None:
+    loss = _settings(outcomes).get("loss")
+    return (
+        loss
+        if isinstance(loss, str) and _view_of(outcomes) == _SCORES and (outcomes.backwards != 0).any()
+        else None
+    )
+
+
+def _finding(
+    name: str, level: Any, claim: str, evidence: dict[str, Any], advice: str, source: str
+) -> Finding:
+    return Finding(
+        name=name, level=level, claim=claim, evidence=plain(evidence), advice=advice, source=source
+    )

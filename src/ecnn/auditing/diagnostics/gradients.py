@@ -1,0 +1,306 @@
+"""Whether the gradient that attacks follow exists, is a number, and points uphill."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from ecnn.attacks.ball import project, random_start, steepest
+from ecnn.attacks.base import Target
+from ecnn.attacks.draws import Draws
+from ecnn.attacks.views import Look, View, make_view
+from ecnn.auditing.diagnostics.probes import Probe, Verdict, diagnostic, percent, share, unusable
+from ecnn.auditing.diagnostics.statistics import DOMINATED_TOLERANCE, TOLERANCE, exceeds
+
+#: Share of images with a useless gradient that no honest network explains: a dead ReLU network, at most now and then.
+_DEAD = 0.01
+#: Float32 rounds a well-conditioned gradient by about 1e-5. A direction that shares less than half of itself with the
+#: one computed in float64 is made of rounding errors.
+_AGREEMENT = 0.5
+#: Sums of probabilities in float32 are 1 up to this.
+_SUM_TOLERANCE = 1e-5
+_RANDOM_STEPS = 4
+#: With a useless gradient each of the random steps is as likely to be the best: 4 of 5 images would fail. With a useful
+#: one in d pixels its step gains about sqrt(2 d / pi) times as much as a random one, and curvature over a quarter of
+#: the radius is all that could spoil it: one image in ten is a generous share.
+_SPOILED = 0.1
+_NOISES = 4
+#: Noise ten times smaller changes a smooth loss ten times less, a jagged or random one not at all; sqrt(10) lies
+#: half-way between on the logarithmic scale.
+_ROUGH = math.sqrt(10)
+#: Below this share of the largest score a change is made of float32 rounding.
+_VISIBLE = 1e-4
+
+_ATHALYE = "Athalye, Carlini & Wagner 2018, Obfuscated gradients give a false sense of security"
+_CROCE = "Croce & Hein 2020, AutoAttack: flags"
+_PINTOR = "Pintor et al. 2022, Indicators of attack failure"
+
+
+@diagnostic("finite_scores", "Carlini et al. 2019, On evaluating adversarial robustness")
+def check_finite_scores(probe: Probe) -> Verdict:
+    """Alarm where scores are not numbers: an image with such scores is never counted as broken on purpose."""
+    draws = Draws.of(probe.seed, probe.rows).fold(47)
+    noisy = random_start(probe.images, probe.norm, probe.eps, draws)
+    points = {"clean": probe.images, "noisy": noisy}
+    counts: dict[str, Any] = {"images": len(probe.images)}
+    for name, images in points.items():
+        scores = torch.cat([probe.target.narrow(part).scores(images[part]) for part in probe.groups()])
+        counts[f"nan_{name}"] = int(scores.isnan().any(dim=1).sum())
+        counts[f"infinite_{name}"] = int(scores.isinf().any(dim=1).sum())
+    nan, infinite = (sum(counts[f"{kind}_{name}"] for name in points) for kind in ("nan", "infinite"))
+    if nan:
+        claim = f"The model gives scores that are not numbers, for {nan} of {2 * len(probe.images)} inputs."
+        return "alarm", claim, counts, "Find the operation that overflows or divides by zero."
+    if infinite:
+        claim = f"The model gives infinite scores, for {infinite} of {2 * len(probe.images)} inputs."
+        return (
+            "note",
+            claim,
+            counts,
+            "Losses of infinite scores have no gradient: attack what lies before them.",
+        )
+    return "ok", "All scores are finite numbers.", counts, ""
+
+
+@diagnostic("differentiable", f"{_ATHALYE}; {_PINTOR}: unavailable gradients")
+def check_differentiable(probe: Probe) -> Verdict:
+    """Alarm where no gradient reaches the pixels, because a layer detaches, counts or has no derivative."""
+    trouble = probe.gradient_error
+    evidence = {"reaches_pixels": trouble is None, "trouble": trouble}
+    if trouble is not None:
+        return (
+            "alarm",
+            "No gradient reaches the pixels: gradient attacks cannot have attacked this model.",
+            evidence,
+            "Replace the layer without a derivative by a smooth one in the backward pass (BPDA), or attack without "
+            "gradients.",
+        )
+    return "ok", "The scores have a gradient in the pixels.", evidence, ""
+
+
+@diagnostic("zero_gradients", f"{_ATHALYE}; {_CROCE}; {_PINTOR}: unavailable gradients")
+def check_zero_gradients(probe: Probe) -> Verdict:
+    """Alarm where images stand because the gradient there is zero, denormal or made of rounding errors.
+
+    For the margin it is enough that such an image stands. Cross-entropy's gradient dies with confidence alone, also in
+    honest networks; there the alarm needs images that PGD with the margin breaks and PGD with cross-entropy does not.
+    """
+    evidence: dict[str, Any] = {"images": probe.num_right}
+    margin_bad, evidence["margin"] = _look_at_gradients(probe, "margin")
+    entropy_bad, evidence["cross_entropy"] = _look_at_gradients(probe, "cross_entropy")
+    margin_bad |= probe.margin_walk.blind >= 0.5
+    entropy_bad |= probe.cross_entropy_walk.blind >= 0.5
+    n = probe.num_right
+    stuck = int((margin_bad & probe.standing).sum())
+    hidden = int(
+        (entropy_bad & probe.right & ~probe.cross_entropy_walk.broken & probe.margin_walk.broken).sum()
+    )
+    useless = int(((margin_bad | entropy_bad) & probe.right).sum())
+    evidence |= {"standing_without_gradient": stuck, "hidden_from_cross_entropy": hidden}
+    if exceeds(stuck, n, _DEAD):
+        claim = f"{percent(stuck, n)} stand under PGD with no usable gradient: it never attacked them."
+        return (
+            "alarm",
+            claim,
+            evidence,
+            "Attack before the layer that saturates or quantises, or without gradients.",
+        )
+    if exceeds(hidden, n, DOMINATED_TOLERANCE):
+        claim = (
+            f"{percent(hidden, n)} stand under PGD with cross-entropy only because its gradient vanishes in float32: "
+            "PGD with the margin breaks them."
+        )
+        return (
+            "alarm",
+            claim,
+            {**evidence, "answered": True},
+            "Use a loss that does not depend on the scale of the scores: margin or DLR.",
+        )
+    if useless:
+        claim = (
+            f"A gradient is zero, denormal or made of rounding errors for {percent(useless, n)}; PGD copes."
+        )
+        return "note", claim, evidence, "Prefer the margin or the DLR loss to cross-entropy."
+    return "ok", "Gradients are usable in float32.", evidence, ""
+
+
+def _look_at_gradients(
+    probe: Probe, loss: Literal["margin", "cross_entropy"]
+) -> tuple[Tensor, dict[str, Any]]:
+    """(image,) where the gradient at the image is of no use, and the shares of why."""
+    gradients = probe.gradients(loss)
+    zero = (gradients == 0).all(dim=1).cpu() & probe.right
+    useless = unusable(gradients).cpu() & probe.right
+    figures = {
+        "zero": share(zero, probe.right),
+        "denormal": share(useless & ~zero, probe.right),
+        "zero_in_float64": None,
+        "agreement_with_float64": None,
+    }
+    comparable = gradients.dtype == torch.float32 and probe.gradient_error is None and not probe.is_random
+    if comparable and probe.double_model is not None:
+        exact = probe.gradients(loss, double=True)
+        agreement = _cosine(gradients.double(), exact).cpu()
+        known = probe.right & ~unusable(exact).cpu()
+        figures["zero_in_float64"] = share((exact == 0).all(dim=1).cpu() & probe.right, probe.right)
+        figures["agreement_with_float64"] = float(agreement[known].mean()) if bool(known.any()) else None
+        useless = useless | (known & ~(agreement >= _AGREEMENT))
+    return useless, figures
+
+
+def _cosine(one: Tensor, other: Tensor) -> Tensor:
+    """(image,) of the angle between two rows of gradients, however small they are."""
+    one, other = (rows / rows.abs().amax(dim=1, keepdim=True).clamp_min(1e-300) for rows in (one, other))
+    return torch.nn.functional.cosine_similarity(one, other, dim=1, eps=1e-300)
+
+
+@diagnostic("gradient_direction", f"{_ATHALYE}: shattered and incorrect gradients")
+def check_gradient_direction(probe: Probe) -> Verdict:
+    """Alarm where a step along the gradient raises the loss no more than steps in random directions do.
+
+    A quarter of the radius is small against what the attack may do and large enough to pass a quantiser. Images whose
+    gradient is zero belong to another check, and broken ones need no reason.
+    """
+    gradients = probe.gradients("margin")
+    usable = probe.standing & ~unusable(gradients).cpu()
+    length, draws = probe.eps / 4, Draws.of(probe.seed, probe.rows).fold(31)
+    before = _losses(probe, probe.images)
+    moves = torch.nan_to_num(gradients).view_as(probe.images)
+    gain = _losses(probe, _step(probe, moves, length)) - before
+    noise = torch.stack(
+        [
+            _losses(probe, _step(probe, draws.fold(k).normal(*probe.images.shape[1:]), length)) - before
+            for k in range(_RANDOM_STEPS)
+        ]
+    ).amax(dim=0)
+    moved = usable & ~((gain == 0) & (noise == 0))
+    lost = moved & ~(gain > noise)
+    n = int(moved.sum())
+    evidence = {
+        "images": n,
+        "worse_than_random": int(lost.sum()),
+        "median_gain": float(gain[moved].median()) if n else None,
+        "median_random_gain": float(noise[moved].median()) if n else None,
+    }
+    if exceeds(int(lost.sum()), n, _SPOILED):
+        claim = f"On {percent(int(lost.sum()), n)} that stand, a step along the gradient gains no more than chance."
+        return (
+            "alarm",
+            claim,
+            evidence,
+            "The gradient is not that of the scores: look for detached or noisy layers.",
+        )
+    return "ok", "Gradients of the images that stand point uphill, or nothing stands.", evidence, ""
+
+
+@diagnostic("unstable_loss", f"{_PINTOR}: unstable predictions")
+def check_unstable_loss(probe: Probe) -> Verdict:
+    """Alarm where the loss is jagged: noise ten times smaller changes it by much more than a tenth.
+
+    Departs: the indicator averages the relative change under noise of one radius, which grows with the loss's slope;
+        the ratio over two radii tells roughness from slope. Theirs is in the evidence.
+    """
+    double = probe.double_model is not None
+    radius, draws = (probe.eps or 0.01) / 10, Draws.of(probe.seed, probe.rows).fold(37)
+    base = _losses(probe, probe.images, double=double)
+    large, small = torch.zeros(2, len(base), dtype=torch.float64)
+    for k in range(_NOISES):
+        noise = draws.fold(k).normal(*probe.images.shape[1:])
+        for scale, total in ((1.0, large), (0.1, small)):
+            changed = _step(probe, noise, scale * radius)
+            total += (_losses(probe, changed, double=double) - base).abs() / _NOISES
+    least = 0.0 if double else _VISIBLE
+    seen = probe.standing & (large > least * probe.scores.abs().amax(dim=1).double().cpu())
+    rough = seen & ~(large > _ROUGH * small)
+    n = int(seen.sum())
+    relative = (large / base.abs().clamp_min(1e-300)).clamp(max=1)
+    evidence = {
+        "images": n,
+        "rough": int(rough.sum()),
+        "median_ratio": float((large / small.clamp_min(1e-300))[seen].median()) if n else None,
+        "relative_change": float(relative[probe.right].mean()) if probe.num_right else None,
+    }
+    if exceeds(int(rough.sum()), n, TOLERANCE):
+        claim = f"The loss is jagged around {percent(int(rough.sum()), n)} that stand: less noise changes it as much."
+        return (
+            "alarm",
+            claim,
+            evidence,
+            "Average gradients over noise (EOT), or remove what makes the loss jump.",
+        )
+    return "ok", "The loss is smooth around the images that stand, or nothing stands.", evidence, ""
+
+
+def _step(probe: Probe, moves: Tensor, length: float) -> Tensor:
+    moves = steepest(moves.to(probe.images.dtype), probe.norm)
+    return project(probe.images + length * moves, probe.images, probe.norm, length)
+
+
+def _losses(probe: Probe, points: Tensor, *, double: bool = False) -> Tensor:
+    """(image,) margin loss at the points, on the CPU in float64."""
+    view, parts = make_view("scores", "margin"), []
+    for part in probe.groups():
+        target, here = probe.target.narrow(part), points[part]
+        if double:
+            assert probe.double_model is not None
+            target.count(1)
+            target, here = Target(probe.double_model, len(part), points.device), here.double()
+        parts.append(target.look(view, here, probe.labels[part]).losses.double().cpu())
+    return torch.cat(parts)
+
+
+@diagnostic("randomness", f"{_ATHALYE}: expectation over transformation; {_CROCE}")
+def check_randomness(probe: Probe) -> Verdict:
+    """Alarm where two passes differ and averaging over the randomness breaks what PGD left; a note otherwise."""
+    difference, flipped = probe.two_passes
+    evidence: dict[str, Any] = {"largest_difference": difference, "flipped_predictions": flipped}
+    if not probe.is_random:
+        return "ok", "Two passes over the same images agree.", evidence, ""
+    view, rows = _averaged(probe.budget.eot), torch.nonzero(probe.standing).squeeze(1).to(probe.rows.device)
+    looks = [
+        probe.target.narrow(part).look(view, probe.images[part], probe.labels[part]).losses
+        for part in probe.groups(rows)
+    ]
+    rows = (
+        rows[torch.cat(looks) < 0] if looks else rows
+    )  # others were right by luck: no attack is needed there
+    walk = probe.walk(lambda _: view, rows, steps=max(10, probe.budget.probe_steps // 4))
+    gained, n = int(walk.broken.sum()), probe.num_right
+    evidence |= {"broken_by_averaging": gained, "passes_averaged": probe.budget.eot, "images": n}
+    claim = f"The model is random: two passes differ by up to {difference:.2g} of the scores' length"
+    advice = "Attack the average over the model's randomness (EOT), and repeat the measurement."
+    if exceeds(gained, n, TOLERANCE):
+        claim += f", and averaging gradients breaks {percent(gained, n)} that plain PGD left."
+        return "alarm", claim, evidence, advice
+    return "note", f"{claim}; averaging gradients breaks no more than that explains.", evidence, advice
+
+
+def _averaged(passes: int) -> View:
+    margin = make_view("scores", "margin")
+
+    def view(model: torch.nn.Module, images: Tensor, labels: Tensor, goals: Tensor | None) -> Look:
+        looks = [margin(model, images, labels, goals) for _ in range(passes)]
+        scores = torch.stack([look.scores for look in looks if look.scores is not None]).mean(dim=0)
+        return Look(torch.stack([look.losses for look in looks]).mean(dim=0), scores)
+
+    return view
+
+
+@diagnostic("probabilities", _CROCE)
+def check_probabilities(probe: Probe) -> Verdict:
+    """A note where the scores are probabilities, which saturate; where that blinds attacks, another check alarms."""
+    scores = probe.scores
+    sums = ((scores.sum(dim=1) - 1).abs() < _SUM_TOLERANCE).all()
+    inside = (scores > -_SUM_TOLERANCE).all() & (scores < 1 + _SUM_TOLERANCE).all()
+    certain = int((scores == 1).any(dim=1).sum())
+    evidence = {"probabilities": bool(sums & inside), "images": len(scores), "certain_in_float32": certain}
+    if not evidence["probabilities"]:
+        return "ok", "The scores are no probabilities.", evidence, ""
+    claim = (
+        f"The scores are probabilities; for {percent(certain, len(scores))} float32 rounds one of them to 1."
+    )
+    advice = "Attack the logits before the softmax: probabilities saturate, and cross-entropy on them softens twice."
+    return "note", claim, evidence, advice

@@ -1,0 +1,180 @@
+"""What the loss does along an attack: whether it rises, ends, and means what it should."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ecnn.attacks.views import member_margins, members_of
+from ecnn.auditing.diagnostics.probes import Probe, Verdict, diagnostic, percent
+from ecnn.auditing.diagnostics.statistics import TOLERANCE, exceeds
+
+#: Pintor et al.'s: an attack is incomplete if its best loss, rescaled to [0, 1] over the walk, still rises by this much
+#: within the last steps.
+_STILL_RISING = 0.05
+_LAST_STEPS = 10
+#: Share of images with an unfinished attack from which a reader should know; harm is shown by the check of the steps.
+_UNFINISHED = 0.1
+#: A margin that shrinks tenfold has nearly closed; one that keeps half of itself has not.
+_CLOSED, _KEPT = 0.1, 0.5
+#: If margins ended anywhere between 0 and where they began, a tenth of the images that stand would have a nearly closed
+#: one. A quarter leaves room.
+_NEARLY_CLOSED = 0.25
+_CURVE_POINTS = 51
+#: A hundredth of the smallest radius in use (1/255 and half of it); below, float32 rounds a loss's rise away.
+_LEAST_EPS = 2e-5
+
+_PINTOR = "Pintor et al. 2022, Indicators of attack failure"
+
+
+@diagnostic("loss_path", f"{_PINTOR}; Carlini et al. 2019")
+def check_loss_path(probe: Probe) -> Verdict:
+    """Alarm where the loss of images that stand ends no higher than it began; the evidence holds the curve.
+
+    A walk with a constant step may go to and fro near the top, so that rising at every step is not asked for.
+    """
+    walk, standing, n = probe.margin_walk, probe.standing, probe.num_right
+    losses = walk.losses[:, standing]
+    stuck = ~(losses.amax(dim=0) > losses[0]) | ~(losses[-1] >= losses[0]) if len(losses) else torch.zeros(0)
+    count = int(stuck.sum())
+    evidence = {
+        "images": n,
+        "standing": int(standing.sum()),
+        "no_higher_at_the_end": count,
+        "falling_steps": _mean(losses.diff(dim=0) < 0),
+        "monotone": _mean((losses.diff(dim=0) >= 0).all(dim=0)),
+        "curve": _curve(walk.losses[:, probe.right]),
+        "curve_standing": _curve(losses),
+    }
+    if probe.eps < _LEAST_EPS:
+        return (
+            "ok",
+            f"A ball of radius {probe.eps:.3g} is too small for a climb to show in float32.",
+            evidence,
+            "",
+        )
+    if exceeds(count, n, TOLERANCE):
+        claim = f"The loss of {percent(count, n)} that stand is no higher after PGD than before."
+        return (
+            "alarm",
+            claim,
+            evidence,
+            "The attack does not climb: its gradient is missing, wrong or too noisy.",
+        )
+    return "ok", "Along the attack the loss rises.", evidence, ""
+
+
+@diagnostic("incomplete_optimization", f"{_PINTOR}: incomplete optimisation")
+def check_incomplete_optimization(probe: Probe) -> Verdict:
+    """A note where the best loss still rises in the last steps; whether more steps break more is another check."""
+    losses = probe.margin_walk.losses[:, probe.standing]
+    best = losses.cummax(dim=0).values if len(losses) else losses
+    low, high = losses.amin(dim=0), losses.amax(dim=0)
+    rescaled = (best - low) / (high - low).clamp_min(1e-300)
+    last = min(_LAST_STEPS, len(losses) // 3)  # the last ten of fewer than thirty would hold the climb itself
+    rising = (rescaled[-1] - rescaled[-1 - last]) > _STILL_RISING
+    count, n = int(rising.sum()), int(probe.standing.sum())
+    evidence = {"standing": n, "still_rising": count, "last_steps": last}
+    if exceeds(count, n, _UNFINISHED):
+        claim = f"PGD still climbs in its last {last} steps on {percent(count, n)} that stand."
+        return "note", claim, evidence, "Attack with more steps."
+    return "ok", "PGD has stopped climbing when it ends, or nothing stands.", evidence, ""
+
+
+@diagnostic("saturation", "measured on error-correcting models; Carlini & Wagner 2017 on distillation")
+def check_saturation(probe: Probe) -> Verdict:
+    """Alarm where PGD is satisfied by saturation: the score margin closes and nothing behind it gives way.
+
+    An attack that works closes the margin because members change sides, or another class catches up. Where a saturating
+    decoder has been driven to its limit the margin closes too and the loss is happy, but the members are as right, and
+    as far from changing sides, as before. Without members the same is asked of the margin relative to the spread of the
+    scores, which stays where all scores shrink together.
+    """
+    walk, standing = probe.margin_walk, probe.standing
+    first, last = walk.margins[0, standing], walk.margins[-1, standing]
+    closed = (last > 0) & (last < _CLOSED * first)
+    has_members = hasattr(probe.model, "member_logits") and bool(standing.any())
+    kept, figures = _members_kept(probe) if has_members else _spread_kept(probe)
+    count, n = int((closed & kept).sum()), int(standing.sum())
+    evidence = {
+        "standing": n,
+        "closed": int(closed.sum()),
+        "satisfied": count,
+        "margin_before": _median(first),
+        "margin_after": _median(last),
+        **figures,
+    }
+    if exceeds(count, n, _NEARLY_CLOSED):
+        claim = f"PGD closes the score margin of {percent(count, n)} that stand without changing what is behind it."
+        if has_members:
+            before, after = (100 * (figures[f"right_bits_{when}"] or 0) for when in ("before", "after"))
+            claim += f" Right bits go from {before:.1f} to {after:.1f} %."
+        advice = (
+            "The attack drives the decoder into saturation: attack the member logits, or their differences."
+        )
+        return "alarm", claim, evidence, advice
+    return "ok", "Where PGD closes score margins, what is behind them gives way too.", evidence, ""
+
+
+def _spread_kept(probe: Probe) -> tuple[Tensor, dict[str, float | None]]:
+    """(standing image,) whether the margin in units of the scores' spread keeps half of itself."""
+    walk, standing = probe.margin_walk, probe.standing
+    first, last = (walk.margins / walk.spreads.clamp_min(1e-300))[[0, -1]][:, standing]
+    return last > _KEPT * first, {
+        "relative_margin_before": _median(first),
+        "relative_margin_after": _median(last),
+    }
+
+
+def _members_kept(probe: Probe) -> tuple[Tensor, dict[str, float | None]]:
+    """(standing image,) whether members keep their answers and, on average, half of their margins."""
+    rows = torch.nonzero(probe.standing).squeeze(1).to(probe.rows.device)
+    bits, means = [], []
+    for images in (probe.images, probe.margin_walk.last):
+        parts = []
+        for part in probe.groups(rows):
+            with torch.no_grad():
+                parts.append(member_margins(probe.model, images[part], probe.labels[part]).double().cpu())
+            probe.target.narrow(part).count(1)
+        margins = torch.cat(parts)
+        bits.append((margins > 0).double().mean(dim=1))
+        means.append(margins.mean(dim=1))
+    with torch.no_grad():
+        _, symbols = members_of(probe.model, probe.images[:1])
+    held = bits[1] > bits[0] - _half_way(symbols)
+    return held & (means[1] > _KEPT * means[0]), {
+        "right_bits_before": float(bits[0].mean()),
+        "right_bits_after": float(bits[1].mean()),
+        "member_margin_before": _median(means[0]),
+        "member_margin_after": _median(means[1]),
+    }
+
+
+def _half_way(symbols: Tensor) -> float:
+    """Share of the members that take an image half of the way to the border between the two nearest codewords.
+
+    That border lies where half of the members in which the codewords differ have changed sides.
+    """
+    distances = (symbols[:, None] != symbols[None]).sum(dim=2)
+    others = distances[~torch.eye(len(symbols), dtype=torch.bool, device=symbols.device)]
+    return float(others.min()) / 4 / symbols.shape[1] if len(others) else 0.0
+
+
+def _curve(losses: Tensor) -> dict[str, list[float]]:
+    """Quartiles of the loss at some of the steps, evenly spaced, for a picture."""
+    if not losses.shape[1]:
+        return {"step": [], "lower": [], "median": [], "upper": []}
+    steps = torch.linspace(0, len(losses) - 1, min(_CURVE_POINTS, len(losses))).round().long()
+    quartiles = losses[steps].double().quantile(torch.tensor([0.25, 0.5, 0.75], dtype=torch.float64), dim=1)
+    return {
+        "step": steps.tolist(),
+        **{name: row.tolist() for name, row in zip(("lower", "median", "upper"), quartiles, strict=True)},
+    }
+
+
+def _mean(mask: Tensor) -> float | None:
+    return float(mask.double().mean()) if mask.numel() else None
+
+
+def _median(values: Tensor) -> float | None:
+    return float(values.median()) if values.numel() else None

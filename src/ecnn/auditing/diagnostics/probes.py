@@ -1,0 +1,382 @@
+"""What the diagnostics ask of a model: walks of a gradient attack that remember every step, shared between checks."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property, wraps
+from typing import Any, Literal
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+
+from ecnn.attacks.ball import l2_norm, per_image, project, random_start, steepest
+from ecnn.attacks.base import Attack, Target
+from ecnn.attacks.draws import Draws
+from ecnn.attacks.gradient import PGD
+from ecnn.attacks.views import Look, Loss, View, make_view
+from ecnn.auditing.case import Case
+from ecnn.auditing.findings import Finding, Level
+from ecnn.backbones import eval_mode, full_precision, without_tf32
+from ecnn.objectives import score_margin
+
+#: Images asked about at once; it bounds the memory and changes no result.
+_GROUP = 128
+#: The steps of a walk add up to this many radii, so that it can cross the ball and come back (Madry et al. 2018).
+_REACH = 2.5
+_STREAM = 29
+#: Two passes differ by less in float32, whatever the order of summation (AutoAttack's flag uses the same figure).
+_DIFFERENCE = 1e-4
+
+#: (positions of some images) -> what a walk raises there; per-image settings are picked by the positions.
+ViewOf = Callable[[Tensor], View]
+#: Level, claim, evidence, advice.
+Verdict = tuple[Level, str, dict[str, Any], str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Walk:
+    """Every step of one projected gradient ascent; columns are images. On the CPU except for `last`.
+
+    Attributes:
+        losses: (step + 1, image) what is raised, where the walk begins and after each step.
+        margins: (step + 1, image) of the scores, positive while the image is classified as its label.
+        spreads: (step + 1, image) best score minus the mean of all, the scale of the scores at that point.
+        wrong: (step + 1, image) whether it is not.
+        blind: (image,) share of the steps whose gradient was zero or denormal.
+        broken: (image,) wrong at some step, and again when that point is asked about once more.
+        last: (image, ...) where the walk ends.
+    """
+
+    losses: Tensor
+    margins: Tensor
+    spreads: Tensor
+    wrong: Tensor
+    blind: Tensor
+    broken: Tensor
+    last: Tensor
+
+
+class Probe:
+    """A case's first images, what the model says of them, and the walks that several checks read.
+
+    Everything is computed when it is first needed and then kept as long as the case.
+    """
+
+    def __init__(self, case: Case) -> None:
+        self.model, self.norm, self.eps = case.model, case.norm, float(case.eps)
+        self.budget, self.seed = case.budget, case.seed
+        self.images = case.images[: case.budget.probe_images].detach()
+        self.labels = case.labels[: case.budget.probe_images]
+        self.rows = torch.arange(len(self.images), device=self.images.device)
+        self.target = Target(case.model, len(self.images), self.images.device)
+        self._spent = [0, 0]  # by attacks that count for themselves
+
+    @property
+    def cost(self) -> tuple[int, int]:
+        """Passes and gradients asked for so far, each over one image."""
+        return (
+            int(self.target.forwards.sum()) + self._spent[0],
+            int(self.target.backwards.sum()) + self._spent[1],
+        )
+
+    @cached_property
+    def scores(self) -> Tensor:
+        """(image, class) for the images as they are."""
+        return torch.cat([self.target.narrow(part).scores(self.images[part]) for part in self.groups()])
+
+    @cached_property
+    def right(self) -> Tensor:
+        """(image,) classified as the label, by scores that are numbers; on the CPU."""
+        numbers = ~self.scores.isnan().any(dim=1)
+        return ((self.scores.argmax(dim=1) == self.labels) & numbers).cpu()
+
+    @cached_property
+    def two_passes(self) -> tuple[float, int]:
+        """How far two passes over the images differ, relative to the scores' length, and predictions that flip."""
+        # Both are made here: every check begins with the same seed, so that `scores` would only be drawn again.
+        first = torch.cat([self.target.narrow(part).scores(self.images[part]) for part in self.groups()])
+        again = torch.cat([self.target.narrow(part).scores(self.images[part]) for part in self.groups()])
+        apart = l2_norm(torch.nan_to_num(first - again)) / l2_norm(torch.nan_to_num(first)).clamp_min(1e-10)
+        flipped = int((first.argmax(dim=1) != again.argmax(dim=1)).sum())
+        return (float(apart.amax()) if len(apart) else 0.0), flipped
+
+    @property
+    def is_random(self) -> bool:
+        """Whether two passes differ by more than rounding."""
+        return self.two_passes[0] > _DIFFERENCE
+
+    @cached_property
+    def gradient_error(self) -> str | None:
+        """Why no gradient reaches the pixels, or None if one does."""
+        if not len(self.images):
+            return None
+        points = self.images[:1].clone().requires_grad_(True)
+        self.target.narrow(self.rows[:1]).count(1, 1)
+        try:
+            with torch.enable_grad():
+                losses = make_view("scores", "margin")(self.model, points, self.labels[:1], None).losses
+                if not losses.requires_grad:
+                    return "the scores do not depend on the pixels in a differentiable way"
+                (gradient,) = torch.autograd.grad(losses.sum(), points, allow_unused=True)
+        except (RuntimeError, NotImplementedError) as error:
+            return f"{type(error).__name__}: {error}".splitlines()[0][:200]
+        return "the pixels are not used by anything differentiable" if gradient is None else None
+
+    @property
+    def num_right(self) -> int:
+        """How many images an attack can break."""
+        return int(self.right.sum())
+
+    @cached_property
+    def margin_walk(self) -> Walk:
+        """Plain PGD with the margin loss on the scores."""
+        return self.walk(lambda rows: make_view("scores", "margin"), self.rows)
+
+    @cached_property
+    def cross_entropy_walk(self) -> Walk:
+        """Plain PGD with cross-entropy on the scores."""
+        return self.walk(lambda rows: make_view("scores", "cross_entropy"), self.rows)
+
+    @property
+    def standing(self) -> Tensor:
+        """(image,) right, and left so by PGD with the margin loss; on the CPU."""
+        return self.right & ~self.margin_walk.broken
+
+    @cached_property
+    def double_model(self) -> nn.Module | None:
+        """A float64 copy of the model, or None if it cannot be had or does not compute there."""
+        try:
+            double = copy.deepcopy(self.model).double()
+            with torch.no_grad():
+                answer = double(self.images[:1].double())
+        except Exception:
+            return None
+        return double if answer.dtype == torch.float64 else None
+
+    def groups(self, rows: Tensor | None = None) -> tuple[Tensor, ...]:
+        """The positions in groups that are asked about together."""
+        return torch.split(self.rows if rows is None else rows, _GROUP)
+
+    def gradients(self, loss: Loss, *, double: bool = False) -> Tensor:
+        """(image, pixel) gradient of the loss at the images, in float64 from the copy that computes there."""
+        view, parts = make_view("scores", loss), []
+        if self.gradient_error is not None:
+            return torch.zeros_like(self.images).flatten(1)
+        for part in self.groups():
+            target = self.target.narrow(part)
+            images = self.images[part]
+            if double:
+                assert self.double_model is not None
+                copied = Target(self.double_model, len(part), images.device)
+                target, images = copied, images.double()
+                self.target.narrow(part).count(1, 1)
+            parts.append(target.ascend(view, images, self.labels[part])[1].flatten(1))
+        return torch.cat(parts)
+
+    def walk(
+        self,
+        view_of: ViewOf,
+        rows: Tensor,
+        *,
+        steps: int | None = None,
+        start: Literal["uniform", "image"] = "uniform",
+        labels: Tensor | None = None,
+    ) -> Walk:
+        """PGD with a constant step over some images, with everything it saw; rows are never dropped on the way."""
+        labels = self.labels[rows] if labels is None else labels
+        draws = Draws.of(self.seed, rows).fold(_STREAM)
+        if not len(rows):
+            return _empty_walk(self.images[:0])
+        with seeded(self.seed, self.images.device):
+            walks = []
+            for part in torch.split(torch.arange(len(rows), device=rows.device), _GROUP):
+                here = rows[part]
+                walks.append(
+                    self._walk(view_of(here), here, labels[part], draws.take(part), steps, start == "image")
+                )
+        return _join_walks(walks)
+
+    def _walk(
+        self, view: View, rows: Tensor, labels: Tensor, draws: Draws, steps: int | None, still: bool
+    ) -> Walk:
+        images, target = self.images[rows], self.target.narrow(rows)
+        steps = self.budget.probe_steps if steps is None else steps
+        length = _REACH * self.eps / max(1, steps)
+        points = images.clone() if still else random_start(images, self.norm, self.eps, draws)
+        kept, ever = points, torch.zeros_like(labels, dtype=torch.bool)
+        looks, blind = [], torch.zeros(len(rows), device=images.device)
+        for step in range(steps + 1):
+            if step < steps and self.gradient_error is None:
+                look, gradient = target.ascend(view, points, labels)
+                blind += unusable(gradient.flatten(1)).to(blind.dtype) / steps
+            else:
+                look, gradient = target.look(view, points, labels), torch.zeros_like(points)
+                blind += step < steps and 1 / steps
+            looks.append(_summarise(look, labels))
+            now = looks[-1][3].bool()
+            kept = torch.where(per_image(now & ~ever, points), points, kept)
+            ever = ever | now
+            last = points
+            move = steepest(torch.nan_to_num(gradient), self.norm)
+            points = project(points + length * move, images, self.norm, self.eps)
+        again = target.look(view, kept, labels).scores
+        assert again is not None
+        broken = ever & (again.argmax(dim=1) != labels)
+        losses, margins, spreads, wrong = torch.stack(looks, dim=1).cpu()
+        return Walk(
+            losses=losses,
+            margins=margins,
+            spreads=spreads,
+            wrong=wrong.bool(),
+            blind=blind.cpu(),
+            broken=broken.cpu(),
+            last=last,
+        )
+
+    def broken_by(self, attack: Attack, rows: Tensor, *, seed: int | None = None) -> Tensor:
+        """(image,) which of all images the attack breaks, of the rows (a mask on the CPU) it is given."""
+        found = torch.zeros(len(self.images), dtype=torch.bool)
+        chosen = torch.nonzero(rows).squeeze(1)
+        with seeded(self.seed, self.images.device):
+            for part in torch.split(chosen, _GROUP):
+                here = part.to(self.images.device)
+                attacked = attack.run(
+                    self.model,
+                    self.images[here],
+                    self.labels[here],
+                    seed=self.seed if seed is None else seed,
+                    index=here,
+                )
+                found[part] = attacked.success.cpu()
+                self._spent[0] += int(attacked.forwards.sum())
+                self._spent[1] += int(attacked.backwards.sum())
+        return found & self.right
+
+    def pgd(self, eps: float, **options: Any) -> PGD:
+        """PGD with the margin loss and the walks' step rule, at another radius or with other options."""
+        steps = options.pop("steps", self.budget.probe_steps)
+        return PGD(norm=self.norm, eps=eps, steps=steps, step_size=_REACH * eps / max(1, steps), **options)
+
+
+_PROBES: WeakKeyDictionary[Case, Probe] = WeakKeyDictionary()
+
+
+def probe_of(case: Case) -> Probe:
+    """The case's probe: one per case, so that checks share what it has asked. A model must not change meanwhile."""
+    if case not in _PROBES:
+        _PROBES[case] = Probe(case)
+    return _PROBES[case]
+
+
+def diagnostic(name: str, source: str) -> Callable[[Callable[[Probe], Verdict]], Callable[[Case], Finding]]:
+    """Turns a function of a probe into a check: a Finding of that name, which no model's error can prevent.
+
+    A model that raises cannot be asked this question: the finding says so, as a note, and the other checks go on.
+    """
+
+    def decorate(function: Callable[[Probe], Verdict]) -> Callable[[Case], Finding]:
+        @wraps(function)
+        def check(case: Case) -> Finding:
+            with eval_mode(case.model), without_tf32(), seeded(case.seed, case.images.device):
+                try:
+                    level, claim, evidence, advice = function(probe_of(case))
+                except (
+                    Exception
+                ) as error:  # whatever the model under audit throws is evidence, not our failure
+                    level, claim, evidence, advice = _could_not_ask(name, error)
+            return Finding(
+                name=name,
+                level=level,
+                claim=claim,
+                evidence=plain(evidence),
+                advice=advice,
+                source=source,
+            )
+
+        return check
+
+    return decorate
+
+
+def _could_not_ask(name: str, error: Exception) -> Verdict:
+    text = f"{type(error).__name__}: {error}".splitlines()[0][:200]
+    return (
+        "note",
+        f"The check {name!r} could not be made, because the model raised an error ({text}).",
+        {"error": text},
+        "Make the model run on these images, forward and backward.",
+    )
+
+
+@contextmanager
+def seeded(seed: int, device: torch.device) -> Iterator[None]:
+    """Torch's generators seeded for models that draw from them, and restored afterwards."""
+    devices = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices=devices):
+        torch.manual_seed(seed)
+        yield
+
+
+def unusable(gradients: Tensor) -> Tensor:
+    """(image,) where no entry is a normal number: zero everywhere, denormal at most, or not a number."""
+    return ~(gradients.abs().amax(dim=1) >= torch.finfo(gradients.dtype).tiny)
+
+
+def share(mask: Tensor, of: Tensor | int) -> float | None:
+    """Part of the images that is marked; None of no images."""
+    n = of if isinstance(of, int) else int(of.sum())
+    return int(mask.sum()) / n if n else None
+
+
+def percent(count: int, n: int) -> str:
+    """ "12 of 32 images (38 %)"."""
+    return f"{count} of {n} images ({100 * count / n:.0f} %)" if n else "0 of 0 images"
+
+
+def plain(value: Any) -> Any:
+    """The value as JSON can hold it: no tensors, and None for what is not a finite number."""
+    if isinstance(value, dict):
+        return {key: plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    if isinstance(value, Tensor):
+        return plain(value.tolist())
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    return value
+
+
+def _summarise(look: Look, labels: Tensor) -> Tensor:
+    """(loss, margin, spread, wrong; image) of one step, on the device."""
+    assert look.scores is not None
+    scores = full_precision(look.scores).double()
+    spread = scores.amax(dim=1) - scores.mean(dim=1)
+    wrong = scores.argmax(dim=1) != labels
+    return torch.stack([look.losses.double(), score_margin(scores, labels), spread, wrong.double()])
+
+
+def _join_walks(walks: list[Walk]) -> Walk:
+    across = {name: torch.cat([getattr(walk, name) for walk in walks], dim=1) for name in _BY_STEP}
+    along = {name: torch.cat([getattr(walk, name) for walk in walks]) for name in ("blind", "broken", "last")}
+    return Walk(**across, **along)
+
+
+def _empty_walk(images: Tensor) -> Walk:
+    nothing = torch.zeros(1, 0)
+    return Walk(
+        losses=nothing,
+        margins=nothing,
+        spreads=nothing,
+        wrong=nothing.bool(),
+        blind=nothing[0],
+        broken=nothing[0].bool(),
+        last=images,
+    )
+
+
+_BY_STEP = ("losses", "margins", "spreads", "wrong")

@@ -1,0 +1,227 @@
+"""What an audit found, as a value: a verdict with its figures, JSON of a stated version, and a page for people."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from ecnn import files
+from ecnn.auditing.findings import Finding
+from ecnn.errors import InputError
+from ecnn.evaluation.intervals import Interval
+
+FORMAT, VERSION = "ecnn-audit", 1
+Verdict = Literal["believable", "not believable", "inconclusive"]
+EXIT_CODES: dict[str, int] = {"believable": 0, "not believable": 1, "inconclusive": 3}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stage:
+    """One attack of the suite, on the images that the earlier ones had left.
+
+    Attributes:
+        name: of the attack.
+        attacked: images that it was made on.
+        broken: of these, how many it broke; for a random model by how many images' worth the accuracy fell.
+        accuracy: share of all images that stand after it.
+        forwards, backwards: images that went through the model for it.
+        seconds: on the clock.
+    """
+
+    name: str
+    attacked: int
+    broken: float
+    accuracy: float
+    forwards: int
+    backwards: int
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Audit:
+    """Whether to believe a number, and why.
+
+    Attributes:
+        verdict: "believable", "not believable" or "inconclusive".
+        reason: one sentence that says why.
+        claimed: the accuracy under attack that is in question, from 0 to 1.
+        claim_source: "given", or "plain attack" when none was given and what a usual evaluation would have reported
+            stands for it.
+        accuracy: share of the images that are right when clean and under every attack: the truth is not above it.
+        interval: for that share, Wilson's at 95 %.
+        clean_accuracy: without an attack.
+        plain_accuracy: under the plain attack alone, PGD on cross-entropy.
+        images: how many.
+        norm, eps: of the ball.
+        budget, seed: what was asked for.
+        is_random: the model answers differently from pass to pass, so that accuracies are means over passes.
+        stages: the attacks in their order.
+        broken_by: (image,) position in `stages` of what broke each image; -1 if it stands, -2 if it was wrong anyway.
+        findings: what was checked.
+        model: what was audited, described.
+        environment: where.
+    """
+
+    verdict: Verdict
+    reason: str
+    claimed: float
+    claim_source: Literal["given", "plain attack"]
+    accuracy: float
+    interval: Interval
+    clean_accuracy: float
+    plain_accuracy: float
+    images: int
+    norm: str
+    eps: float
+    budget: str
+    seed: int
+    is_random: bool
+    stages: tuple[Stage, ...]
+    broken_by: tuple[int, ...]
+    findings: tuple[Finding, ...]
+    model: dict[str, Any]
+    environment: str
+
+    def __post_init__(self) -> None:
+        if self.verdict not in get_args(Verdict):
+            raise InputError(f"verdict must be one of {', '.join(get_args(Verdict))}, not {self.verdict!r}.")
+
+    def __str__(self) -> str:
+        low, high = self.interval
+        return (
+            f"{self.verdict}: claimed {_percent(self.claimed)}, audited {_percent(self.accuracy)} "
+            f"[{_percent(low)}, {_percent(high)}] on {self.images} images"
+        )
+
+    @property
+    def exit_code(self) -> int:
+        """0 believable, 1 not believable, 3 inconclusive."""
+        return EXIT_CODES[self.verdict]
+
+    @property
+    def explanation(self) -> tuple[str, ...]:
+        """Sentences that say what lies between the plain attack's figure, or the claim, and the audited one."""
+        if not self.stages:
+            return ()
+        lost = self.plain_accuracy - self.accuracy
+        later = sorted(self.stages[1:], key=lambda stage: -stage.broken)
+        main = [stage for stage in later if stage.broken * 10 >= max(1.0, lost * self.images)][:3]
+        sentences = []
+        if lost * self.images >= 1 and main:
+            parts = ", ".join(f"{stage.name} ({_count(stage.broken)} of {stage.attacked})" for stage in main)
+            sentences.append(
+                f"The plain attack leaves {_percent(self.plain_accuracy)}; what it leaves falls to: {parts}."
+            )
+        sentences += [finding.claim for finding in self.findings if finding.level == "alarm"]
+        return tuple(sentences)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values, with format and version."""
+        values = dataclasses.asdict(self)
+        values["findings"] = [finding.to_dict() for finding in self.findings]
+        values["stages"] = [dataclasses.asdict(stage) for stage in self.stages]
+        values["interval"], values["broken_by"] = list(self.interval), list(self.broken_by)
+        return {"format": FORMAT, "version": VERSION, "exit_code": self.exit_code, **values}
+
+    def save(self, path: str | os.PathLike[str]) -> Path:
+        """Writes `to_dict` as JSON."""
+        return files.write_json(path, self.to_dict())
+
+    def markdown(self) -> str:
+        """A page that a person can read: the verdict, what explains it, attack by attack, finding by finding."""
+        low, high = self.interval
+        source = "claimed" if self.claim_source == "given" else "what a usual evaluation would report"
+        draws = " Accuracies are means over passes: the model is random." if self.is_random else ""
+        lines = [
+            f"# Audit: {self.verdict}",
+            "",
+            self.reason,
+            "",
+            "| | accuracy |",
+            "|---|---|",
+            f"| {source} | {_percent(self.claimed)} |",
+            f"| **audited** | **{_percent(self.accuracy)}** (95 %: {_percent(low)} to {_percent(high)}) |",
+            f"| plain attack alone | {_percent(self.plain_accuracy)} |",
+            f"| without an attack | {_percent(self.clean_accuracy)} |",
+            "",
+            f"{self.images} images, {self.norm} ball of radius {self.eps:.6g}, budget {self.budget}, seed {self.seed}."
+            f"{draws}",
+        ]
+        if self.explanation:
+            lines += ["", "## What explains the difference", ""]
+            lines += [f"- {sentence}" for sentence in self.explanation]
+        return "\n".join([*lines, *_stage_lines(self), *_finding_lines(self.findings)]) + "\n"
+
+
+def _stage_lines(audit: Audit) -> list[str]:
+    lines = ["", "## Attacks, each on what the earlier ones left", ""]
+    lines += [
+        "| attack | made on | broke | accuracy left | passes | gradients |",
+        "|---|---|---|---|---|---|",
+    ]
+    lines.append(f"| none | {audit.images} | | {_percent(audit.clean_accuracy)} | | |")
+    lines += [
+        f"| {stage.name} | {stage.attacked} | {_count(stage.broken)} | {_percent(stage.accuracy)} "
+        f"| {stage.forwards:,} | {stage.backwards:,} |"
+        for stage in audit.stages
+    ]
+    return lines
+
+
+def _finding_lines(findings: tuple[Finding, ...]) -> list[str]:
+    lines = []
+    titles = {"alarm": "Alarms", "note": "Notes", "ok": "Nothing found"}
+    for level, title in titles.items():
+        chosen = [finding for finding in findings if finding.level == level]
+        if not chosen:
+            continue
+        lines += ["", f"## {title}", ""]
+        for finding in chosen:
+            lines.append(f"- **{finding.name}**: {finding.claim}")
+            if level == "ok":
+                continue
+            evidence = ", ".join(f"{name} {_plain(value)}" for name, value in finding.evidence.items())
+            lines += [f"  - evidence: {evidence}"] if evidence else []
+            lines += [f"  - advice: {finding.advice}"] if finding.advice else []
+            lines.append(f"  - source: {finding.source}")
+    return lines
+
+
+def _plain(value: Any) -> str:
+    text = f"{value:.4g}" if isinstance(value, float) else str(value)
+    return text if len(text) <= 120 else f"{text[:117]}..."
+
+
+def _count(images: float) -> str:
+    return f"{images:.0f}" if images == int(images) else f"{images:.1f}"
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.1f} %"
+
+
+def load_audit(path: str | os.PathLike[str]) -> Audit:
+    """What `Audit.save` wrote, or the audit.json of a run folder; anything else is an InputError."""
+    source = Path(path)
+    if source.is_dir():
+        source = source / "audit.json"
+    values = files.read_json(source)
+    if not isinstance(values, dict) or values.get("format") != FORMAT:
+        raise InputError(f"{source} does not hold an audit.")
+    if values.get("version") != VERSION:
+        raise InputError(
+            f"{source} holds an audit of version {values.get('version')!r}; this ecnn reads version {VERSION}."
+        )
+    wanted = {field.name for field in dataclasses.fields(Audit)}
+    try:
+        kept = {name: values[name] for name in wanted}
+        kept["stages"] = tuple(Stage(**stage) for stage in values["stages"])
+        kept["findings"] = tuple(Finding(**finding) for finding in values["findings"])
+        low, high = values["interval"]
+        kept["interval"], kept["broken_by"] = (float(low), float(high)), tuple(values["broken_by"])
+        return Audit(**kept)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise InputError(f"{source} is damaged: {error}") from error

@@ -1,0 +1,447 @@
+"""Which attacks an audit makes of a model, from cheap to expensive, and what they cost."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ecnn.attacks import APGD, FAB, PGD, Attack, AutoAttack, HopSkipJump, Square, Transfer
+from ecnn.attacks.ball import Norm, l2_norm, parse_eps
+from ecnn.attacks.views import View, make_view
+from ecnn.auditing.adaptive import (
+    Averaged,
+    Coded,
+    FeatureDistance,
+    InDouble,
+    InnerScores,
+    OwnTransfer,
+    Pursuit,
+    Relay,
+    Voting,
+    Within,
+    cheapest_bits,
+    features_of,
+    gradient_lengths,
+    last_layers,
+    linear_margin,
+    log_margin,
+    mean_margin,
+    mean_probability,
+    scaled_cross_entropy,
+    weakest_bit,
+    worst_members,
+)
+from ecnn.auditing.bpda import Passing, can_pass_through
+from ecnn.auditing.budgets import Budget, resolve_budget
+from ecnn.auditing.surrogates import (
+    Examples,
+    all_features,
+    class_means,
+    keep_or_load,
+    own_state,
+    rebuild_head,
+    rebuild_student,
+    train_head,
+    train_student,
+)
+from ecnn.backbones import eval_mode, full_precision, without_tf32
+from ecnn.errors import InputError
+
+PLAIN = "pgd-ce"  # what a usual evaluation would have run
+_RANDOM = 1e-4  # difference of two passes, relative to the length of the scores
+_BLIND = 0.01  # share of images without a usable gradient from which black-box attacks are worth their cost
+_TINY = 1e-30  # gradients this short are near the end of float32
+_PROBED = 64
+_FEATURE_TARGETS = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Traits:
+    """What decides which attacks make sense.
+
+    Attributes:
+        is_random: two passes over the same images differ.
+        gives_probabilities: scores lie in [0, 1] and sum to 1.
+        blind: share of images whose gradient is zero, not a number, or too small for float32.
+        hides_derivatives: it rounds, compares, casts or detaches somewhere, and `straight_through` finds a way.
+        hides_scores: its last layer with one output per class says something other than the scores.
+        can_be_double: a copy in float64 answers.
+        has_members, has_votes, has_features: what the attacks on members, on votes and on features ask for is there.
+    """
+
+    is_random: bool
+    gives_probabilities: bool
+    blind: float
+    hides_derivatives: bool
+    hides_scores: bool
+    can_be_double: bool
+    has_members: bool
+    has_votes: bool
+    has_features: bool
+
+
+def find_traits(model: nn.Module, images: Tensor, num_classes: int) -> Traits:
+    """What a look at the first of these images, which should be where the model is, tells of the model."""
+    images = images[:_PROBED]
+    with eval_mode(model), without_tf32():
+        with torch.no_grad():
+            scores, again = (full_precision(model(images)).double() for _ in range(2))
+        lengths = gradient_lengths(model, images)
+        apart = l2_norm(scores - again) / l2_norm(scores).clamp_min(1e-10)
+        is_random = bool((apart > _RANDOM).any())
+        in_range = bool((scores >= -1e-5).all()) and bool((scores <= 1 + 1e-5).all())
+        return Traits(
+            is_random=is_random,
+            gives_probabilities=in_range and bool(((scores.sum(dim=1) - 1).abs() < 1e-4).all()),
+            blind=float((~(lengths > _TINY) | ~torch.isfinite(lengths)).double().mean()),
+            hides_derivatives=not is_random and can_pass_through(model, images[:4]),
+            hides_scores=_hides_scores(model, images[:4], num_classes),
+            can_be_double=_answers(lambda: _ask_in_double(model, images[:4])),
+            has_members=isinstance(model, Coded) and _answers(lambda: _ask(cheapest_bits, model, images[:4])),
+            has_votes=isinstance(model, Voting) and _answers(lambda: _ask(mean_margin, model, images[:4])),
+            has_features=_answers(lambda: features_of(model, images[:4])),
+        )
+
+
+def _answers(ask: Callable[[], object]) -> bool:
+    """Whether a question can be asked; a model that was not made for it may raise anything."""
+    try:
+        with torch.no_grad():
+            ask()
+    except Exception:
+        return False
+    return True
+
+
+def _ask(view: View, model: nn.Module, images: Tensor) -> None:
+    view(model, images, torch.zeros(len(images), dtype=torch.int64, device=images.device), None)
+
+
+def _ask_in_double(model: nn.Module, images: Tensor) -> None:
+    copy.deepcopy(model).double()(images.double())
+
+
+def _hides_scores(model: nn.Module, images: Tensor, num_classes: int) -> bool:
+    view = InnerScores(num_classes)
+    if not last_layers(model, num_classes) or not _answers(lambda: view.read(model, images)):
+        return False
+    with torch.no_grad():
+        inner, scores = view.read(model, images)
+    return inner.shape == scores.shape and not torch.equal(inner, scores)
+
+
+def suite(
+    model: nn.Module,
+    *,
+    norm: Norm,
+    eps: float | str,
+    budget: str | Budget,
+    num_classes: int,
+    random: bool,
+    examples: Examples | None = None,
+    seed: int = 0,
+    folder: Path | None = None,
+    resume: bool = True,
+) -> dict[str, Attack]:
+    """The attacks by name in the order in which they should run, each obeying the contract of `Attack`.
+
+    The first, "pgd-ce", is what a usual evaluation would have run. Without examples the attacks that need some are
+    left out: those on features, those by way of a surrogate, and those that only a look at the model recommends.
+
+    Args:
+        model: pixels in [0, 1] to scores, in eval mode.
+        norm, eps: of the ball.
+        budget: how much may be asked.
+        num_classes: scores per image.
+        random: whether passes differ; then attacks average over passes and return where they end.
+        examples: clean images, see `Examples`.
+        seed: of the surrogates' training.
+        folder: where surrogates are kept, so that a resumed audit has the same.
+        resume: takes them from there.
+    """
+    budget = resolve_budget(budget)
+    traits = _unseen(model) if examples is None else find_traits(model, examples.images, num_classes)
+    maker = _Maker(model, norm, parse_eps(eps), budget, num_classes, traits)
+    in_the_dark = examples is not None and (traits.blind >= _BLIND or budget.name == "thorough")
+    attacks = maker.plain()
+    attacks |= maker.averaged() if random else maker.on_scores() | maker.on_members() | maker.on_votes()
+    if examples is not None:
+        surrogates = _Surrogates(model, examples, num_classes, maker.eps, seed, folder, resume)
+        attacks |= maker.by_surrogates(surrogates, imitate=in_the_dark or random, random=random)
+    if random:
+        return attacks | {"square": maker.square()}
+    attacks |= maker.relays() | maker.automatic()
+    return attacks | maker.by_classes() if in_the_dark else attacks
+
+
+def _unseen(model: nn.Module) -> Traits:
+    """What can be said of a model without asking it."""
+    return Traits(
+        is_random=False,
+        gives_probabilities=False,
+        blind=0.0,
+        hides_derivatives=False,
+        hides_scores=False,
+        can_be_double=False,
+        has_members=isinstance(model, Coded),
+        has_votes=isinstance(model, Voting),
+        has_features=False,
+    )
+
+
+@dataclass(frozen=True)
+class _Surrogates:
+    """Makes surrogates when they are asked for, or takes them from the folder."""
+
+    model: nn.Module
+    examples: Examples
+    num_classes: int
+    eps: float
+    seed: int
+    folder: Path | None
+    resume: bool
+
+    @cached_property
+    def features(self) -> Tensor:
+        return all_features(self.model, self.examples.images)
+
+    def means(self) -> Tensor:
+        labels = self.examples.labels
+        kept = self._kept(lambda: {"means": class_means(self.features, labels, self.num_classes)}, "means")
+        return kept["means"]
+
+    def head(self) -> nn.Module:
+        def make() -> dict[str, Tensor]:
+            return own_state(train_head(self.model, self.features, self.examples.labels, self.num_classes))
+
+        return rebuild_head(self.model, self._kept(make, "head"))
+
+    def student(self) -> nn.Module:
+        settings = (self.model, self.examples, self.num_classes, self.eps, self.seed)
+        return rebuild_student(self._kept(lambda: own_state(train_student(*settings)), "student"))
+
+    def _kept(self, make: Callable[[], dict[str, Tensor]], name: str) -> dict[str, Tensor]:
+        if self.folder is None:
+            return make()
+        path, device = self.folder / f"{name}.safetensors", self.examples.images.device
+        try:
+            return keep_or_load(make, path, resume=self.resume, device=device)
+        except (KeyError, RuntimeError) as error:
+            raise InputError(f"{path} holds another surrogate: choose another run_dir.") from error
+
+
+@dataclass(frozen=True)
+class _Maker:
+    """Groups of attacks for one model and ball."""
+
+    model: nn.Module
+    norm: Norm
+    eps: float
+    budget: Budget
+    num_classes: int
+    traits: Traits
+
+    @property
+    def ball(self) -> dict[str, Any]:
+        return {"norm": self.norm, "eps": self.eps}
+
+    @property
+    def walk(self) -> dict[str, Any]:
+        """Settings of gradient searches: steps that fall from a quarter of the radius to nothing."""
+        size = {"steps": self.budget.steps, "step_size": self.eps / 4, "schedule": "cosine"}
+        return {**self.ball, **size, "restarts": self.budget.restarts}
+
+    @property
+    def auto(self) -> dict[str, Any]:
+        return {**self.ball, "steps": self.budget.steps, "restarts": self.budget.restarts}
+
+    @property
+    def targets(self) -> int:
+        return min(self.budget.targets, self.num_classes - 1)
+
+    def plain(self) -> dict[str, Attack]:
+        walk = {**self.ball, "steps": self.budget.steps, "step_size": self.eps / 4}
+        return {PLAIN: PGD(loss="cross_entropy", **walk)}
+
+    def on_scores(self) -> dict[str, Attack]:
+        attacks: dict[str, Attack] = {
+            "apgd-ce": self._standard().get("apgd-ce", APGD(loss="cross_entropy", **self.auto)),
+            "apgd-margin": APGD(loss="margin", **self.auto),
+            "scaled-ce": Pursuit(view=scaled_cross_entropy, place="scores", **self.walk),
+        }
+        traits = self.traits
+        if traits.gives_probabilities:
+            attacks["log-scores"] = Pursuit(view=log_margin, place="scores", **self.walk)
+        if traits.hides_scores:
+            attacks["inner-scores"] = Pursuit(view=InnerScores(self.num_classes), place="layers", **self.walk)
+        if traits.hides_derivatives:
+            view = Passing(linear_margin if traits.has_members else make_view("scores", "margin"))
+            passing = {"view": view, "place": "straight through", **self.walk}
+            attacks["straight-through"] = Pursuit(**passing)
+            attacks["straight-through-targets"] = Pursuit(targets=self.targets, **passing)
+        if traits.blind and traits.can_be_double:
+            attacks["float64"] = InDouble(attack=APGD(loss="margin", **self.auto), **self.ball)
+        return attacks
+
+    def on_members(self) -> dict[str, Attack]:
+        """Attacks on what the members say, before any decoder; the first is enough for most."""
+        if not self.traits.has_members:
+            return {}
+        attacks: dict[str, Attack] = {
+            "linear": APGD(on="linear", loss="margin", **self.auto),
+            "members": PGD(on="members", loss="margin", **self.walk),
+            "cheapest-bits": Pursuit(view=cheapest_bits, place="members", **self.walk),
+        }
+        if hasattr(self.model, "decode"):
+            attacks["tempered"] = PGD(on="tempered", loss="margin", **self.walk)
+        attacks["linear-targets"] = APGD(on="linear", loss="margin", targets=self.targets, **self.auto)
+        attacks["codewords"] = PGD(on="members", loss="margin", targets=self.targets, **self.walk)
+        attacks["min-bit"] = Pursuit(view=weakest_bit, place="members", targets=self.targets, **self.walk)
+        return attacks
+
+    def on_votes(self) -> dict[str, Attack]:
+        if not self.traits.has_votes:
+            return {}
+        return {
+            "mean-members": Pursuit(view=mean_margin, place="members", **self.walk),
+            "worst-members": Pursuit(view=worst_members, place="members", **self.walk),
+            "mean-targets": Pursuit(view=mean_margin, place="members", targets=self.targets, **self.walk),
+        }
+
+    def averaged(self) -> dict[str, Attack]:
+        """Attacks on the mean over passes, half as long; they return where they end, since one pass proves nothing."""
+        views = {"eot-margin": make_view("scores", "margin"), "eot-probability": mean_probability}
+        if self.traits.has_members:
+            views |= {"eot-linear": linear_margin, "eot-cheapest-bits": cheapest_bits}
+        if self.traits.has_votes:
+            views["eot-mean-members"] = mean_margin
+        if self.traits.hides_scores:
+            views["eot-inner-scores"] = InnerScores(self.num_classes)
+        if self.traits.blind:
+            views["eot-straight-through"] = Passing(make_view("scores", "margin"))
+        walk = {**self.walk, "steps": max(1, self.budget.steps // 2), "restarts": 1, "keep": "last"}
+        passes = self.budget.eot
+        return {
+            name: Pursuit(view=Averaged(view, passes), place=name, passes=passes, **walk)
+            for name, view in views.items()
+        }
+
+    def by_surrogates(self, surrogates: _Surrogates, *, imitate: bool, random: bool) -> dict[str, Attack]:
+        attacks: dict[str, Attack] = {}
+        craft = APGD(**{**self.auto, "restarts": 1}, loss="cross_entropy", keep="last")
+        keep: Any = "last" if random else "best"
+        if self.traits.has_features:
+            if not random:
+                view = FeatureDistance(surrogates.means())
+                targets = min(self.targets, _FEATURE_TARGETS)
+                attacks["features"] = Pursuit(view=view, place="features", targets=targets, **self.walk)
+            attacks["retrained-head"] = OwnTransfer(source=surrogates.head(), attack=craft, keep=keep)
+        if imitate:
+            attacks["student"] = Transfer(source=surrogates.student(), attack=craft, keep=keep)
+        return attacks
+
+    def relays(self) -> dict[str, Attack]:
+        """Once more from the best point so far."""
+        views = [scaled_cross_entropy, make_view("scores", "margin")]
+        if self.traits.has_members:
+            views = [make_view("members", "margin"), cheapest_bits, linear_margin, *views[1:]]
+        elif self.traits.has_votes:
+            views = [worst_members, mean_margin, *views[1:]]
+        rounds = self.budget.restarts
+        return {
+            "relay": Relay(
+                steps=max(1, self.budget.steps // 2), views=tuple(views), restarts=rounds, **self.ball
+            )
+        }
+
+    def automatic(self) -> dict[str, Attack]:
+        """What is left of AutoAttack's standard suite after APGD on cross-entropy; or a short form of it."""
+        standard = self._standard()
+        if standard:
+            return {name: part for name, part in standard.items() if name != "apgd-ce"}
+        loss: Any = "dlr" if self.num_classes >= 4 else "margin"
+        return {"apgd-t": APGD(loss=loss, targets=self.targets, **self.auto), "square": self.square()}
+
+    def _standard(self) -> dict[str, Attack]:
+        return AutoAttack(**self.ball).members(self.num_classes) if self.budget.autoattack else {}
+
+    def square(self) -> Attack:
+        return Square(queries=max(1, self.budget.queries), **self.ball)
+
+    def by_classes(self) -> dict[str, Attack]:
+        """By the model's classes alone; a walk along the border costs about samples * 2/3 * steps^1.5 questions."""
+        steps = max(1, round((1.5 * self.budget.queries / 50) ** (2 / 3)))
+        walk = HopSkipJump(norm=self.norm, steps=steps, samples=50)
+        return {"hopskipjump": Within(attack=walk, **self.ball)}
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Images that go through the model, at most: what breaks early costs less.
+
+    Attributes:
+        forwards: passes.
+        backwards: gradients.
+    """
+
+    forwards: int
+    backwards: int
+
+    def __add__(self, other: Cost) -> Cost:
+        return Cost(self.forwards + other.forwards, self.backwards + other.backwards)
+
+    def __mul__(self, count: int) -> Cost:
+        return Cost(self.forwards * count, self.backwards * count)
+
+
+def cost_per_image(attack: Attack, num_classes: int) -> Cost:
+    """What an attack asks about one image that it does not break, the two verdicts included; about right for others."""
+    anything: Any = attack
+    turns = getattr(attack, "restarts", 1) * max(1, min(getattr(attack, "targets", 0), num_classes - 1))
+    if isinstance(attack, Pursuit):
+        return Cost(2 + attack.passes * turns * (attack.steps + 1), attack.passes * turns * attack.steps)
+    if isinstance(attack, PGD | APGD):
+        return Cost(2 + turns * (attack.steps + 1), turns * attack.steps)
+    if isinstance(attack, FAB):
+        return Cost(2 + 2 * turns * attack.steps, 2 * turns * attack.steps)
+    if isinstance(attack, Square):
+        return Cost(2 + attack.queries * attack.restarts, 0)
+    if isinstance(attack, Relay):
+        legs = len(attack.views) * attack.restarts
+        return Cost(3 + legs * (attack.steps + 3), legs * attack.steps)
+    if isinstance(attack, InDouble | Transfer):
+        return cost_per_image(anything.attack, num_classes)
+    if isinstance(attack, HopSkipJump):
+        asked = sum(int(attack.samples * step**0.5) + 50 for step in range(1, attack.steps + 1))
+        return Cost(attack.init_tries + asked, 0)
+    if isinstance(attack, Within):
+        return cost_per_image(attack.attack, num_classes)
+    return Cost(2, 0)
+
+
+def cost_of(attacks: Mapping[str, Attack], images: int, num_classes: int) -> Cost:
+    """What a suite costs at most, if it breaks nothing."""
+    total = Cost(0, 0)
+    for attack in attacks.values():
+        total = total + cost_per_image(attack, num_classes)
+    return total * images
+
+
+def estimate_cost(model: nn.Module, budget: str | Budget, limit: int | None, num_classes: int) -> Cost:
+    """What the suite of an audit will ask of the model at most, before anything is asked: to be printed first.
+
+    Diagnostics come on top, on `budget.probe_images` images. A model that falls early costs a small part of this.
+    """
+    budget = resolve_budget(budget)
+    attacks = suite(model, norm="linf", eps=0.1, budget=budget, num_classes=num_classes, random=False)
+    # What only a look at the model recommends: features, a surrogate, and one more place to look.
+    extra = Cost(1, 1) * (budget.steps * budget.restarts * (min(budget.targets, _FEATURE_TARGETS) + 2))
+    images = budget.images if limit is None else limit
+    return cost_of(attacks, images, num_classes) + extra * images

@@ -1,0 +1,207 @@
+"""Models made to attack another: a softmax head on its frozen features, and a small network that imitates its answers.
+
+Both are surrogates: they say nothing of the model by themselves, but what is crafted on them is tried on it. They are
+trained on clean images that are not audited where there are some, and else on the audited ones with the model's own
+answers for labels, so that no true label is used twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F  # noqa: N812 the name everybody knows
+from torch import Tensor, nn
+
+from ecnn import files
+from ecnn.attacks import Draws
+from ecnn.auditing.adaptive import features_of
+from ecnn.backbones import eval_mode
+from ecnn.data import Split
+from ecnn.errors import InputError
+from ecnn.evaluation.measuring import place
+
+_MOST_EXAMPLES = 1000
+_HEAD_STEPS, _HEAD_LR = 300, 0.1
+_STUDENT_STEPS, _STUDENT_LR, _STUDENT_BATCH, _STUDENT_WIDTH = 500, 3e-3, 64, 16
+_BATCH = 256
+
+
+@dataclass(frozen=True, eq=False)
+class Examples:
+    """Clean images to make surrogates of.
+
+    Attributes:
+        images: (image, channel, height, width) in [0, 1], where the model is.
+        labels: (image,) classes: the true ones, or the model's own answers.
+        are_true: whether they are the true ones.
+    """
+
+    images: Tensor
+    labels: Tensor
+    are_true: bool
+
+    def __post_init__(self) -> None:
+        if not len(self.images) or len(self.images) != len(self.labels):
+            raise InputError(f"{len(self.images)} images and {len(self.labels)} labels are no examples.")
+
+
+def choose_examples(model: nn.Module, split: Split, audited: int) -> Examples:
+    """Images of the split after the audited ones, with their labels; or the audited ones with the model's answers."""
+    rest = min(len(split) - audited, _MOST_EXAMPLES)
+    # A few would not do: each class should be there several times.
+    are_true = rest >= 100
+    part = slice(audited, audited + rest) if are_true else slice(min(audited, _MOST_EXAMPLES))
+    images, labels = split[part]
+    images = place(model, images)
+    return Examples(images, labels.to(images.device) if are_true else _answers(model, images), are_true)
+
+
+def _answers(model: nn.Module, images: Tensor) -> Tensor:
+    with eval_mode(model), torch.no_grad():
+        return torch.cat([model(part).argmax(dim=1) for part in torch.split(images, _BATCH)])
+
+
+def all_features(model: nn.Module, images: Tensor) -> Tensor:
+    """(image, feature) `features_of` the images, batch by batch."""
+    with eval_mode(model), torch.no_grad():
+        return torch.cat([features_of(model, part)[0] for part in torch.split(images, _BATCH)])
+
+
+def class_means(features: Tensor, labels: Tensor, num_classes: int) -> Tensor:
+    """(class, feature) mean features of each class; NaN for a class that no label names."""
+    precise = features.double()
+    sums = precise.new_zeros(num_classes, features.shape[1]).index_add_(0, labels, precise)
+    counts = torch.bincount(labels, minlength=num_classes)[:, None]
+    return (sums / counts).to(features.dtype)
+
+
+class HeadOnFeatures(nn.Module):
+    """A softmax classifier that reads another model's features: pixels in [0, 1] to scores (batch, class).
+
+    Args:
+        model: whose features; not changed.
+        shift, spread: (feature,) with which they are standardised.
+        num_classes: scores per image.
+    """
+
+    shift: Tensor
+    spread: Tensor
+
+    def __init__(self, model: nn.Module, shift: Tensor, spread: Tensor, num_classes: int) -> None:
+        super().__init__()
+        self.model = model
+        self.register_buffer("shift", shift)
+        self.register_buffer("spread", spread)
+        self.weight = nn.Parameter(shift.new_zeros(num_classes, len(shift)))
+        self.bias = nn.Parameter(shift.new_zeros(num_classes))
+
+    def judge(self, features: Tensor) -> Tensor:
+        """(batch, class) scores of features."""
+        return F.linear((features - self.shift) / self.spread, self.weight, self.bias)
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.judge(features_of(self.model, images)[0])
+
+
+def train_head(model: nn.Module, features: Tensor, labels: Tensor, num_classes: int) -> HeadOnFeatures:
+    """A cross-entropy head on the model's features of some images; the model itself is not trained."""
+    spread = features.std(dim=0, correction=0).clamp_min(1e-6 * float(features.abs().amax()) + 1e-12)
+    head = HeadOnFeatures(model, features.mean(dim=0), spread, num_classes)
+    optimiser = torch.optim.Adam([head.weight, head.bias], lr=_HEAD_LR)
+    with torch.enable_grad():
+        for _ in range(_HEAD_STEPS):
+            loss = F.cross_entropy(head.judge(features), labels)
+            loss = loss + 1e-4 * head.weight.square().sum()
+            head.weight.grad, head.bias.grad = torch.autograd.grad(loss, [head.weight, head.bias])
+            optimiser.step()
+    head.weight.grad = head.bias.grad = None
+    return head
+
+
+class Student(nn.Module):
+    """A small convolutional network: pixels in [0, 1] to scores (batch, class)."""
+
+    def __init__(self, in_channels: int, num_classes: int, width: int = _STUDENT_WIDTH) -> None:
+        super().__init__()
+        self.body = nn.Sequential(
+            nn.Conv2d(in_channels, width, 3, padding=1),
+            nn.SiLU(),
+            nn.Conv2d(width, width, 3, padding=1, stride=2),
+            nn.SiLU(),
+            nn.Conv2d(width, 2 * width, 3, padding=1, stride=2),
+            nn.SiLU(),
+            nn.AdaptiveAvgPool2d(2),
+            nn.Flatten(),
+            nn.Linear(8 * width, num_classes),
+        )
+
+    def forward(self, images: Tensor) -> Tensor:
+        scores: Tensor = self.body(2 * images - 1)
+        return scores
+
+
+def train_student(model: nn.Module, examples: Examples, num_classes: int, eps: float, seed: int) -> Student:
+    """A network trained on the answers that the model gives to the examples and to noisy copies of them.
+
+    Papernot et al.'s (2017) substitute: it needs classes only, so that no gradient can be hidden from it. Torch's
+    generators stay as they are.
+    """
+    images = examples.images
+    draws = Draws.of(seed, torch.arange(len(images), device=images.device))
+    noise = (2 * draws.fold(1).integers(2, *images.shape[1:]) - 1).to(images.dtype)
+    asked = torch.cat([images, (images + eps * noise).clamp(0, 1)])
+    answers = _answers(model, asked)
+    with torch.random.fork_rng(devices=[images.device] if images.is_cuda else []):
+        torch.manual_seed(seed)
+        student = Student(images.shape[1], num_classes).to(images.device, images.dtype)
+    optimiser = torch.optim.AdamW(student.parameters(), lr=_STUDENT_LR)
+    generator = torch.Generator().manual_seed(seed)
+    parameters = list(student.parameters())
+    with torch.enable_grad():
+        for _ in range(_STUDENT_STEPS):
+            rows = torch.randint(len(asked), (_STUDENT_BATCH,), generator=generator).to(images.device)
+            loss = F.cross_entropy(student(asked[rows]), answers[rows])
+            for parameter, gradient in zip(parameters, torch.autograd.grad(loss, parameters), strict=True):
+                parameter.grad = gradient
+            optimiser.step()
+    for parameter in parameters:
+        parameter.grad = None
+    return student.eval()
+
+
+def rebuild_head(model: nn.Module, state: dict[str, Tensor]) -> HeadOnFeatures:
+    """A head from `own_state`."""
+    head = HeadOnFeatures(model, state["shift"], state["spread"], len(state["bias"]))
+    with torch.no_grad():
+        head.weight.copy_(state["weight"])
+        head.bias.copy_(state["bias"])
+    return head
+
+
+def rebuild_student(state: dict[str, Tensor]) -> Student:
+    """A student from `own_state`."""
+    first, last = state["body.0.weight"], state["body.8.weight"]
+    with torch.random.fork_rng(devices=[]):  # its first weights are drawn, and thrown away
+        student = Student(first.shape[1], len(last))
+    student.to(first.device, first.dtype).load_state_dict(state)
+    return student.eval()
+
+
+def own_state(surrogate: nn.Module) -> dict[str, Tensor]:
+    """The weights of a surrogate, without those of the model that it reads."""
+    return {name: value for name, value in surrogate.state_dict().items() if not name.startswith("model.")}
+
+
+def keep_or_load(
+    make: Callable[[], dict[str, Tensor]], path: Path, *, resume: bool, device: torch.device
+) -> dict[str, Tensor]:
+    """The tensors that a run under way has kept there, or else new ones, kept: a GPU would find others next time."""
+    if resume and path.exists():
+        kept, _ = files.read_tensors(path)
+        return {name: value.to(device) for name, value in kept.items()}
+    made = make()
+    files.write_tensors(path, made, {"format": "ecnn-surrogate"})
+    return made

@@ -1,0 +1,118 @@
+"""The copy of a model that searches ask: the same answers up to rounding, and verdicts that are not its own."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from ecnn.attacks import PGD
+from ecnn.attacks.quick import quick_copy
+from ecnn.backbones import ConvUnit, ResNet, without_tf32
+from ecnn.codes import load_code
+from ecnn.model import ECNN
+
+
+def relative(found: Tensor, exact: Tensor) -> float:
+    return float((found.double() - exact).norm() / exact.norm())
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_a_quick_copy_gives_the_same_scores(precision: str) -> None:
+    torch.manual_seed(0)
+    for model in (ResNet(5, depth=8, width=4), ECNN(load_code("10x10"), depth=8, width=4, batch_norm=True)):
+        images = torch.rand(4, 3, 16, 16)
+        model(2 * images)
+        model.eval()
+        assert torch.allclose(quick_copy(model, precision)(images), model(images), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("channels", "kernel", "stride", "size"),
+    [
+        ((3, 16), 3, 1, (32, 32)),
+        ((16, 16), 3, 1, (32, 32)),
+        ((16, 32), 3, 2, (32, 32)),
+        ((16, 32), 1, 2, (32, 32)),
+        ((64, 64), 3, 1, (8, 8)),
+        ((5, 20), 5, 2, (9, 13)),
+    ],
+)
+@pytest.mark.parametrize("relu", [True, False])
+def test_tensor_cores_convolve_in_float32(
+    channels: Any, kernel: int, stride: int, size: Any, relu: bool
+) -> None:
+    from ecnn.attacks.kernels import QuickConvolution
+
+    torch.manual_seed(0)
+    plain = nn.Conv2d(channels[0], channels[1], kernel, stride=stride, padding=kernel // 2).cuda()
+    assert QuickConvolution.fits(plain)
+    images = torch.randn(7, channels[0], *size, device="cuda", requires_grad=True)
+    exact = copy.deepcopy(plain).double()(images.double())
+    exact = exact.relu() if relu else exact
+    upstream = torch.randn_like(exact)
+    (exact_gradient,) = torch.autograd.grad(exact, images, upstream)
+    found = QuickConvolution(plain, relu=relu)(images)
+    (gradient,) = torch.autograd.grad(found, images, upstream.float())
+    assert relative(found, exact) < 2e-6
+    assert relative(gradient, exact_gradient.double()) < 2e-6
+
+
+@pytest.mark.gpu
+def test_other_convolutions_stay() -> None:
+    from ecnn.attacks.kernels import QuickConvolution
+
+    refused = (
+        nn.Conv2d(16, 16, 3, groups=2),
+        nn.Conv2d(16, 16, 3, dilation=2),
+        nn.Conv2d(16, 16, 3, padding="same"),
+        nn.Conv2d(16, 16, (3, 1)),
+        nn.Conv2d(16, 16, 3, padding=1, padding_mode="circular"),
+        nn.Conv2d(16, 128, 3),
+        nn.Conv2d(16, 16, 3).double(),
+    )
+    assert not any(QuickConvolution.fits(module.cuda()) for module in refused)
+    assert not QuickConvolution.fits(nn.Conv2d(16, 16, 3))
+
+
+@pytest.mark.gpu
+def test_gradients_of_a_quick_copy_are_float32_gradients() -> None:
+    torch.manual_seed(0)
+    model = ResNet(10).cuda().eval()
+    images = torch.rand(64, 3, 32, 32, device="cuda")
+    quick = quick_copy(model, "float32")
+    assert not any(type(unit.conv) is nn.Conv2d for unit in quick.modules() if isinstance(unit, ConvUnit))
+
+    def gradient_of(network: nn.Module, points: Tensor) -> Tensor:
+        points = points.clone().requires_grad_(True)
+        (gradient,) = torch.autograd.grad(network(points).square().sum(), points)
+        return gradient
+
+    with without_tf32():
+        exact = gradient_of(copy.deepcopy(model).double(), images.double())
+        for network in (
+            quick,
+            model,
+        ):  # the median: where a ReLU is at its corner, one image may go the other way
+            errors = (gradient_of(network, images) - exact).flatten(1).norm(dim=1) / exact.flatten(1).norm(
+                dim=1
+            )
+            assert float(errors.median()) < 2e-6
+
+
+@pytest.mark.gpu
+def test_a_quick_attack_finds_what_an_ordinary_one_finds() -> None:
+    torch.manual_seed(0)
+    model = ResNet(10).cuda().eval()
+    images = torch.rand(128, 3, 32, 32, device="cuda")
+    labels = model(images).argmax(dim=1)
+    found = [
+        PGD(norm="linf", eps="2/255", steps=10, step_size="0.5/255", quick=quick).run(model, images, labels)
+        for quick in (False, True)
+    ]
+    assert float((found[0].success == found[1].success).double().mean()) > 0.97
+    assert torch.equal(model(found[1].images).argmax(dim=1) != labels, found[1].success)

@@ -1,0 +1,497 @@
+"""audit(): the truth where it is known, the verdict's rule, resumption, records, random models and hostile input."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from ecnn.attacks import PGD, Attack, Attacked
+from ecnn.auditing import Audit, Budget, Finding, Stage, audit, load_audit, resolve_budget
+from ecnn.auditing.audit import judge
+from ecnn.data import Split
+from ecnn.errors import InputError
+
+HALL = sys.modules["ecnn.auditing.audit"]
+EPS = 0.04
+BALL: dict[str, Any] = {"norm": "linf", "eps": EPS}
+TINY = Budget(
+    name="tiny",
+    images=150,
+    steps=30,
+    restarts=1,
+    targets=2,
+    autoattack=False,
+    probe_images=24,
+    probe_steps=20,
+    queries=60,
+    eot=10,
+)
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True)
+def _short_lessons(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules["ecnn.auditing.surrogates"], "_STUDENT_STEPS", 5)
+
+
+@pytest.fixture
+def _no_diagnostics(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(HALL, "diagnose", lambda case, progress=None: [])
+
+
+class Linear(nn.Module):
+    """Scores linear in the pixels: whether an image stands can be computed."""
+
+    def __init__(self, num_classes: int = 3) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(1)
+        self.weight = nn.Parameter(torch.randn(num_classes, 36, generator=generator))
+
+    def forward(self, images: Tensor) -> Tensor:
+        return (images.flatten(1) - 0.5) @ self.weight.T
+
+
+def make_split(count: int = 150, num_classes: int = 3) -> Split:
+    """Random images; one in ten has a label that the linear model does not give."""
+    generator = torch.Generator().manual_seed(7)
+    images = torch.randint(256, (count, 1, 6, 6), generator=generator, dtype=torch.uint8)
+    labels = Linear(num_classes)(images.float() / 255).argmax(dim=1)
+    labels[::10] = (labels[::10] + 1) % num_classes
+    return Split(images, labels)
+
+
+def robust_share(model: Linear, split: Split, eps: float) -> float:
+    """Share of images for which no point of the ball, cut to [0, 1], has another class: exact, pixel by pixel."""
+    images, labels = split[:]
+    flat = images.flatten(1).double()
+    low, high = (flat - eps).clamp(0), (flat + eps).clamp(max=1)
+    weight = model.weight.detach().double()
+    stands = torch.ones(len(flat), dtype=torch.bool)
+    for other in range(len(weight)):
+        slopes = weight[labels] - weight[other]
+        least = (torch.where(slopes > 0, low, high) - 0.5) * slopes
+        stands &= (least.sum(dim=1) > 0) | (labels == other)
+    return float(stands.double().mean())
+
+
+def test_an_honest_model_reaches_the_closed_form() -> None:
+    model, split = Linear(), make_split()
+    truth = robust_share(model, split, EPS)
+    assert 0.2 < truth < 0.8
+    found = audit(model, split, claim=truth, budget=TINY, **BALL)
+    assert found.accuracy == pytest.approx(truth, abs=1e-9)
+    assert found.interval[0] < truth < found.interval[1]
+    assert found.verdict == "believable", found.markdown()
+    assert found.exit_code == 0
+    assert found.clean_accuracy == 0.9
+    assert found.images == 150
+    assert found.claimed == truth
+    assert found.claim_source == "given"
+    assert found.stages[0].name == "pgd-ce"
+    assert found.stages[0].attacked == 135
+    assert found.stages[-1].accuracy == found.accuracy
+    assert sum(stage.broken for stage in found.stages) == 150 * (0.9 - truth)
+    assert found.broken_by.count(-2) == 15
+    assert found.broken_by.count(-1) == round(150 * truth)
+
+
+@pytest.mark.usefixtures("_no_diagnostics")
+class Loud(Linear):
+    """Scores so large that the cross-entropy's gradient is exactly zero in float32."""
+
+    def forward(self, images: Tensor) -> Tensor:
+        return 1e4 * super().forward(images)
+
+
+def test_an_alarm_that_an_attack_has_answered_leaves_an_honest_claim_alone() -> None:
+    split = make_split()
+    truth = robust_share(Loud(), split, EPS)
+    found = audit(Loud(), split, claim=truth, budget=dataclasses.replace(TINY, probe_images=64), **BALL)
+    alarms = {finding.name: finding for finding in found.findings if finding.level == "alarm"}
+    assert "zero_gradients" in alarms, found.markdown()
+    assert not any(finding.is_open for finding in alarms.values())
+    assert found.plain_accuracy > truth + 0.1
+    assert found.accuracy == pytest.approx(truth, abs=1e-9)
+    assert found.verdict == "believable", found.markdown()
+
+
+def test_a_claim_ten_points_higher_is_not_believed() -> None:
+    model, split = Linear(), make_split()
+    truth = robust_share(model, split, EPS)
+    found = audit(model, split, claim=truth + 0.1, budget=TINY, **BALL)
+    assert found.verdict == "not believable"
+    assert found.exit_code == 1
+    unclaimed = audit(model, split, budget=TINY, **BALL)
+    assert unclaimed.claim_source == "plain attack"
+    assert unclaimed.claimed == unclaimed.plain_accuracy == unclaimed.stages[0].accuracy
+    assert unclaimed.verdict == "believable"
+
+
+@pytest.mark.usefixtures("_no_diagnostics")
+@pytest.mark.parametrize("norm", ["linf", "l2"])
+def test_a_ball_of_radius_zero_leaves_the_clean_accuracy(norm: Any) -> None:
+    found = audit(Linear(), make_split(40), norm=norm, eps=0, claim=0.9, budget=TINY)
+    assert found.accuracy == found.clean_accuracy == 0.9
+    assert found.verdict == "believable"
+
+
+@pytest.mark.parametrize(
+    ("claimed", "accuracy", "interval", "alarms", "verdict"),
+    [
+        (0.50, 0.40, (0.37, 0.43), [], "not believable"),
+        (0.50, 0.40, (0.37, 0.43), ["noise"], "not believable"),
+        (0.408, 0.40, (0.399, 0.401), [], "believable"),  # less than a point above
+        (0.43, 0.40, (0.30, 0.50), [], "believable"),  # within sampling error
+        (0.48, 0.40, (0.30, 0.50), [], "inconclusive"),  # more than five points, too few images to tell
+        (0.40, 0.40, (0.37, 0.43), ["noise"], "inconclusive"),
+        (0.10, 0.40, (0.37, 0.43), ["noise"], "inconclusive"),
+        (0.00, 0.40, (0.37, 0.43), ["noise"], "believable"),  # nothing is claimed
+        (0.03, 0.00, (0.0, 0.04), ["noise"], "believable"),  # nothing stands that could be hiding
+        (1.00, 1.00, (0.96, 1.0), [], "believable"),
+    ],
+)
+def test_the_rule(claimed: float, accuracy: float, interval: Any, alarms: list[str], verdict: str) -> None:
+    found, reason = judge(claimed, accuracy, interval, alarms)
+    assert found == verdict
+    assert reason.endswith(".")
+
+
+def alarm(case: Any, progress: Any = None) -> list[Finding]:
+    return [
+        Finding(
+            name="siren",
+            level="alarm",
+            claim="It wails.",
+            evidence={"pitch": math.inf, "curve": [0.5, math.nan]},
+            advice="Listen.",
+            source="ear",
+        )
+    ]
+
+
+def test_findings_come_from_the_diagnostics(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(HALL, "diagnose", alarm)
+    found = audit(Linear(), make_split(40), claim=0.2, budget=TINY, run_dir=tmp_path, **BALL)
+    assert found.verdict == "inconclusive"
+    assert found.exit_code == 3
+    assert "siren" in found.reason
+    assert "It wails." in found.explanation
+    siren = next(finding for finding in found.findings if finding.name == "siren")
+    assert siren.evidence == {"pitch": "inf", "curve": [0.5, "nan"]}
+    assert load_audit(tmp_path) == found
+    # Diagnostics that came to an end are not made again, unless all is to begin anew.
+    monkeypatch.setattr(HALL, "diagnose", lambda case, progress=None: [])
+    assert audit(Linear(), make_split(40), claim=0.2, budget=TINY, run_dir=tmp_path, **BALL) == found
+    fresh = audit(Linear(), make_split(40), claim=0.2, budget=TINY, run_dir=tmp_path, resume=False, **BALL)
+    assert "siren" not in [finding.name for finding in fresh.findings]
+
+
+@pytest.mark.usefixtures("_no_diagnostics")
+def test_records_and_page(tmp_path: Path) -> None:
+    split = make_split(60)
+    found = audit(Linear(), split, claim=0.85, budget=TINY, run_dir=tmp_path, limit=50, **BALL)
+    assert found.images == 50
+    kept = json.loads((tmp_path / "audit.json").read_text())
+    assert (kept["format"], kept["version"], kept["exit_code"]) == ("ecnn-audit", 1, 1)
+    assert kept == json.loads(json.dumps(found.to_dict()))
+    assert load_audit(tmp_path / "audit.json") == load_audit(tmp_path) == found
+    page = (tmp_path / "audit.md").read_text()
+    assert page == found.markdown()
+    assert page.startswith("# Audit: not believable\n")
+    for stage in found.stages:
+        assert f"| {stage.name} | {stage.attacked} |" in page
+    assert "85.0 %" in page
+    assert f"{100 * found.accuracy:.1f} %" in page
+    assert str(found).startswith("not believable: claimed 85.0 %")
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"format": "else"}, "does not hold an audit"),
+        ({"version": 2}, "version 2"),
+        ({"verdict": "maybe"}, "damaged"),
+        ({"stages": [{"name": "pgd"}]}, "damaged"),
+        ({"interval": [0.1]}, "damaged"),
+        ({"findings": 3}, "damaged"),
+        ({"claimed": None}, None),
+    ],
+)
+def test_damaged_records(tmp_path: Path, change: dict[str, Any], sentence: str | None) -> None:
+    values = {**an_audit().to_dict(), **change}
+    if sentence is None:
+        del values["claimed"]
+        sentence = "damaged"
+    path = tmp_path / "audit.json"
+    path.write_text(json.dumps(values))
+    with pytest.raises(InputError, match=sentence):
+        load_audit(path)
+
+
+def an_audit(**changes: Any) -> Audit:
+    stage = Stage(name="pgd-ce", attacked=9, broken=4, accuracy=0.5, forwards=3, backwards=2, seconds=0.1)
+    finding = Finding(name="noise", level="ok", claim="Fine.", evidence={"n": 1}, advice="", source="us")
+    values: dict[str, Any] = {
+        "verdict": "believable",
+        "reason": "So it is.",
+        "claimed": 0.5,
+        "claim_source": "given",
+        "accuracy": 0.5,
+        "interval": (0.3, 0.7),
+        "clean_accuracy": 0.9,
+        "plain_accuracy": 0.5,
+        "images": 10,
+        "norm": "linf",
+        "eps": 0.1,
+        "budget": "quick",
+        "seed": 0,
+        "is_random": False,
+        "stages": (stage,),
+        "broken_by": (-2, 0, 0, 0, 0, -1, -1, -1, -1, -1),
+        "findings": (finding,),
+        "model": {"kind": "x"},
+        "environment": "here",
+    }
+    return Audit(**{**values, **changes})
+
+
+def test_an_audit_survives_the_disk(tmp_path: Path) -> None:
+    for verdict, status in (("believable", 0), ("not believable", 1), ("inconclusive", 3)):
+        given = an_audit(verdict=verdict)
+        assert given.exit_code == status
+        assert load_audit(given.save(tmp_path / "a.json")) == given
+    with pytest.raises(InputError, match="verdict must be one of"):
+        an_audit(verdict="maybe")
+
+
+class StopError(Exception):
+    """As if the process were killed."""
+
+
+def without_times(found: Audit) -> Audit:
+    return dataclasses.replace(
+        found, stages=tuple(dataclasses.replace(stage, seconds=0.0) for stage in found.stages)
+    )
+
+
+@pytest.mark.usefixtures("_no_diagnostics")
+@pytest.mark.parametrize("kind", ["steady", pytest.param("random", marks=pytest.mark.slow)])
+def test_a_killed_audit_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    model = Linear() if kind == "steady" else Flicker(0.2)
+    split = make_split(60)
+    settings: dict[str, Any] = {"budget": dataclasses.replace(TINY, steps=8, eot=4), "claim": 0.5, **BALL}
+    staging = sys.modules["ecnn.auditing.staging"]
+    monkeypatch.setattr(staging, "_BATCH", {"cpu": 25, "cuda": 25})
+    torch.manual_seed(3)
+    expected = audit(model, split, **settings)
+    names = [stage.name for stage in expected.stages]
+    for killed_at in (names[0], names[-1]):
+        folder = tmp_path / killed_at
+        seen = 0
+
+        def progress(done: int, total: int, news: str, killed_at: str = killed_at) -> None:
+            nonlocal seen
+            seen += news.startswith(killed_at)
+            if seen == 2:  # after the first batch of three
+                raise StopError
+
+        with pytest.raises(StopError):
+            audit(model, split, run_dir=folder, progress=progress, **settings)
+        assert not (folder / "audit.json").exists()
+        torch.manual_seed(4)
+        resumed = audit(model, split, run_dir=folder, **settings)
+        assert without_times(resumed) == without_times(expected)
+        again = audit(model, split, run_dir=folder, **settings)
+        assert again == resumed
+
+
+@pytest.mark.usefixtures("_no_diagnostics")
+def test_more_images_continue_fewer(tmp_path: Path) -> None:
+    split = make_split(300)
+    settings: dict[str, Any] = {"budget": TINY, "run_dir": tmp_path, **BALL}
+    part = audit(Linear(), split, limit=50, **settings)
+    whole = audit(Linear(), split, limit=100, **settings)
+    assert whole.broken_by[:50] == part.broken_by
+    with pytest.raises(InputError, match="another model"):
+        audit(Linear(4), split, limit=50, **settings)
+    fresh = audit(Linear(4), split, limit=50, resume=False, **settings)
+    assert fresh.images == 50
+
+
+class Flicker(Linear):
+    """Gives a wrong answer in a share of the passes, whatever it is shown."""
+
+    def __init__(self, share: float) -> None:
+        super().__init__()
+        self.share = share
+
+    def forward(self, images: Tensor) -> Tensor:
+        scores = 0 * super().forward(images) + torch.tensor([3.0, 2.0, 1.0])
+        wrong = torch.rand(len(images), 1) < self.share
+        return torch.where(wrong, -scores, scores)
+
+
+@pytest.mark.usefixtures("_no_diagnostics")
+def test_a_random_model_is_judged_by_the_mean_over_passes() -> None:
+    """One unlucky pass among all those that a suite makes would break every image; the truth is 80 %."""
+    split = make_split(60)
+    split = Split(split.images, torch.zeros_like(split.labels))
+    state = torch.get_rng_state()
+    found = audit(Flicker(0.2), split, claim=0.8, budget=TINY, **BALL)
+    assert torch.equal(torch.get_rng_state(), state) or found.is_random
+    assert found.is_random
+    assert found.accuracy == pytest.approx(0.8, abs=0.04)  # 1,200 passes
+    assert found.clean_accuracy == pytest.approx(0.8, abs=0.06)
+    assert found.verdict == "believable"
+    assert "means over passes" in found.markdown()
+    assert audit(Flicker(0.2), split, claim=0.95, budget=TINY, **BALL).verdict == "not believable"
+
+
+class Liar(Attack):
+    """Says that it broke everything, and returns what it was given."""
+
+    def run(
+        self, model: nn.Module, images: Tensor, labels: Tensor, *, seed: int = 0, index: Tensor | None = None
+    ) -> Attacked:
+        ones = torch.ones(len(images), dtype=torch.int64)
+        return Attacked(images, labels + 1, ones.bool(), ones, ones)
+
+
+@pytest.mark.usefixtures("_no_diagnostics")
+def test_only_a_fresh_pass_breaks_an_image(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(HALL, "suite", lambda *args, **settings: {"liar": Liar()})
+    found = audit(Linear(), make_split(40), claim=0.9, budget=TINY, **BALL)
+    assert found.accuracy == found.clean_accuracy == 0.9
+    assert found.stages[0].broken == 0
+
+
+class Escapes(Attack):
+    def search(self, target: Any, images: Tensor, labels: Tensor, draws: Any) -> Tensor:
+        return 1 - images
+
+
+@pytest.mark.usefixtures("_no_diagnostics")
+def test_nothing_outside_the_ball_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(HALL, "suite", lambda *args, **settings: {"escapes": Escapes()})
+    with pytest.raises(InputError, match="left its linf ball"):
+        audit(Linear(), make_split(40), budget=TINY, **BALL)
+
+
+class Fails(Attack):
+    def search(self, target: Any, images: Tensor, labels: Tensor, draws: Any) -> Tensor:
+        raise RuntimeError("no such kernel\nand more")
+
+
+@pytest.mark.usefixtures("_no_diagnostics")
+def test_an_attack_that_fails_is_told_and_the_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    pgd = PGD(norm="linf", eps=EPS, steps=10, step_size=EPS / 4)
+    monkeypatch.setattr(HALL, "suite", lambda *args, **settings: {"fails": Fails(), "pgd": pgd})
+    found = audit(Linear(), make_split(40), budget=TINY, **BALL)
+    assert [stage.name for stage in found.stages] == ["pgd"]
+    assert found.accuracy < found.clean_accuracy
+    (note,) = [finding for finding in found.findings if finding.name == "attacks_not_made"]
+    assert note.evidence == {"fails": "no such kernel"}
+
+
+@pytest.mark.usefixtures("_no_diagnostics")
+def test_what_is_left_alone() -> None:
+    model = nn.Sequential(nn.Flatten(), nn.Linear(36, 8), nn.Dropout(0.5), nn.ReLU(), nn.Linear(8, 3))
+    model.train()
+    model[2].eval()
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    modes = [module.training for module in model.modules()]
+    state = torch.get_rng_state()
+    audit(model, make_split(40), budget=TINY, **BALL)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert [module.training for module in model.modules()] == modes
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    for parameter in model.parameters():
+        assert parameter.grad is not None
+        assert bool((parameter.grad == 1).all())
+    assert not any(module._forward_hooks for module in model.modules())
+
+
+@pytest.mark.parametrize("claim", [-0.1, 1.1, math.nan, 72, True, "0.7"])
+def test_bad_claims(claim: Any) -> None:
+    with pytest.raises(InputError, match="claim must be an accuracy from 0 to 1"):
+        audit(Linear(), make_split(10), claim=claim, budget=TINY, **BALL)
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"norm": "l7"}, "norm must be one of"),
+        ({"eps": -1}, "eps must be"),
+        ({"budget": "endless"}, "budget must be one of quick, standard, thorough"),
+        ({"limit": 0}, "no image"),
+        ({"limit": -1}, "limit must be"),
+    ],
+)
+def test_bad_requests(changes: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(InputError, match=sentence):
+        audit(Linear(), make_split(10), **{**BALL, "budget": TINY, **changes})
+
+
+def test_no_images_and_too_many_labels() -> None:
+    empty = Split(torch.zeros(0, 1, 6, 6, dtype=torch.uint8), torch.zeros(0, dtype=torch.int64))
+    with pytest.raises(InputError, match="no image"):
+        audit(Linear(), empty, budget=TINY, **BALL)
+    with pytest.raises(InputError, match="a label is 4"):
+        audit(Linear(), make_split(30, 5), budget=TINY, **BALL)
+    with pytest.raises(InputError, match="budget must be one of"):
+        resolve_budget("endless")
+
+
+class Broken(Linear):
+    """Its scores are not numbers for some images, or for all."""
+
+    def __init__(self, bound: float) -> None:
+        super().__init__()
+        self.bound = bound
+
+    def forward(self, images: Tensor) -> Tensor:
+        scores = super().forward(images)
+        return torch.where(images.flatten(1)[:, :1] > self.bound, math.nan, scores)
+
+
+@pytest.mark.parametrize("bound", [-1.0, 0.5])
+def test_scores_that_are_not_numbers_are_wrong(bound: float) -> None:
+    split = make_split(40)
+    found = audit(Broken(bound), split, claim=0.9, budget=TINY, **BALL)
+    assert found.verdict == "not believable"
+    images, _ = split[:]
+    failing = (images.flatten(1)[:, 0] > bound).double().mean()
+    assert found.clean_accuracy <= 1 - failing
+    if bound < 0:
+        assert found.accuracy == 0
+        assert found.stages == ()
+    json.dumps(found.to_dict(), allow_nan=False)
+
+
+@pytest.mark.parametrize("num_classes", [2, 1000])
+@pytest.mark.parametrize("autoattack", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.usefixtures("_no_diagnostics")
+def test_few_and_many_classes(num_classes: int, autoattack: bool) -> None:
+    model, split = Linear(num_classes), make_split(20, num_classes)
+    budget = dataclasses.replace(TINY, steps=10, targets=9, autoattack=autoattack)
+    found = audit(model, split, norm="linf", eps=0.02, budget=budget)
+    assert found.accuracy >= robust_share(model, split, 0.02)
+    assert found.accuracy <= found.plain_accuracy

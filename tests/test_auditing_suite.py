@@ -1,0 +1,731 @@
+"""The adaptive suite: each attack breaks what the plain one cannot, obeys the contract, and claims nothing unproven."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from ecnn.attacks import APGD, PGD, Attack, AutoAttack, HopSkipJump, Transfer
+from ecnn.attacks.views import make_view
+from ecnn.auditing.adaptive import (
+    Averaged,
+    Coded,
+    FeatureDistance,
+    InDouble,
+    InnerScores,
+    OwnTransfer,
+    Pursuit,
+    Relay,
+    Voting,
+    Within,
+    cheapest_bits,
+    features_of,
+    linear_margin,
+    log_margin,
+    mean_margin,
+    scaled_cross_entropy,
+    weakest_bit,
+    worst_members,
+)
+from ecnn.auditing.bpda import Passing, can_pass_through, straight_through
+from ecnn.auditing.budgets import BUDGETS, Budget
+from ecnn.auditing.suite import Cost, cost_per_image, estimate_cost, find_traits, suite
+from ecnn.auditing.surrogates import Examples, all_features, class_means, train_head, train_student
+from ecnn.baselines import EMPIR, Ensemble
+from ecnn.codes import CodeMatrix
+from ecnn.constructions import random_code
+from ecnn.model import ECNN
+
+TINY = Budget(
+    name="tiny",
+    images=20,
+    steps=12,
+    restarts=1,
+    targets=2,
+    autoattack=False,
+    probe_images=8,
+    probe_steps=10,
+    queries=30,
+    eot=3,
+)
+EPS = 0.1
+BALL: dict[str, Any] = {"norm": "linf", "eps": EPS}
+WALK: dict[str, Any] = {**BALL, "steps": 20, "step_size": EPS / 4, "schedule": "cosine"}
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+class Sees(nn.Module):
+    """One number per class, linear in the pixels: the ground on which the hand-built models stand.
+
+    In a ball of 0.1 around the images of `firm_images` every other class can be reached.
+    """
+
+    def __init__(self, outputs: int = 4) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(5)
+        self.layer = nn.Linear(64, outputs, bias=False)
+        with torch.no_grad():
+            self.layer.weight.copy_(torch.randn(outputs, 64, generator=generator))
+
+    def logits(self, images: Tensor) -> Tensor:
+        said: Tensor = self.layer(images.flatten(1) - 0.5)
+        return said
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.logits(images)
+
+
+def firm_images(model: nn.Module, count: int = 12) -> tuple[Tensor, Tensor]:
+    """Images with the classes that the model gives them, and to twenty random points of the ball around each."""
+    generator = torch.Generator().manual_seed(2)
+    images = 0.2 + 0.6 * torch.rand(300, 1, 8, 8, generator=generator)
+    with torch.no_grad():
+        labels = model(images).argmax(dim=1)
+        for _ in range(20):
+            noise = (2 * torch.rand(images.shape, generator=generator) - 1) * EPS
+            stays = model((images + noise).clamp(0, 1)).argmax(dim=1) == labels
+            images, labels = images[stays], labels[stays]
+    assert len(images) >= count
+    return images[:count], labels[:count]
+
+
+def broken(attack: Attack, model: nn.Module, images: Tensor, labels: Tensor) -> float:
+    """Share of images broken, as fresh passes say, after a look at the ball."""
+    found = attack.run(model, images, labels, seed=0)
+    assert (found.images - images).abs().max() <= EPS + 1e-6
+    with torch.no_grad():
+        fresh = model(found.images).argmax(dim=1) != labels
+    assert torch.equal(found.success, fresh)
+    return float(fresh.double().mean())
+
+
+def blind_attacks() -> list[Attack]:
+    """What looks at scores alone, as a usual evaluation does."""
+    return [
+        PGD(loss="cross_entropy", **WALK),
+        APGD(loss="cross_entropy", steps=20, **BALL),
+        APGD(loss="margin", steps=20, **BALL),
+    ]
+
+
+class Saturated(Sees):
+    """Members linear in the pixels behind a tanh so steep that float32 has no gradient left."""
+
+    def __init__(self) -> None:
+        super().__init__(7)
+        self.code = random_code(4, 7, seed=0)
+
+    def member_logits(self, images: Tensor) -> Tensor:
+        return 60 * self.logits(images)
+
+    def decode(self, member_logits: Tensor) -> Tensor:
+        return torch.tanh(member_logits) @ torch.from_numpy(self.code.signed.T.astype("float32"))
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.decode(self.member_logits(images))
+
+
+CODED: dict[str, Attack] = {
+    "linear": APGD(on="linear", loss="margin", steps=20, **BALL),
+    "members": PGD(on="members", loss="margin", **WALK),
+    "tempered": PGD(on="tempered", loss="margin", **WALK),
+    "codewords": PGD(on="members", loss="margin", targets=3, **WALK),
+    "cheapest-bits": Pursuit(view=cheapest_bits, place="members", **WALK),
+    "min-bit": Pursuit(view=weakest_bit, place="members", targets=3, **WALK),
+    "relay": Relay(steps=10, views=(cheapest_bits, linear_margin, make_view("scores", "margin")), **BALL),
+}
+
+
+@pytest.mark.parametrize("name", CODED)
+def test_members_speak_where_the_decoder_is_saturated(name: str) -> None:
+    model = Saturated()
+    images, labels = firm_images(model)
+    assert isinstance(model, Coded)
+    assert max(broken(attack, model, images, labels) for attack in blind_attacks()) <= 0.6
+    assert broken(CODED[name], model, images, labels) == 1
+
+
+class CommonLevel(Sees):
+    """Two symbols per member and a sigmoid decoder: their common level moves faster than what tells them apart."""
+
+    def __init__(self) -> None:
+        super().__init__(8)
+        self.code = random_code(4, 7, seed=0)
+
+    def member_logits(self, images: Tensor) -> Tensor:
+        said = self.logits(images)
+        level = -4 * (images.flatten(1) - 0.5).sum(dim=1)[:, None].abs() - 1
+        return torch.stack([level - said[:, :7], level + said[:, :7]], dim=2)
+
+    def decode(self, member_logits: Tensor) -> Tensor:
+        one_hot = nn.functional.one_hot(torch.from_numpy(self.code.symbols.astype("int64")), 2).float()
+        return torch.einsum("bnk,cnk->bc", torch.sigmoid(member_logits), one_hot)
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.decode(self.member_logits(images))
+
+
+@pytest.mark.parametrize("name", ["linear", "members", "cheapest-bits", "min-bit"])
+def test_a_common_level_satisfies_only_attacks_on_scores(name: str) -> None:
+    """Lowering the level closes the score margin without ever changing its sign (FACTS on the q=2 model)."""
+    model = CommonLevel()
+    images, labels = firm_images(model)
+    assert broken(PGD(loss="margin", **WALK), model, images, labels) <= 0.5
+    assert broken(CODED[name], model, images, labels) >= 0.9
+
+
+def test_cheapest_bits_counts_half_of_the_difference() -> None:
+    """By hand: classes 000000 and 111100 differ in four members, of which three must change sides."""
+
+    class Says(nn.Module):
+        code = CodeMatrix([[0, 0, 0, 0, 0, 0], [1, 1, 1, 1, 0, 0], [0, 1, 1, 1, 1, 1]])
+
+        def member_logits(self, images: Tensor) -> Tensor:
+            return images.flatten(1)
+
+    # Symbol 0 is right for class 0: margins are minus the logits.
+    logits = torch.tensor([[-1.0, -2.0, -3.0, -50.0, -9.0, -9.0]]).view(1, 1, 1, 6)
+    look = cheapest_bits(Says(), logits, torch.tensor([0]), None)
+    assert float(look.losses) == -(1 + 2 + 3)
+    towards = cheapest_bits(Says(), logits, torch.tensor([0]), torch.tensor([2]))
+    assert float(towards.losses) == -(2 + 3 + 9)
+    assert look.scores is None
+    # Three members have changed sides: they are pushed on, but no further than the mean size of all six.
+    turned = torch.tensor([[1.0, 2.0, 90.0, -50.0, -9.0, -9.0]]).view(1, 1, 1, 6)
+    mean = (1 + 2 + 90 + 50 + 9 + 9) / 6
+    look = cheapest_bits(Says(), turned, torch.tensor([0]), None)
+    assert float(look.losses) == pytest.approx(1 + 2 + mean)
+
+
+def test_the_weakest_bit_is_the_one_furthest_from_the_goal() -> None:
+    class Says(nn.Module):
+        code = CodeMatrix([[0, 0, 1], [1, 1, 0], [1, 0, 0]])
+
+        def member_logits(self, images: Tensor) -> Tensor:
+            return images.flatten(1)
+
+    logits = torch.tensor([[2.0, -3.0, 1.0]]).view(1, 1, 1, 3)
+    labels = torch.tensor([0])
+    assert float(weakest_bit(Says(), logits, labels, torch.tensor([1])).losses) == -3
+    assert float(weakest_bit(Says(), logits, labels, torch.tensor([2])).losses) == -1
+    assert float(weakest_bit(Says(), logits, labels, None).losses) == -1
+
+
+class Vote(Sees):
+    """Three members that each know all classes; their hard majority has no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__(12)
+
+    def member_scores(self, images: Tensor) -> Tensor:
+        return self.logits(images).view(-1, 3, 4)
+
+    def forward(self, images: Tensor) -> Tensor:
+        votes = nn.functional.one_hot(self.member_scores(images).argmax(dim=2), 4).float().sum(dim=1)
+        return votes - 0.1 * torch.arange(4)
+
+
+@pytest.mark.parametrize("view", [mean_margin, worst_members])
+def test_a_vote_falls_with_its_members(view: Any) -> None:
+    model = Vote()
+    images, labels = firm_images(model)
+    assert isinstance(model, Voting)
+    assert max(broken(attack, model, images, labels) for attack in blind_attacks()) <= 0.3
+    assert broken(Pursuit(view=view, place="members", **WALK), model, images, labels) >= 0.9
+    assert broken(Pursuit(view=view, place="members", targets=3, **WALK), model, images, labels) >= 0.9
+
+
+class Steep(Sees):
+    """Probabilities of a softmax with a temperature at which float32 knows only 0 and 1."""
+
+    def forward(self, images: Tensor) -> Tensor:
+        return torch.softmax(100 * self.logits(images), dim=1)
+
+
+STEEP: dict[str, Attack] = {
+    "inner-scores": Pursuit(view=InnerScores(4), place="layers", **WALK),
+    "float64": InDouble(attack=APGD(loss="margin", steps=20, **BALL), **BALL),
+    "student": Transfer(source=Sees(), attack=APGD(loss="cross_entropy", steps=20, keep="last", **BALL)),
+}
+
+
+@pytest.mark.parametrize("name", STEEP)
+def test_a_softmax_hides_nothing(name: str) -> None:
+    model = Steep()
+    images, labels = firm_images(model)
+    assert max(broken(attack, model, images, labels) for attack in blind_attacks()) <= 0.6
+    assert broken(STEEP[name], model, images, labels) >= 0.9
+
+
+def test_logarithms_undo_a_softmax() -> None:
+    """The margin of log p is that of the logits; the margin of p has all but vanished."""
+
+    class Warm(Sees):
+        def forward(self, images: Tensor) -> Tensor:
+            return torch.softmax(8 * self.logits(images), dim=1)
+
+    model = Warm()
+    images, labels = firm_images(model)
+    points = images.clone().requires_grad_(True)
+    look = log_margin(model, points, labels, None)
+    expected = make_view("scores", "margin")(Sees(), points, labels, None).losses * 8
+    assert torch.allclose(look.losses, expected, rtol=1e-3)
+    assert broken(Pursuit(view=log_margin, place="scores", **WALK), model, images, labels) == 1
+
+
+def test_cross_entropy_on_scaled_scores_is_free_of_their_scale() -> None:
+    class Loud(Sees):
+        def forward(self, images: Tensor) -> Tensor:
+            return 1e6 * self.logits(images)
+
+    images, labels = firm_images(Sees())
+    losses = [scaled_cross_entropy(model, images, labels, None).losses for model in (Sees(), Loud())]
+    assert torch.allclose(losses[0], losses[1], rtol=1e-4)
+    plain = broken(PGD(loss="cross_entropy", **WALK), Loud(), images, labels)
+    assert plain <= 0.6
+    assert broken(Pursuit(view=scaled_cross_entropy, place="scores", **WALK), Loud(), images, labels) == 1
+
+
+class _Silent(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, values: Tensor) -> Tensor:
+        return values * 1.0
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return torch.zeros_like(gradients[0])
+
+
+def _round(images: Tensor) -> Tensor:
+    return (16 * images).round() / 16
+
+
+def _cast(images: Tensor) -> Tensor:
+    return (32 * images).to(torch.uint8).float() / 32
+
+
+def _thermometer(images: Tensor) -> Tensor:
+    levels = torch.linspace(0.05, 0.95, 10)
+    return (images[..., None] > levels).float().mean(dim=-1)
+
+
+def _one_hot(images: Tensor) -> Tensor:
+    return nn.functional.one_hot((15 * images).long(), 16).float() @ (torch.arange(16) / 15.0)
+
+
+def _choose(images: Tensor) -> Tensor:
+    return torch.where(images > 0.5, torch.ones_like(images), torch.zeros_like(images))
+
+
+def _forget(images: Tensor) -> Tensor:
+    with torch.no_grad():
+        return images * 1.0
+
+
+def _data(images: Tensor) -> Tensor:
+    return images.data * 1.0
+
+
+def _hook(images: Tensor) -> Tensor:
+    kept = images * 1.0
+    if kept.requires_grad:
+        kept.register_hook(torch.zeros_like)  # type: ignore[no-untyped-call]
+    return kept
+
+
+HIDING = {
+    "round": _round,
+    "cast": _cast,
+    "thermometer": _thermometer,
+    "one-hot": _one_hot,
+    "where": _choose,
+    "detach": lambda images: images.detach(),
+    "no_grad": _forget,
+    "data": _data,
+    "hook": _hook,
+    "function": _Silent.apply,
+}
+
+
+class Hiding(Sees):
+    """Something before the first layer that has no derivative, or a false one."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.logits(HIDING[self.how](images)) + 0 * images.sum()
+
+
+@pytest.mark.parametrize("how", HIDING)
+def test_gradients_pass_through_what_hides_them(how: str) -> None:
+    model = Hiding(how)
+    images, labels = firm_images(model)
+    assert max(broken(attack, model, images, labels) for attack in blind_attacks()) <= 0.75
+    assert can_pass_through(model, images[:3])
+    view = Passing(make_view("scores", "margin"))
+    assert broken(Pursuit(view=view, place="straight through", **WALK), model, images, labels) >= 0.9
+
+
+def test_passing_through_changes_no_value_and_leaves_torch_alone() -> None:
+    images = torch.rand(3, 1, 8, 8)
+    for how in HIDING:
+        model = Hiding(how)
+        with straight_through():
+            passed = model(images.clone().requires_grad_(True))
+        assert torch.allclose(passed, model(images), atol=1e-5)
+    assert HIDING["function"](images).equal(images)
+    assert "apply" not in torch.autograd.function._SingleLevelFunction.__dict__
+    assert torch.is_grad_enabled()
+    assert images.round().max() <= 1
+
+
+def test_an_honest_model_hides_nothing() -> None:
+    images = torch.rand(4, 1, 8, 8)
+    assert not can_pass_through(Sees(), images)
+    traits = find_traits(Sees(), images, 4)
+    assert not traits.is_random
+    assert not traits.gives_probabilities
+    assert not traits.hides_scores
+    assert traits.blind == 0
+
+
+def test_what_cannot_be_passed_is_left_alone() -> None:
+    class Indexes(Sees):
+        def forward(self, images: Tensor) -> Tensor:
+            return self.layer.weight.T[(15 * images).long().flatten(1)].sum(dim=1)
+
+    assert not can_pass_through(Indexes(), torch.rand(2, 1, 8, 8))
+
+
+class Decides(Sees):
+    """Features linear in the pixels, then a decision that gives one class all: no score, no gradient."""
+
+    def features(self, images: Tensor) -> Tensor:
+        return self.logits(images)
+
+    def forward(self, images: Tensor) -> Tensor:
+        return nn.functional.one_hot(self.features(images).argmax(dim=1), 4).float()
+
+
+def examples_of(model: nn.Module, count: int = 200) -> Examples:
+    generator = torch.Generator().manual_seed(9)
+    images = torch.rand(count, 1, 8, 8, generator=generator)
+    with torch.no_grad():
+        return Examples(images, model(images).argmax(dim=1), are_true=False)
+
+
+def test_features_are_attacked_where_nothing_after_them_speaks() -> None:
+    model = Decides()
+    images, labels = firm_images(model)
+    assert max(broken(attack, model, images, labels) for attack in blind_attacks()) <= 0.6
+    examples = examples_of(model)
+    view = FeatureDistance(class_means(all_features(model, examples.images), examples.labels, 4))
+    assert broken(Pursuit(view=view, place="features", targets=3, **WALK), model, images, labels) >= 0.9
+    craft = APGD(loss="cross_entropy", steps=20, keep="last", **BALL)
+    head = train_head(model, all_features(model, examples.images), examples.labels, 4)
+    with torch.no_grad():
+        assert (head(images).argmax(1) == labels).double().mean() >= 0.8  # a surrogate worth its name
+    assert broken(OwnTransfer(source=head, attack=craft), model, images, labels) >= 0.9
+    walk = HopSkipJump(norm="linf", steps=8, samples=40)
+    assert broken(Within(attack=walk, **BALL), model, images, labels) >= 0.9
+
+
+@pytest.mark.slow
+def test_a_student_learns_from_answers_alone() -> None:
+    model = Decides()
+    images, labels = firm_images(model)
+    student = train_student(model, examples_of(model), 4, EPS, seed=0)
+    craft = APGD(loss="cross_entropy", steps=20, keep="last", **BALL)
+    assert broken(Transfer(source=student, attack=craft), model, images, labels) >= 0.75
+
+
+def test_class_means_are_means_and_absent_classes_are_never_aimed_at() -> None:
+    model = Decides()
+    examples = examples_of(model)
+    some = Examples(examples.images, examples.labels.clamp(max=2), are_true=False)
+    features = model.features(some.images).detach()
+    means = class_means(features, some.labels, 4)
+    assert torch.allclose(means[1], features[some.labels == 1].mean(dim=0), atol=1e-5)
+    assert torch.isnan(means[3]).all()
+    points = some.images[:5].clone().requires_grad_(True)
+    for goals in (None, torch.full((5,), 3)):
+        look = FeatureDistance(means)(model, points, some.labels[:5], goals)
+        (gradient,) = torch.autograd.grad(look.losses.sum(), points)
+        assert torch.isfinite(look.losses).all()
+        assert torch.isfinite(gradient).all()
+
+
+def test_features_are_found_by_name_or_by_listening() -> None:
+    images = torch.rand(3, 2, 6, 6)
+    coded = ECNN(random_code(5, 7, seed=0), 2, width=4, depth=8).eval()
+    features, scores = features_of(coded, images)
+    assert features.shape == (3, 8)
+    assert scores is not None
+    assert torch.equal(scores, coded(images))
+    plain = nn.Sequential(nn.Flatten(), nn.Linear(72, 9), nn.ReLU(), nn.Linear(9, 5))
+    features, scores = features_of(plain, images)
+    assert torch.equal(features, plain[:3](images))
+    assert all(not module._forward_hooks for model in (coded, plain) for module in model.modules())
+
+
+class Shy(nn.Module):
+    """Scores that only move once a member has given way: neither view alone finds the way.
+
+    The member sees the first pixel and is content there; the scores see the second, but only where the first is high.
+    """
+
+    code = CodeMatrix([[0, 1], [1, 0]])
+
+    def member_logits(self, images: Tensor) -> Tensor:
+        first = images.flatten(1)[:, 0]
+        return torch.stack([first - 2, 2 - first], dim=1)
+
+    def forward(self, images: Tensor) -> Tensor:
+        flat = images.flatten(1)
+        gate = ((flat[:, 0] - 0.55) * 20).clamp(0, 1)
+        lead = 0.5 - gate * (flat[:, 1] - 0.5) * 10
+        return torch.stack([lead, torch.zeros_like(lead)], dim=1)
+
+
+def test_a_relay_goes_on_from_the_best_point() -> None:
+    images = torch.full((4, 1, 1, 2), 0.5)
+    labels = torch.zeros(4, dtype=torch.int64)
+    members, scores = make_view("members", "margin"), make_view("scores", "margin")
+    for view in (members, scores):
+        assert broken(Pursuit(view=view, place="", start="image", **WALK), Shy(), images, labels) == 0
+    assert broken(Relay(steps=20, views=(members, scores), **BALL), Shy(), images, labels) == 1
+    assert broken(Relay(steps=20, views=(scores, members), **BALL), Shy(), images, labels) == 0
+    assert broken(Relay(steps=20, views=(scores, members), restarts=2, **BALL), Shy(), images, labels) == 1
+
+
+class Coin(Sees):
+    """The right gradient on average, and one that points anywhere in a single pass."""
+
+    def forward(self, images: Tensor) -> Tensor:
+        said = self.logits(images)
+        swing = 1 + 12 * torch.randn(len(images), 1, device=images.device)
+        return swing * said + (1 - swing) * said.detach() + 1e-3 * torch.randn_like(said)
+
+
+def test_averaging_finds_the_direction_that_one_pass_hides() -> None:
+    model = Coin()
+    images, labels = firm_images(Sees())
+    assert find_traits(model, images, 4).is_random
+    view = make_view("scores", "margin")
+    single, averaged = (
+        Pursuit(view=Averaged(view, passes), passes=passes, place="scores", keep="last", **WALK)
+        for passes in (1, 100)
+    )
+    torch.manual_seed(0)
+    assert float(averaged.run(model, images, labels).success.double().mean()) >= 0.9
+    assert float(single.run(model, images, labels).success.double().mean()) <= 0.7
+
+
+def test_passes_are_counted() -> None:
+    model, seen = Coin(), 0
+    images, labels = firm_images(Sees(), 5)
+
+    def count(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        nonlocal seen
+        seen += len(inputs[0])
+
+    handle = model.register_forward_pre_hook(count)
+    attack = Pursuit(
+        view=Averaged(make_view("scores", "margin"), 7), passes=7, place="scores", keep="last", **WALK
+    )
+    found = attack.run(model, images, labels)
+    handle.remove()
+    assert int(found.forwards.sum()) == seen
+    assert (found.backwards == 20 * 7).all()
+
+
+# The contract, for everything a suite can hold.
+
+
+def coded_model() -> ECNN:
+    torch.manual_seed(0)
+    model = ECNN(random_code(5, 7, seed=0), 2, width=4, depth=8, feature_dim=6, activation="silu")
+    with torch.no_grad():
+        head: Any = model.head
+        head.weight.mul_(8)
+    return model.double().eval()
+
+
+def voting_model() -> Ensemble:
+    torch.manual_seed(1)
+    return Ensemble(5, 2, num_members=3, depth=8, width=4, activation="silu").double().eval()
+
+
+MODELS = {"coded": coded_model, "voting": voting_model}
+
+
+def whole_suite(model: nn.Module, *, surrogates: bool = True) -> dict[str, Attack]:
+    generator = torch.Generator().manual_seed(4)
+    images = torch.rand(20, 2, 6, 6, generator=generator, dtype=torch.float64)
+    examples = Examples(images, model(images).argmax(dim=1), are_true=False)
+    settings: dict[str, Any] = {"norm": "linf", "eps": 0.1, "budget": TINY, "num_classes": 5}
+    attacks = suite(model, random=False, examples=examples if surrogates else None, **settings)
+    attacks["hopskipjump"] = Within(norm="linf", eps=0.1, attack=HopSkipJump(norm="linf", steps=2, samples=8))
+    attacks["float64"] = InDouble(
+        norm="linf", eps=0.1, attack=APGD(norm="linf", eps=0.1, steps=6, loss="margin")
+    )
+    return attacks
+
+
+def contract_batch(model: nn.Module) -> tuple[Tensor, Tensor]:
+    images = torch.rand(5, 2, 6, 6, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    labels = model(images).argmax(dim=1)
+    labels[1] = (labels[1] + 1) % 5
+    return images, labels
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_the_contract_holds_for_the_whole_suite(kind: str) -> None:
+    """In the ball, proven by a fresh pass, clean where it failed, each image by itself, and nothing left behind."""
+    model = MODELS[kind]()
+    attacks = whole_suite(model)
+    images, labels = contract_batch(model)
+    state = torch.get_rng_state()
+    weights = {name: value.clone() for name, value in model.state_dict().items()}
+    for name, attack in attacks.items():
+        given = images.clone()
+        found = attack.run(model, images, labels, seed=1)
+        assert torch.equal(images, given), name
+        assert found.images.dtype == images.dtype, name
+        assert (found.images - images).abs().max() <= 0.1 + 1e-7, name
+        assert 0 <= found.images.min() <= found.images.max() <= 1, name
+        fresh = model(found.images).argmax(1)
+        assert torch.equal(found.success, fresh != labels), name
+        assert torch.equal(found.images[~found.success], images[~found.success]), name
+        assert torch.equal(found.images[1], images[1]), name
+        for rows in (torch.tensor([3]), torch.tensor([4, 0, 2])):
+            apart = attack.run(model, images[rows], labels[rows], seed=1, index=rows)
+            assert torch.allclose(apart.images, found.images[rows], atol=1e-6, rtol=0), name
+            assert torch.equal(apart.forwards, found.forwards[rows]), name
+            assert torch.equal(apart.backwards, found.backwards[rows]), name
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
+    assert all(not module._forward_hooks for module in model.modules())
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_every_image_that_goes_through_the_model_is_counted() -> None:
+    model = coded_model()
+    attacks = whole_suite(model)
+    images, labels = contract_batch(model)
+    for name, attack in attacks.items():
+        if name in ("float64", "student"):  # a copy of the model is asked, or another one
+            continue
+        seen = 0
+
+        def count(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+            nonlocal seen
+            seen += len(inputs[0])
+
+        handle = model.trunk.register_forward_pre_hook(count)
+        found = attack.run(model, images, labels)
+        handle.remove()
+        assert int(found.forwards.sum()) == seen, name
+
+
+def test_what_a_suite_holds() -> None:
+    model = coded_model()
+    names = list(whole_suite(model))
+    assert names[0] == "pgd-ce"
+    wanted = ["apgd-ce", "linear", "members", "tempered", "cheapest-bits", "codewords", "min-bit", "features"]
+    assert [name for name in wanted if name not in names] == []
+    assert [name for name in ("retrained-head", "relay", "square") if name not in names] == []
+    assert "mean-members" not in names
+    votes = list(whole_suite(voting_model()))
+    assert [name for name in ("mean-members", "worst-members", "mean-targets") if name not in votes] == []
+    assert "linear" not in votes
+    settings: dict[str, Any] = {"norm": "l2", "eps": 1.0, "num_classes": 10}
+    plain = suite(Sees(10), budget="standard", random=False, **settings)
+    # All of AutoAttack with its own settings, in its order.
+    members = AutoAttack(norm="l2", eps=1.0).members(10)
+    assert {name: plain[name] for name in members} == members
+    assert [name for name in plain if name in members] == list(members)
+    random = suite(Sees(10), budget="quick", random=True, **settings)
+    assert "eot-margin" in random
+    assert all(getattr(attack, "keep", "") == "last" for name, attack in random.items() if "eot" in name)
+
+
+@pytest.mark.parametrize("num_classes", [2, 3, 1000])
+@pytest.mark.parametrize("norm", ["linf", "l2"])
+def test_any_number_of_classes(num_classes: int, norm: Any) -> None:
+    model = Sees(num_classes)
+    images = torch.rand(3, 1, 8, 8, generator=torch.Generator().manual_seed(0))
+    labels = model(images).argmax(dim=1)
+    examples = Examples(images, labels, are_true=True)
+    settings: dict[str, Any] = {"norm": norm, "eps": 0.1, "budget": TINY, "num_classes": num_classes}
+    for attack in suite(model, random=False, examples=examples, **settings).values():
+        found = attack.run(model, images, labels)
+        distance = (found.images - images).flatten(1).norm(dim=1, p=2 if norm == "l2" else float("inf"))
+        assert distance.max() <= 0.1 + 1e-6
+
+
+def test_an_attribute_called_code_makes_no_member() -> None:
+    class Odd(Sees):
+        code = "morse"
+
+        def member_logits(self, images: Tensor) -> Tensor:
+            return images
+
+        def member_scores(self, images: Tensor) -> Tensor:
+            raise NotImplementedError
+
+    images, _ = firm_images(Sees(), 4)
+    traits = find_traits(Odd(), images, 4)
+    assert not traits.has_members
+    assert not traits.has_votes
+
+
+def test_a_vote_of_networks_is_recognised() -> None:
+    model = EMPIR(4, 1, depth=8, width=4).eval()
+    traits = find_traits(model, torch.rand(4, 1, 8, 8), 4)
+    assert traits.has_votes
+    assert not traits.has_members
+
+
+def test_costs_are_what_is_asked_at_most() -> None:
+    class Wall(ECNN):
+        """Says the same of everything, whatever its members say: no attack ends early."""
+
+        def decode(self, member_logits: Tensor) -> Tensor:
+            return 0 * super().decode(member_logits) - torch.arange(5)
+
+    model = coded_model()
+    model.__class__ = Wall
+    images = torch.rand(3, 2, 6, 6, dtype=torch.float64)
+    labels = torch.zeros(3, dtype=torch.int64)
+    for name, attack in whole_suite(model, surrogates=False).items():
+        if name == "hopskipjump":
+            continue  # it gives up when no noise is misclassified
+        found = attack.run(model, images, labels)
+        stated = cost_per_image(attack, 5)
+        forwards, backwards = int(found.forwards.max()), int(found.backwards.max())
+        assert forwards <= stated.forwards * 1.3 + 6, name
+        assert forwards >= stated.forwards * 0.5, name
+        assert backwards <= stated.backwards * 1.3, name
+
+
+def test_estimates_grow_with_images_and_budget() -> None:
+    model = coded_model()
+    quick, standard = (estimate_cost(model, name, 100, 5) for name in ("quick", "standard"))
+    assert 0 < quick.forwards < standard.forwards
+    assert estimate_cost(model, "quick", 200, 5) == quick * 2
+    assert estimate_cost(model, "quick", None, 5) == quick * (BUDGETS["quick"].images // 100)
+    assert Cost(1, 2) + Cost(3, 4) == Cost(4, 6)
