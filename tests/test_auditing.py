@@ -16,11 +16,11 @@ from torch import Tensor, nn
 
 from ecnn.attacks import PGD, Attack, Attacked
 from ecnn.auditing import Audit, Budget, Finding, Stage, audit, load_audit, resolve_budget
-from ecnn.auditing.audit import judge
+from ecnn.auditing.auditor import judge
 from ecnn.data import Split
 from ecnn.errors import InputError
 
-HALL = sys.modules["ecnn.auditing.audit"]
+HALL = sys.modules["ecnn.auditing.auditor"]
 EPS = 0.04
 BALL: dict[str, Any] = {"norm": "linf", "eps": EPS}
 TINY = Budget(

@@ -12,7 +12,7 @@ from ecnn.auditing.adaptive import (
     Voting,
     Within,
 )
-from ecnn.auditing.audit import audit
+from ecnn.auditing.auditor import audit
 from ecnn.auditing.bpda import straight_through
 from ecnn.auditing.budgets import BUDGETS, Budget, resolve_budget
 from ecnn.auditing.case import Case
