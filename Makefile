@@ -12,7 +12,7 @@ TEST  := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto
 .PHONY: demo test test-fast test-all test-peers peers check format codebook bench clean help
 
 help:
-	@echo "make demo       design a code and write out/code.json and out/code.png"
+	@echo "make demo       design a code, train three networks, attack and audit them; pictures in out/"
 	@echo "make test       the test suite (make test-fast: its quick part, make test-all: everything)"
 	@echo "make test-peers compare with other libraries, in an environment of their own ($(PEERS), see peers.txt)"
 	@echo "make check      ruff and mypy (make format: let ruff rewrite)"
@@ -20,7 +20,7 @@ help:
 	@echo "Settings: PYTHON=$(PYTHON)  TORCH='$(TORCH)'  VENV=$(VENV)"
 
 demo: $(READY)
-	$(BIN)/ecnn code --classes 10 --length 30 --objective distance --seed 0 --out out/code.json --plot out/code.png
+	$(BIN)/python examples/demo.py out
 
 test: $(READY)
 	$(TEST) -m "not peer and not gpu"

@@ -103,6 +103,7 @@ def measure(
     broken = clean & ~after & ~black
     moves = (crafted - images).flatten(1)
     lengths = moves.norm(dim=1)
+    of_all = torch.where(broken, lengths, math.inf)[clean].median()
     row = {
         "name": name,
         "images": len(images),
@@ -112,7 +113,7 @@ def measure(
         "broken": int(broken.sum()),
         "black": int(black.sum()),
         "median_l2": float(lengths[broken].median()) if broken.any() else None,
-        "median_l2_of_all": float(torch.where(broken, lengths, math.inf)[clean].median()),
+        "median_l2_of_all": float(of_all) if of_all < math.inf else None,
         "largest_linf": float(moves.abs().max()),
         **facts,
     }
@@ -391,7 +392,7 @@ def table(rows: list[dict[str, Any]]) -> list[str]:
             continue
         distance = "-" if row["median_l2"] is None else f"{row['median_l2']:.4f}"
         of_all = row.get("median_l2_of_all")
-        distance_of_all = f"{of_all:.4f}" if of_all is not None and of_all < math.inf else "-"
+        distance_of_all = "-" if of_all is None else f"{of_all:.4f}"
         robust = 100 * (row["clean"] - row["broken"]) / row["images"]
         lines.append(
             start

@@ -631,7 +631,7 @@ def test_surrogates_and_functions_are_placed() -> None:
     )
     found = {finding.name: finding for finding in read_evidence(evaluation)}
     assert found["black_box_suite"].level == "ok"
-    assert found["views"].evidence["accuracy"] == {"scores": 1.0, "surrogate": 0.5}
+    assert found["views"].evidence["broken_by_place"] == {"scores": 0, "surrogate": 50}
     assert found["views"].level == "alarm"
 
 

@@ -179,7 +179,8 @@ def _draw_steps(axes: Axes, audit: Audit, steps: list[tuple[str, float]], colour
     colours = [QUIET, *[INK] * (len(steps) - 2), colour][-len(steps) :]
     axes.barh(places, shares, color=colours, height=0.62, zorder=2)
     for place, share in zip(places, shares, strict=True):
-        axes.text(share + 1.2, place, f"{share:.1f}", va="center", fontsize=9, color=INK)
+        box = {"facecolor": "white", "alpha": 0.85, "linewidth": 0, "pad": 0.8}
+        axes.text(share + 1.2, place, f"{share:.1f}", va="center", fontsize=9, color=INK, bbox=box, zorder=4)
     low, high = (100 * bound for bound in audit.interval)
     axes.axvspan(low, high, color=colour, alpha=0.14, lw=0, zorder=1, label="audited, 95 % interval")
     label = "claim" if audit.claim_source == "given" else "plain attack"
@@ -187,9 +188,11 @@ def _draw_steps(axes: Axes, audit: Audit, steps: list[tuple[str, float]], colour
     quiet = len(audit.stages) + 1 - len(steps)
     others = f"  ({quiet} more attack{'s' if quiet > 1 else ''} broke nothing)" if quiet else ""
     axes.set(yticks=places, yticklabels=names, xlim=(0, 106), xlabel=f"accuracy left, %{others}")
-    axes.invert_yaxis()
+    axes.set_ylim(max(len(steps), 5) - 0.5, -0.5)
     axes.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=2, frameon=False, fontsize=9, borderpad=0)
-    axes.set_title(f"{audit.images:,} images, {audit.norm}, eps {audit.eps:.4g}", loc="left", fontsize=10)
+    axes.set_title(
+        f"{audit.images:,} images, {audit.norm.capitalize()}, eps {audit.eps:.4g}", loc="left", fontsize=10
+    )
     _tidy(axes)
 
 

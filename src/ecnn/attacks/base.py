@@ -84,10 +84,18 @@ class Target:
         """(batch,) gradients asked for each image so far, on the CPU."""
         return self._root._counts[1] + self._root._all_counts[1]
 
-    def count(self, forwards: int, backwards: int = 0) -> None:
-        """Books questions that an attack asked of the model by itself."""
+    @property
+    def asked(self) -> tuple[Tensor, Tensor]:
+        """(n,) passes and gradients asked so far for each image of this target, on the CPU."""
+        rows = slice(None) if self._rows is None else self._rows
+        return self.forwards[rows], self.backwards[rows]
+
+    def count(self, forwards: int | Tensor, backwards: int | Tensor = 0) -> None:
+        """Books questions that an attack asked of the model by itself: a number for all images, or (n,) of each."""
         for kind, number in enumerate((forwards, backwards)):
-            if self._rows is None:
+            if isinstance(number, Tensor):
+                self._root._counts[kind][slice(None) if self._rows is None else self._rows] += number.cpu()
+            elif self._rows is None:
                 self._root._all_counts[kind] += number
             elif number:
                 self._root._counts[kind][self._rows] += number

@@ -310,10 +310,11 @@ class Pursuit(PGD):
     def search(self, target: Target, images: Tensor, labels: Tensor, draws: Draws) -> Tensor:
         if self.passes == 1:
             return super().search(target, images, labels, draws)
-        before = target.forwards, target.backwards
+        before = target.asked
         points = super().search(target, images, labels, draws)
-        for kind, (old, new) in enumerate(zip(before, (target.forwards, target.backwards), strict=True)):
-            target._root._counts[kind] += (self.passes - 1) * (new - old)
+        target.count(
+            *((self.passes - 1) * (new - old) for old, new in zip(before, target.asked, strict=True))
+        )
         return points
 
 
@@ -405,7 +406,7 @@ class InDouble(Attack):
 
     def search(self, target: Target, images: Tensor, labels: Tensor, draws: Draws) -> Tensor:
         part = target.narrow(torch.arange(len(images)))
-        part.model = copy.deepcopy(target.model).double()
+        part.model = copy.deepcopy(target.judge).double()
         points = self.attack.search(part, images.double(), labels, draws)
         return project(points.to(images.dtype), images, self.norm, parse_eps(self.eps))
 
@@ -416,9 +417,7 @@ class OwnTransfer(Transfer):
 
     def search(self, target: Target, images: Tensor, labels: Tensor, draws: Draws) -> Tensor:
         crafted = self.attack._run(self.source, images, labels, draws)
-        rows = torch.arange(len(images)) if target._rows is None else target._rows
-        for kind, counts in enumerate((crafted.forwards, crafted.backwards)):
-            target._root._counts[kind][rows] += counts
+        target.count(crafted.forwards, crafted.backwards)
         return crafted.images
 
 

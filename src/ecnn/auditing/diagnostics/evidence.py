@@ -78,12 +78,13 @@ def _views(evaluation: Evaluation) -> Finding:
     """Alarm where attacks that look at members or features break what those on the scores leave."""
     n = int(evaluation.clean.robust.sum())
     groups = _group(evaluation, _view_of)
-    accuracies = {view: evaluation.worst_over(names).accuracy for view, names in groups.items()}
+    right = evaluation.clean.robust
+    broken = {view: int((right & ~evaluation.survivors(names)).sum()) for view, names in groups.items()}
     on_scores = groups.get(_SCORES, [])
     elsewhere = [name for view, names in groups.items() if view != _SCORES for name in names]
     hidden = evaluation.survivors(on_scores) & ~evaluation.survivors(elsewhere)
     count = int(hidden.sum())
-    evidence = {"images": n, "accuracy": accuracies, "hidden_from_scores": count}
+    evidence = {"images": n, "broken_by_place": broken, "hidden_from_scores": count}
     source = "Tramer et al. 2020, On adaptive attacks; Zhang et al. 2020 on error-correcting output codes"
     if on_scores and elsewhere and exceeds(count, n, TOLERANCE):
         claim = (
