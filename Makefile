@@ -32,7 +32,7 @@ test-all: $(READY)
 	$(BIN)/python -m pytest
 
 test-peers: $(PEERS)/peers
-	$(PEERS)/bin/python -m pytest -m peer
+	OMP_NUM_THREADS=1 $(PEERS)/bin/python -m pytest -n auto -m peer
 
 peers: $(PEERS)/peers
 
