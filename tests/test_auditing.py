@@ -495,3 +495,15 @@ def test_few_and_many_classes(num_classes: int, autoattack: bool) -> None:
     found = audit(model, split, norm="linf", eps=0.02, budget=budget)
     assert found.accuracy >= robust_share(model, split, 0.02)
     assert found.accuracy <= found.plain_accuracy
+
+
+@pytest.mark.gpu
+def test_on_cuda() -> None:
+    """The same truth, every attack made, and no check that came to grief over where its tensors are."""
+    model, split = Linear(), make_split()
+    truth = robust_share(model, split, EPS)
+    found = audit(model.cuda(), split, claim=truth, budget=TINY, **BALL)
+    assert found.accuracy == pytest.approx(truth, abs=1e-9)
+    assert found.verdict == "believable", found.markdown()
+    assert "attacks_not_made" not in {finding.name for finding in found.findings}, found.markdown()
+    assert not [finding.name for finding in found.findings if "error" in finding.evidence], found.markdown()
