@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from ecnn.attacks import PGD
 from ecnn.attacks.quick import quick_copy
 from ecnn.backbones import ConvUnit, ResNet, without_tf32
+from ecnn.baselines import BASELINES
 from ecnn.codes import load_code
 from ecnn.model import ECNN
 
@@ -28,6 +29,29 @@ def test_a_quick_copy_gives_the_same_scores(precision: str) -> None:
         model(2 * images)
         model.eval()
         assert torch.allclose(quick_copy(model, precision)(images), model(images), rtol=1e-4, atol=1e-5)
+
+
+SMALL: dict[str, dict[str, Any]] = {
+    "adp": {"depth": 8, "width": 4},
+    "tanh_ensemble": {"image_size": [8, 8], "filters": [8, 8, 8], "bit_filters": 4, "batch_norm": True},
+    "independent_ecoc": {"code": load_code("10x10"), "depth": 8, "width": 4, "batch_norm": True},
+    "specialists": {"sets": [[digit, (digit + 1) % 10] for digit in range(10)], "depth": 8, "width": 4},
+    "feature_squeezing": {"bits": 4, "window": 2, "depth": 8, "width": 4},
+    "empir": {"depth": 8, "width": 4},
+}
+
+
+@pytest.mark.parametrize("name", sorted(BASELINES))
+def test_a_quick_copy_of_a_baseline(name: str) -> None:
+    """EMPIR rounds its weights: merging a batch norm into them would make another network of it."""
+    torch.manual_seed(0)
+    model = BASELINES[name](10, 1, 0.5, **SMALL[name])
+    with torch.no_grad():
+        for _ in range(3):
+            model(torch.rand(16, 1, 8, 8))
+        model.eval()
+        images = torch.rand(8, 1, 8, 8)
+        assert torch.allclose(quick_copy(model, "float32")(images), model(images), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.gpu

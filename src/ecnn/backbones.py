@@ -189,16 +189,19 @@ def without_batch_norms(model: nn.Module) -> nn.Module:
     """
     merged = copy.deepcopy(model)
     for unit in merged.modules():
-        if isinstance(unit, ConvUnit) and isinstance(unit.norm, nn.BatchNorm2d) and not unit.norm.training:
-            norm, bias = unit.norm, unit.conv.bias
-            assert bias is not None
-            assert norm.running_mean is not None
-            assert norm.running_var is not None
-            with torch.no_grad():
-                scale = norm.weight * (norm.running_var + norm.eps).rsqrt()
-                unit.conv.weight.mul_(scale[:, None, None, None])
-                bias.sub_(norm.running_mean).mul_(scale).add_(norm.bias)
-            unit.norm = nn.Identity()
+        if not isinstance(unit, ConvUnit) or type(unit.conv) is not nn.Conv2d:
+            continue  # a convolution of another class may do more with its weights than multiply by them
+        norm, bias = unit.norm, unit.conv.bias
+        if not isinstance(norm, nn.BatchNorm2d) or norm.training:
+            continue
+        assert bias is not None
+        assert norm.running_mean is not None
+        assert norm.running_var is not None
+        with torch.no_grad():
+            scale = norm.weight * (norm.running_var + norm.eps).rsqrt()
+            unit.conv.weight.mul_(scale[:, None, None, None])
+            bias.sub_(norm.running_mean).mul_(scale).add_(norm.bias)
+        unit.norm = nn.Identity()
     return merged
 
 
