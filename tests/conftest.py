@@ -18,3 +18,14 @@ settings.load_profile("ecnn")
 def _do_not_wait_for_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tests kill processes, not machines; waiting for a slow disk after every epoch proves nothing."""
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)
+
+
+@pytest.fixture(autouse=True)
+def _skip_without_a_device(request: pytest.FixtureRequest) -> None:
+    """Tests marked gpu say no more than that; here it is seen whether there is one."""
+    if request.node.get_closest_marker("gpu") is None:
+        return
+    import torch  # only here: most tests of codes do without it
+
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")

@@ -448,8 +448,6 @@ def test_compiled_parts_draw_the_same_noise(
     ],
 )
 def test_a_cuda_graph_holds_the_step(name: str, objective: Any, compile_parts: bool, digits: Dataset) -> None:
-    if not torch.cuda.is_available():
-        pytest.skip("no CUDA device")
     torch.manual_seed(0)
     options: dict[str, Any] = (
         {"filters": (4, 8, 8), "bit_filters": 4} if name == "tanh_ensemble" else {"depth": 8}
@@ -473,8 +471,6 @@ def test_a_cuda_graph_holds_the_step(name: str, objective: Any, compile_parts: b
 @pytest.mark.gpu
 def test_a_graph_draws_what_the_eager_step_draws(digits: Dataset, tmp_path: Path) -> None:
     """An objective whose loss is its draw: the logged losses of a graph, of eager steps and of a resumed graph."""
-    if not torch.cuda.is_available():
-        pytest.skip("no CUDA device")
 
     def draw(model: Any, images: Tensor, labels: Tensor, *, generator: torch.Generator) -> Tensor:
         zero: Tensor = 0 * model(images).sum()

@@ -1059,8 +1059,6 @@ def test_bad_augmentations_are_refused(options: dict[str, Any], sentence: str) -
 
 @pytest.mark.gpu
 def test_augmentation_inside_a_cuda_graph() -> None:
-    if not torch.cuda.is_available():
-        pytest.skip("no CUDA device")
     images = torch.rand(64, 3, 32, 32, device="cuda")
     augmentation = Augmentation(4, True, "zero")
     augmentation(images)

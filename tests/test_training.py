@@ -533,8 +533,6 @@ def vector(model: nn.Module) -> Tensor:
 @pytest.mark.parametrize("adversarial", [False, True])
 def test_graph_and_eager_agree_on_cuda(optimizer: str, adversarial: bool) -> None:
     """The same random numbers and the same steps: what differs is rounding, a small part of the way travelled."""
-    if not torch.cuda.is_available():
-        pytest.skip("no CUDA device")
     attack = (
         PGD(norm="linf", eps=0.1, steps=2, step_size=0.05, loss="cross_entropy", keep="last")
         if adversarial
@@ -556,8 +554,6 @@ def test_graph_and_eager_agree_on_cuda(optimizer: str, adversarial: bool) -> Non
 @pytest.mark.gpu
 def test_a_resumed_graph_goes_on_where_it_was(tmp_path: Path) -> None:
     """Stopped in its third epoch of four and resumed: the weights of an uninterrupted run, up to rounding."""
-    if not torch.cuda.is_available():
-        pytest.skip("no CUDA device")
     recipe = dataclasses.replace(TINY, lr=1e-3, precision="float32", ema=None)
     start = vector(tiny_model(batch_norm=True))
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ecnn.attacks.apgd import APGD
 from ecnn.attacks.ball import Norm, check_norm, check_unit_range, l2_norm, parse_eps
-from ecnn.attacks.base import Attack, Attacked, Target, _check_batch
+from ecnn.attacks.base import Attack, Attacked, Target, check_batch
 from ecnn.attacks.draws import Draws
 from ecnn.attacks.fab import FAB
 from ecnn.attacks.square import Square
@@ -147,7 +147,7 @@ class AutoAttack(Attack):
         Args:
             batch_size: images asked about at once, all of them if not given; it changes no result.
         """
-        _check_batch(images, labels)
+        check_batch(images, labels)
         images = images.detach()
         check_unit_range(images)
         if not len(images):

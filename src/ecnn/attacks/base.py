@@ -245,7 +245,7 @@ class Attack:
         self, model: nn.Module, images: Tensor, labels: Tensor, *, seed: int = 0, index: Tensor | None = None
     ) -> Attacked:
         """The attacked images with the verdict and the cost; a batch too large for memory is halved."""
-        _check_batch(images, labels)
+        check_batch(images, labels)
         images = images.detach()
         check_unit_range(images)
         index = torch.arange(len(images), device=images.device) if index is None else index.to(images.device)
@@ -294,7 +294,8 @@ class Attack:
         return Attacked(points, predictions, success, target.forwards, target.backwards)
 
 
-def _check_batch(images: Tensor, labels: Tensor) -> None:
+def check_batch(images: Tensor, labels: Tensor) -> None:
+    """Raises InputError unless there is one label, a whole number, for each image."""
     if labels.shape != images.shape[:1] or labels.dtype != torch.int64:
         raise InputError(
             f"labels must be int64 of shape ({len(images)},), one per image, not {labels.dtype} of "

@@ -16,7 +16,7 @@ class Budget:
         steps: of each gradient attack in the adaptive suite.
         restarts: of each, from fresh random points.
         targets: other classes that targeted attacks try, the best ones first.
-        autoattack: whether the whole of AutoAttack runs; its first attack, APGD on cross-entropy, always does.
+        autoattack: whether the whole of AutoAttack runs, with its own settings; else its two APGD attacks, with these.
         probe_images: how many images the diagnostics look at.
         probe_steps: of the gradient attacks that diagnostics make.
         queries: of black-box attacks in diagnostics.
