@@ -138,45 +138,48 @@ def training_rate(
     return images_per_second(engine._step if engine.graph is None else engine.graph.replay, batch)
 
 
-def pass_of(model: nn.Module, data: Split, batch: int) -> Callable[[], None]:
-    """An eager forward and backward pass alone: no data, no optimizer."""
+def eager_calls(model: nn.Module, data: Split, batch: int) -> dict[str, Callable[[], Any]]:
+    """What a model is timed at without a graph: scores, a forward and backward pass, a whole training step."""
     engine = make_engine(model, data, batch, "eager")
     images = torch.rand(batch, 3, 32, 32, device="cuda").contiguous(memory_format=torch.channels_last)
     labels = torch.arange(batch, device="cuda") % 10
 
-    def call() -> None:
-        engine.worker.zero_grad(set_to_none=True)
+    def infer() -> Any:
+        with torch.no_grad(), engine.autocast():
+            return engine.worker(images)
+
+    def run_pass() -> None:
+        engine._forget_gradients()
         with engine.autocast():
             loss = engine.objective(engine.worker, images, labels)
         torch.autograd.backward(loss)
 
-    return call
+    return {"inference": infer, "pass": run_pass, "step": engine._step}
 
 
 def member_loops(batch: int = 256, rounds: int = 25, repeats: int = 6) -> dict[str, Any]:
-    """Eager passes of all members at once and of two loops over them, in turns: the processor is the bottleneck, and
-    what disturbs it disturbs neighbours in time alike. Milliseconds of every round.
+    """All members at once and two loops over them, eagerly and in turns: the processor is the bottleneck, and what
+    disturbs it disturbs neighbours in time alike. Milliseconds of every round.
     """
     data, code = synthetic(), load_code("10x30")
     calls = {
-        "ecnn30": pass_of(ECNN(code), data, batch),
-        "slices": pass_of(LoopedECNN(code), data, batch),
-        "modules": pass_of(ModuleLoopECNN(code), data, batch),
+        name: eager_calls(build(code), data, batch)
+        for name, build in (("ecnn30", ECNN), ("slices", LoopedECNN), ("modules", ModuleLoopECNN))
     }
-    for call in calls.values():
-        for _ in range(5):
-            call()
+    times: dict[str, Any] = {}
     gc.collect()
     gc.freeze()
-    times: dict[str, Any] = {name: [] for name in calls}
-    for _ in range(rounds):
-        for name, call in calls.items():
-            torch.cuda.synchronize()
-            started = time.perf_counter()
-            for _ in range(repeats):
-                call()
-            torch.cuda.synchronize()
-            times[name].append(1e3 * (time.perf_counter() - started) / repeats)
+    for kind in ("inference", "pass", "step"):
+        times[kind] = {name: [] for name in calls}
+        for trial in range(rounds + 1):
+            for name, call in calls.items():
+                torch.cuda.synchronize()
+                started = time.perf_counter()
+                for _ in range(repeats):
+                    call[kind]()
+                torch.cuda.synchronize()
+                if trial:  # in the first, libraries set themselves up
+                    times[kind][name].append(1e3 * (time.perf_counter() - started) / repeats)
     gc.unfreeze()
     return {"batch": batch, **times}
 
@@ -256,21 +259,27 @@ def _ratio(above: Any, below: Any, keys: tuple[str, str]) -> str:
 
 def loop_lines(loops: dict[str, Any]) -> list[str]:
     """Paired ratios of the loops over members: median of all rounds, and the middle half."""
+    rounds = len(loops["pass"]["ecnn30"])
     lines = [
-        f"Forward and backward alone, eager, batch {loops['batch']}, {len(loops['ecnn30'])} rounds in turns: how many",
-        "times as long a loop over members takes, median of all rounds and the middle half of them.",
+        f"Eager, batch {loops['batch']}, {rounds} rounds in turns: how many times as long a loop over members takes,",
+        "median of all rounds and the middle half of them. slices: of the same parameters; modules: members in a list.",
         "",
-        "| loop | median | from | to | its milliseconds | those of ecnn30 |",
-        "|---|---:|---:|---:|---:|---:|",
+        "| what | loop | median | from | to | its milliseconds | those of ecnn30 |",
+        "|---|---|---:|---:|---:|---:|---:|",
     ]
-    for name, title in (
-        ("slices", "over slices of the same parameters"),
-        ("modules", "over modules in a list"),
+    for kind, title in (
+        ("inference", "inference"),
+        ("pass", "forward and backward"),
+        ("step", "training step"),
     ):
-        ratios = [loop / whole for loop, whole in zip(loops[name], loops["ecnn30"], strict=True)]
-        low, middle, high = statistics.quantiles(ratios, n=4)
-        own, whole = (statistics.median(loops[key]) for key in (name, "ecnn30"))
-        lines.append(f"| {title} | {middle:.2f} | {low:.2f} | {high:.2f} | {own:.2f} | {whole:.2f} |")
+        times = loops[kind]
+        for name in ("slices", "modules"):
+            ratios = [loop / whole for loop, whole in zip(times[name], times["ecnn30"], strict=True)]
+            low, middle, high = statistics.quantiles(ratios, n=4)
+            own, whole = (statistics.median(times[key]) for key in (name, "ecnn30"))
+            lines.append(
+                f"| {title} | {name} | {middle:.2f} | {low:.2f} | {high:.2f} | {own:.2f} | {whole:.2f} |"
+            )
     return lines
 
 

@@ -63,6 +63,9 @@ class Engine:
             model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         self.averaged = copy.deepcopy(model).requires_grad_(False) if recipe.ema else None
         self.worker = self._make_worker()
+        # Walking through a module for its parameters costs more than launching a kernel.
+        self.parameters: list[Tensor] = [*model.parameters()]
+        self.worker_parameters: list[Tensor] = [*self.worker.parameters()]
         if compile_parts:
             self._compile_parts()
         self.steps_per_epoch = len(train) // recipe.batch_size
@@ -147,12 +150,16 @@ class Engine:
     def _refresh_worker(self) -> None:
         if self.worker is not self.model:
             with torch.no_grad():
-                torch._foreach_copy_([*self.worker.parameters()], [*self.model.parameters()])
+                torch._foreach_copy_(self.worker_parameters, self.parameters)
+
+    def _forget_gradients(self) -> None:
+        for parameter in self.worker_parameters:
+            parameter.grad = None
 
     def _fetch_gradients(self) -> None:
         """Moves the worker's gradients to the model's weights, in their precision."""
         targets, sources = [], []
-        for ours, theirs in zip(self.model.parameters(), self.worker.parameters(), strict=True):
+        for ours, theirs in zip(self.parameters, self.worker_parameters, strict=True):
             if theirs.grad is not None:
                 if ours.grad is None:
                     ours.grad = torch.empty_like(ours)
@@ -213,7 +220,7 @@ class Engine:
                 images = self._with_adversarial(images, labels)
             drawn_from = {"generator": self.generator} if self.objective_draws else {}
             loss = self.objective(self.worker, images, labels, **drawn_from)
-        self.worker.zero_grad(set_to_none=True)
+        self._forget_gradients()
         torch.autograd.backward(loss)
         if self.worker is not self.model:
             self._fetch_gradients()
@@ -234,7 +241,7 @@ class Engine:
         return crafted if count == len(images) else torch.cat([crafted, images[count:]])
 
     def _average_gradients(self) -> None:
-        gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
+        gradients = [p.grad for p in self.parameters if p.grad is not None]
         flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
         torch.distributed.all_reduce(flat)
         flat /= self.world
@@ -267,7 +274,7 @@ class Engine:
             torch.cuda.current_stream().wait_stream(stream)
             graph = torch.cuda.CUDAGraph()
             graph.register_generator_state(self.generator)
-            self.worker.zero_grad(set_to_none=True)
+            self._forget_gradients()
             with torch.cuda.graph(graph):
                 self._step()
             self.graph = graph
