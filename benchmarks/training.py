@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from ecnn import files, runs
 from ecnn.attacks import PGD
-from ecnn.backbones import resnet20
+from ecnn.backbones import full_precision, resnet20
 from ecnn.codes import CodeMatrix, load_code
 from ecnn.data import Split
 from ecnn.model import ECNN
@@ -36,9 +36,9 @@ PLAIN = dataclasses.replace(RECIPES["paper"], diversity_weight=0.0, objective="m
 
 
 class LoopedECNN(ECNN):
-    """The same network and parameters, run one member at a time: what batching members is compared with."""
+    """The same network and parameters, run one whole member at a time after the trunk: branch, dense layer and head."""
 
-    def features(self, images: Tensor) -> Tensor:
+    def member_logits(self, images: Tensor) -> Tensor:
         maps = self.trunk(self.centre(images))
         parts: Any = self.branches
         conv, dense = parts.body.conv, parts.dense
@@ -48,12 +48,9 @@ class LoopedECNN(ECNN):
             rows = slice(member * width, (member + 1) * width)
             hidden = torch.relu(nn.functional.conv2d(maps, conv.weight[rows], conv.bias[rows], padding=1))
             pooled = hidden.mean(dim=(2, 3))
-            members.append(
-                torch.relu(
-                    pooled @ dense.weight[member].to(pooled.dtype) + dense.bias[member].to(pooled.dtype)
-                )
-            )
-        return torch.stack(members, dim=1)
+            weight, bias = (tensor[member].to(pooled.dtype) for tensor in (dense.weight, dense.bias))
+            members.append(self.head(torch.relu(pooled @ weight + bias)))
+        return full_precision(torch.cat(members, dim=1))
 
 
 class ModuleLoopECNN(ECNN):
@@ -74,9 +71,9 @@ class ModuleLoopECNN(ECNN):
             for _ in range(code.code_length)
         )
 
-    def features(self, images: Tensor) -> Tensor:
+    def member_logits(self, images: Tensor) -> Tensor:
         maps = self.trunk(self.centre(images))
-        return torch.stack([member(maps) for member in self.members], dim=1)
+        return full_precision(torch.cat([self.head(member(maps)) for member in self.members], dim=1))
 
 
 def models() -> dict[str, Callable[[], nn.Module]]:

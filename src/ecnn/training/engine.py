@@ -208,13 +208,12 @@ class Engine:
             self.ema_share.fill_(1 - min(self.recipe.ema, (1 + done) / (10 + done)))
 
     def _step(self) -> None:
-        images = self.train.images[self.index].to(torch.float32).div_(255)
+        images = self.augment(self.train.images[self.index], self.generator)
         labels = self.train.labels[self.index]
-        images = self.augment(images, self.generator)
         if self.world > 1:  # every process draws for the whole batch and keeps its part, so draws agree
             images, labels = images[self.rank :: self.world], labels[self.rank :: self.world]
-        if self.device.type == "cuda":
-            images = images.contiguous(memory_format=torch.channels_last)
+        order = torch.channels_last if self.device.type == "cuda" else torch.contiguous_format
+        images = images.to(torch.float32, memory_format=order).div_(255)
         with self.autocast():
             if self.attack is not None:
                 images = self._with_adversarial(images, labels)
