@@ -1,6 +1,6 @@
 """Attacks beside those of other libraries: same model, same images, same settings, in one run.
 
-Run: python benchmarks/attacks.py [--device cuda] [--images 1000] [--seeds 3] [--json OUT.json] [--parts pgd,cw]
+Run: python benchmarks/attacks.py [--device cuda] [--images 1000] [--seeds 3] [--rounds 1] [--parts cw] [--json JSON]
 with the libraries of peers.txt installed (`make peers`); writes attacks.json and attacks.md beside this file, one entry
 per device. Images are the first of the CIFAR-10 test set, from --root or from an .npz (--npz) of uint8 images, labels.
 """
@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import math
+import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -235,9 +236,12 @@ def cw_rows(model: nn.Module, images: Tensor, labels: Tensor) -> Rows:
     }
     for name, craft in crafts.items():
         yield measure(name, craft, model, images, labels)
-    if not images.is_cuda:
-        few = min(len(images), 20)  # its line search asks many times more
-        yield measure("art", with_art_cw, model, images[:few], labels[:few])
+
+
+def art_rows(model: nn.Module, images: Tensor, labels: Tensor) -> Rows:
+    """ART's C&W, whose line search asks many times more: a part of its own, on few images."""
+    few = min(len(images), 20)
+    yield measure("art", with_art_cw, model, images[:few], labels[:few])
 
 
 def peer_cw() -> dict[str, Craft]:
@@ -328,10 +332,11 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--images", type=int, default=1000)
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=1, help="all libraries in turns so often; medians")
     parser.add_argument("--root", default="data")
     parser.add_argument("--npz", default=None)
     parser.add_argument("--json", type=Path, default=HERE / "attacks.json")
-    parser.add_argument("--parts", default="pgd,cw,auto,auto_standard", help="in this order")
+    parser.add_argument("--parts", default="pgd,cw,cw_art,auto,auto_standard", help="in this order")
     options = parser.parse_args()
     everything = files.read_json(options.json) if options.json.exists() else {}
     result = everything.setdefault(torch.device(options.device).type, {})
@@ -345,17 +350,27 @@ def main() -> None:
         parts: dict[str, Callable[[], Rows]] = {
             "pgd": lambda: pgd_rows(robust, images, labels),
             "cw": lambda: cw_rows(robust, images, labels),
+            "cw_art": lambda: art_rows(robust, images, labels),
             "auto": lambda: auto_rows(ROBUST, images, labels, options.seeds),
             "auto_standard": lambda: auto_rows(STANDARD, images, labels, options.seeds),
         }
         result["environment"] = {**runs.environment(), "threads": torch.get_num_threads()}
         for part in options.parts.split(","):
-            result[part] = []
+            result[part] = rows = []
             with without_tf32():
-                for row in parts[part]():
-                    result[part].append(row)
-                    files.write_json(options.json, everything)
+                for turn in range(options.rounds):
+                    for place, row in enumerate(parts[part]()):
+                        rows.append(row) if turn == 0 else add_round(rows[place], row)
+                        files.write_json(options.json, everything)
     files.write_text(options.json.with_suffix(".md"), markdown(everything))
+
+
+def add_round(row: dict[str, Any], again: dict[str, Any]) -> None:
+    """Takes the time of another round into a row: its seconds are the median, and all of them are kept."""
+    if "error" in row or "error" in again:
+        return
+    row["rounds"] = [*row.get("rounds", [row["seconds"]]), again["seconds"]]
+    row["seconds"] = statistics.median(row["rounds"])
 
 
 def markdown(everything: dict[str, Any]) -> str:
@@ -370,10 +385,12 @@ def markdown(everything: dict[str, Any]) -> str:
     ]
     for device, result in everything.items():
         facts = result["environment"]
-        lines += ["", f"## {facts['device']} ({device}), torch {facts['torch']}"]
+        threads = "" if device == "cuda" else f", {facts['threads']} threads"
+        lines += ["", f"## {facts['device']} ({device}), torch {facts['torch']}{threads}"]
         for part, title in (
             ("pgd", f"PGD, Linf 8/255, {PGD_STEPS} steps of 2/255, cross-entropy, last iterate"),
             ("cw", "Carlini-Wagner L2: " + ", ".join(f"{key} {value}" for key, value in CW.items())),
+            ("cw_art", "The same by ART, one thread"),
             ("auto", f"AutoAttack standard, Linf 8/255, {ROBUST}"),
             ("auto_standard", f"AutoAttack standard, Linf 8/255, {STANDARD}"),
         ):
