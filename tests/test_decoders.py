@@ -68,7 +68,7 @@ def test_formulas_for_symbols_members() -> None:
     logits = torch.randn(2, 3, 3, dtype=torch.float64)
     functions: dict[str, Callable[[Tensor], Tensor]] = {
         "linear": lambda z: z - z.mean(),
-        "sigmoid": torch.sigmoid,
+        "sigmoid": lambda z: torch.sigmoid(z) - 0.5,
         "softmax": lambda z: z.exp() / z.exp().sum(),
     }
     for name, function in functions.items():
@@ -158,6 +158,22 @@ def test_a_common_level_by_hand() -> None:
     scores, raised = decoder(logits)[0], decoder(logits + 3)[0]
     assert (scores[0] - scores[1]).item() == pytest.approx(margin, rel=1e-5)
     assert (raised[0] - raised[1]).item() == pytest.approx(shifted, rel=1e-5)
+
+
+def test_flat_scores_do_not_depend_on_the_order_of_addition() -> None:
+    """Members in another order, as another processor may add them: the same scores to the bit, though all but equal."""
+    code = load_code("10x30-q2")
+    torch.manual_seed(0)
+    logits = 8 + torch.randn(1000, code.code_length, 2)
+    order = torch.randperm(code.code_length)
+    turned = CodeMatrix(code.symbols[:, order.numpy()])
+    decoder, other = (make_decoder(each, "symbols", "sigmoid") for each in (code, turned))
+    scores = decoder(logits)
+    assert scores.dtype == torch.float32
+    assert float((scores.amax(dim=1) - scores.amin(dim=1)).median()) < 0.02
+    assert torch.equal(scores, other(logits[:, order]))
+    shares = torch.sigmoid(logits)  # what sums in float32 would say
+    assert not torch.equal(shares.flatten(1) @ decoder.one_hot.T, shares[:, order].flatten(1) @ other.one_hot.T)
 
 
 @pytest.mark.parametrize("name", LOGIT)

@@ -16,6 +16,7 @@ from ecnn.training.loop import accuracy
 
 # name: parameters, test accuracy as recorded when it was trained (10,000 images)
 SHIPPED = {
+    "cifar10-adp": (819_198, 0.9211),
     "cifar10-ecnn30": (490_497, 0.8566),
     "cifar10-ecnn30-at": (492_577, 0.6045),
     "cifar10-ecnn30-ce": (490_497, 0.8618),

@@ -173,12 +173,15 @@ class ConvUnit(nn.Module):
         )
         init_he_normal(self.conv.weight, in_channels * kernel_size**2)
         _zero_bias(self.conv)
-        self.norm = nn.BatchNorm2d(groups * out_channels) if batch_norm else nn.Identity()
-        self.activation = nn.Identity() if activation is None else make_activation(activation)
+        # None rather than nn.Identity: a call that does nothing costs as much as a small kernel's launch.
+        self.norm: nn.Module | None = nn.BatchNorm2d(groups * out_channels) if batch_norm else None
+        self.activation: nn.Module | None = None if activation is None else make_activation(activation)
 
     def forward(self, maps: Tensor) -> Tensor:
-        result: Tensor = self.activation(self.norm(self.conv(maps)))
-        return result
+        maps = self.conv(maps)
+        if self.norm is not None:
+            maps = self.norm(maps)
+        return maps if self.activation is None else self.activation(maps)
 
 
 def without_batch_norms(model: nn.Module) -> nn.Module:
@@ -201,7 +204,7 @@ def without_batch_norms(model: nn.Module) -> nn.Module:
             scale = norm.weight * (norm.running_var + norm.eps).rsqrt()
             unit.conv.weight.mul_(scale[:, None, None, None])
             bias.sub_(norm.running_mean).mul_(scale).add_(norm.bias)
-        unit.norm = nn.Identity()
+        unit.norm = None
     return merged
 
 

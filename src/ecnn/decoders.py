@@ -109,18 +109,23 @@ class LinearDecoder(Decoder):
 
 
 class SigmoidDecoder(Decoder):
-    """Sum over members of sigmoid(z) at the symbol that each class writes, from 0 to N.
+    """Sum over members of sigmoid(z) - 1/2 at the symbol that each class writes, from -N/2 to N/2.
 
-    Departs: the appendix prints M nu(z) with an M of the wrong size; as in the authors' program, M is
-        expanded one-hot. The sum depends on the common level of a member's logits, which training by
-        differences leaves
-        free: raising it flattens all scores without changing any member's answer.
+    The sum depends on the common level of a member's logits, which training by differences leaves free: raising it
+    flattens all scores without changing any member's answer. Classes then differ by less than float32 tells apart near
+    N: hence the 1/2, and a sum in float64 that is rounded once. Processors agree on it, and float64 on what it says.
+
+    Departs: the appendix prints M nu(z) with an M of the wrong size; as in the authors' program, M is expanded one-hot.
+        Their scores are ours plus N/2.
     """
 
     accepts = ("symbols",)
 
     def scores(self, member_logits: Tensor) -> Tensor:
-        return _correlate(torch.sigmoid(member_logits), self.one_hot)
+        shares = torch.sigmoid(member_logits) - 0.5
+        if shares.device.type == "mps":  # has no float64
+            return _correlate(shares, self.one_hot)
+        return _correlate(shares.double(), self.one_hot).to(shares.dtype)
 
 
 class SoftmaxDecoder(Decoder):

@@ -31,7 +31,7 @@ def _use_tensor_cores(model: nn.Module) -> None:
 
     for unit in model.modules():
         if isinstance(unit, ConvUnit) and QuickConvolution.fits(unit.conv):
-            relu = isinstance(unit.activation, nn.ReLU) and isinstance(unit.norm, nn.Identity)
+            relu = isinstance(unit.activation, nn.ReLU) and unit.norm is None
             unit.conv = QuickConvolution(unit.conv, relu=relu)  # type: ignore[assignment]
             if relu:
-                unit.activation = nn.Identity()
+                unit.activation = None

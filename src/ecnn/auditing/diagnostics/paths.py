@@ -108,7 +108,7 @@ def check_saturation(probe: Probe) -> Verdict:
         claim = f"PGD closes the score margin of {percent(count, n)} that stand without changing what is behind it."
         if has_members:
             before, after = (100 * (figures[f"right_bits_{when}"] or 0) for when in ("before", "after"))
-            claim += f" Right bits go from {before:.1f} to {after:.1f} %."
+            claim += f" Right bits go from {before:.2f} to {after:.2f} %."
         advice = (
             "The attack drives the decoder into saturation: attack the member logits, or their differences."
         )
