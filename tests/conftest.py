@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -18,6 +19,17 @@ settings.load_profile("ecnn")
 def _do_not_wait_for_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tests kill processes, not machines; waiting for a slow disk after every epoch proves nothing."""
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Networks so small lose more by sharing work than they gain."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(autouse=True)

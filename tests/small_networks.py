@@ -2,25 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
-import pytest
 import torch
 from torch import nn
 
 SMALL: dict[str, Any] = {"depth": 8, "width": 2}
 #: Sets of specialists for ten classes.
 RING = [[index, (index + 1) % 10, (index + 3) % 10] for index in range(10)]
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Networks this small only wait for a second thread. Holds where it is imported."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def count(module: nn.Module) -> int:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -20,17 +19,10 @@ from ecnn.attacks.gradient import PGD
 from ecnn.attacks.jsma import JSMA
 from ecnn.errors import InputError
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 SHAPE = (3, 4, 4)
 FEATURES = math.prod(SHAPE)
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """These tensors are tiny: threads would only wait for each other."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 class HalfSpaces(nn.Module):

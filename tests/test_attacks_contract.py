@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -13,6 +12,8 @@ from torch import Tensor, nn
 from ecnn.attacks import ATTACKS, PGD, Attack, Transfer
 from ecnn.constructions import random_code
 from ecnn.model import ECNN
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 BALL: dict[str, Any] = {"norm": "linf", "eps": 0.1}
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -36,15 +37,6 @@ L2_BALL: dict[str, Any] = {"norm": "l2", "eps": 0.4}
 IN_A_BALL = [name for name, options in SETTINGS.items() if "eps" in options]
 SLOW = pytest.param("autoattack", marks=pytest.mark.slow)
 EVERY = [SLOW if name == "autoattack" else name for name in SETTINGS]
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Tiny networks run many times faster so."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def make(name: str, **changes: Any) -> Attack:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -21,17 +20,10 @@ from ecnn.constructions import random_code
 from ecnn.errors import InputError
 from ecnn.model import ECNN
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 SHAPE = (1, 2, 8)
 FEATURES, CLASSES = math.prod(SHAPE), 4
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """These tensors are tiny: threads would only wait for each other."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 class Net(nn.Module):

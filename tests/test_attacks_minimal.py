@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from ecnn.attacks.base import Attack, Target
-from ecnn.attacks.carlini import BlindSpot, CarliniWagnerL2, MemberCarliniWagner
+from ecnn.attacks.carlini import BlindSpot, CarliniWagnerL2, MemberCarliniWagner, _Descent
 from ecnn.attacks.minimal import FMN, DeepFool, MinimumNormAttack
+from ecnn.attacks.views import Look
 from ecnn.codes import load_code
 from ecnn.constructions import random_code
 from ecnn.errors import InputError
@@ -374,14 +375,29 @@ def test_blind_spot_counts_from_the_shrunken_image() -> None:
     assert 1 <= ratio.min() <= ratio.max() < 1.01
 
 
-def test_what_a_search_costs() -> None:
-    """Two verdicts, steps x search_steps passes with gradients, and the halvings at the end."""
+def test_what_a_search_costs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two verdicts, steps x search_steps passes, and the halvings at the end; gradients only where they have weight."""
     model, images = Linear(3), near_gray()
     labels = model(images).argmax(1)
-    attacked = carlini(steps=25, search_steps=3, abort_early=False, pull_steps=7).run(model, images, labels)
+    attack = carlini(steps=25, search_steps=3, abort_early=False, pull_steps=7)
+    attacked = attack.run(model, images, labels)
     assert attacked.success.all()
-    assert attacked.backwards.tolist() == [75] * len(images)
-    assert attacked.forwards.tolist() == [2 + 75 + 7] * len(images)
+
+    def always(descent: Any, points: Tensor) -> tuple[Look, Tensor]:
+        state = descent.state
+        looked: tuple[Look, Tensor] = descent.target.ascend(descent.view, points, state.labels, state.goals)
+        return looked
+
+    monkeypatch.setattr(_Descent, "_ascend", always)
+    whole = attack.run(model, images, labels)
+    assert whole.backwards.tolist() == [75] * len(images)
+    assert whole.forwards.tolist() == [2 + 75 + 7] * len(images)
+    torch.testing.assert_close(attacked.images, whole.images)
+    woken = attacked.forwards - whole.forwards  # asked twice: it needed no gradient one step before
+    assert (woken >= 0).all()
+    assert (woken < attacked.backwards).all()
+    assert (attacked.backwards < 60).all()
+    monkeypatch.undo()
     failed = carlini(steps=300, search_steps=3).run(Constant(), images, torch.zeros_like(labels))
     # Nothing changes the loss, so each constant ends at its second check, after 30 steps each, and nothing is pulled.
     assert failed.backwards.tolist() == [180] * len(images)

@@ -6,7 +6,6 @@ import dataclasses
 import json
 import math
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from ecnn.auditing.auditor import judge
 from ecnn.data import Split
 from ecnn.errors import InputError
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 HALL = sys.modules["ecnn.auditing.auditor"]
 EPS = 0.04
 BALL: dict[str, Any] = {"norm": "linf", "eps": EPS}
@@ -35,14 +35,6 @@ TINY = Budget(
     queries=60,
     eot=10,
 )
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(autouse=True)

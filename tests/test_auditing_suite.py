@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -40,6 +39,7 @@ from ecnn.codes import CodeMatrix
 from ecnn.constructions import random_code
 from ecnn.model import ECNN
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 TINY = Budget(
     name="tiny",
     images=20,
@@ -55,14 +55,6 @@ TINY = Budget(
 EPS = 0.1
 BALL: dict[str, Any] = {"norm": "linf", "eps": EPS}
 WALK: dict[str, Any] = {**BALL, "steps": 20, "step_size": EPS / 4, "schedule": "cosine"}
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 class Sees(nn.Module):

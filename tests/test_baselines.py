@@ -15,7 +15,7 @@ import scipy.linalg
 import scipy.special
 import torch
 import torch.nn.functional as F  # noqa: N812 the name everybody knows
-from small_networks import SMALL, count, one_thread, shake  # noqa: F401 a fixture acts where it is imported
+from small_networks import SMALL, count, shake
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -41,6 +41,8 @@ from ecnn.codes import CodeMatrix, load_code
 from ecnn.constructions import random_code
 from ecnn.errors import InputError
 from ecnn.objectives import MemberObjective, ScoreObjective
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 CODE = random_code(4, 5, seed=0)
 SMALL_TANH: dict[str, Any] = {"image_size": (8, 12), "filters": (2, 3, 4), "bit_filters": 2}

@@ -15,7 +15,7 @@ import scipy.ndimage
 import torch
 import torch.nn.functional as F  # noqa: N812 the name everybody knows
 from PIL import Image, ImageFilter
-from small_networks import RING, SMALL, count, one_thread, shake  # noqa: F401 a fixture acts where it is imported
+from small_networks import RING, SMALL, count, shake
 from torch import Tensor, nn
 
 from ecnn import files
@@ -45,6 +45,8 @@ from ecnn.codes import CodeMatrix, load_code
 from ecnn.constructions import random_code
 from ecnn.errors import InputError
 from ecnn.objectives import score_cross_entropy
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 SETS = [[0, 1], [1, 2], [0, 2, 3], [3]]
 

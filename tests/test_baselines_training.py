@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from small_networks import RING, SMALL, count, one_thread  # noqa: F401 a fixture acts where it is imported
+from small_networks import RING, SMALL, count
 from torch import Tensor, nn
 from typer.testing import CliRunner
 
@@ -41,6 +41,8 @@ from ecnn.runs import MODELS, load_model
 from ecnn.training import RECIPES, Recipe, fit
 from ecnn.training.loop import accuracy
 from ecnn.training.recipes import objective_of, resolve_recipe, spell_out
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 EPS = 0.1
 FAST: dict[str, Any] = {"epochs": 5, "lr": 0.01, "ema": 0.9, "shift": 0}

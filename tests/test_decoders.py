@@ -173,7 +173,9 @@ def test_flat_scores_do_not_depend_on_the_order_of_addition() -> None:
     assert float((scores.amax(dim=1) - scores.amin(dim=1)).median()) < 0.02
     assert torch.equal(scores, other(logits[:, order]))
     shares = torch.sigmoid(logits)  # what sums in float32 would say
-    assert not torch.equal(shares.flatten(1) @ decoder.one_hot.T, shares[:, order].flatten(1) @ other.one_hot.T)
+    assert not torch.equal(
+        shares.flatten(1) @ decoder.one_hot.T, shares[:, order].flatten(1) @ other.one_hot.T
+    )
 
 
 @pytest.mark.parametrize("name", LOGIT)

@@ -8,7 +8,7 @@ import json
 import math
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -48,16 +48,9 @@ from ecnn.evaluation.outcomes import COLUMNS, join
 from ecnn.evaluation.provenance import describe, describe_model, hash_images
 from ecnn.model import ECNN
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 CONFIDENT = math.log(9)  # a lead of this much means a probability of 0.9 among two classes
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    """These tensors are tiny: on a busy machine threads wait for each other longer than they compute."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 class Table(nn.Module):

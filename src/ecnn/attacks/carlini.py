@@ -52,8 +52,8 @@ class CarliniWagnerL2(_TanhAttack):
     The margin is the score of the label minus the best other score, and x' a tanh of an unbounded w, which keeps it in
     [0, 1]. Each image has its own c: tenfold until a success, then halfway between the largest that failed and the
     smallest that succeeded. Returned is the nearest image met that is misclassified by `confidence`, and where there
-    was none, the nearest that is misclassified at all. A step costs a pass and a gradient; images whose search is over
-    leave the batch.
+    was none, the nearest that is misclassified at all. A step costs a pass and, where the margin still counts, a
+    gradient; images whose search is over leave the batch.
 
     Attributes:
         steps: of Adam with each constant, at most.
@@ -175,6 +175,7 @@ class _State(Rows):
         age, tried: steps with this constant, constants done.
         lowest, checked: the lowest loss with this constant, now and at the last check.
         won: whether a step since the last check gave an image as asked for.
+        idle: whether the last step needed no gradient of the view, the image being far enough over the border.
         found, nearest, sure: the best image so far, its squared distance, and whether it is as asked for.
     """
 
@@ -194,6 +195,7 @@ class _State(Rows):
     lowest: Tensor
     checked: Tensor
     won: Tensor
+    idle: Tensor
     found: Tensor
     nearest: Tensor
     sure: Tensor
@@ -256,6 +258,7 @@ class _Descent:
             lowest=full(math.inf),
             checked=full(math.inf),
             won=no,
+            idle=no,
             found=images,
             nearest=full(math.inf),
             sure=no,
@@ -265,20 +268,47 @@ class _Descent:
     def _step(self) -> None:
         state, attack = self.state, self.attack
         points = torch.tanh(state.place).mul_(0.5 / _STRETCH).add_(0.5).clamp_(0, 1)
-        look, gradient = self.target.ascend(self.view, points, state.labels, state.goals)
+        look, gradient = self._ascend(points)
         losses = look.losses.to(points.dtype)
         broken = misclassified(self.target, look.scores, points, state.labels)
         moves = points - state.images
         distances = moves.square().flatten(1).sum(dim=1)
         self._note(points, distances, broken, broken & (losses >= self.demanded))
         # Not the loss alone decides when to stop pushing: another view than the scores may be satisfied too early.
-        weight = state.constant * ~(broken & (losses >= attack.confidence))
+        state.idle = broken & (losses >= attack.confidence)
+        weight = state.constant * ~state.idle
         total = distances + weight * (attack.confidence - losses)
         state.lowest = torch.minimum(state.lowest, total)
         state.age = state.age + 1
         # d tanh(w) = 1 - tanh(w)^2; factors that all pixels share play no part in Adam.
         inner = (2 * points - 1).mul_(_STRETCH)
         self._adam(moves.mul_(2).sub_(gradient * per_image(weight, points)).mul_(1 - inner.square_()))
+
+    def _ascend(self, points: Tensor) -> tuple[Look, Tensor]:
+        """What the view shows at the points, and its gradient, or zeros where that would have no weight.
+
+        On a CPU, images that needed no gradient one step ago are looked at without one first: most need none again. On
+        CUDA a batch of a new size costs more than that saves.
+        """
+        state = self.state
+        if points.is_cuda or not state.idle.any():
+            return self.target.ascend(self.view, points, state.labels, state.goals)
+        idle = torch.nonzero(state.idle).squeeze(1)
+        part, target = state.take(idle), self.target.narrow(idle)
+        seen = target.look(self.view, points[idle], part.labels, part.goals)
+        stays = misclassified(target, seen.scores, points[idle], part.labels)
+        stays &= seen.losses >= self.attack.confidence
+        quiet = idle[stays]
+        if len(quiet) == len(points):
+            return seen, torch.zeros_like(points)
+        rest = torch.nonzero(torch.ones_like(state.idle).index_fill(0, quiet, False)).squeeze(1)
+        part, target = state.take(rest), self.target.narrow(rest)
+        look, gradient = target.ascend(self.view, points[rest], part.labels, part.goals)
+        order = torch.cat([quiet, rest]).argsort()
+        losses, scores = torch.cat([seen.losses[stays], look.losses])[order], None
+        if seen.scores is not None and look.scores is not None:
+            scores = torch.cat([seen.scores[stays], look.scores])[order]
+        return Look(losses, scores), torch.cat([torch.zeros_like(points[quiet]), gradient])[order]
 
     def _note(self, points: Tensor, distances: Tensor, broken: Tensor, sure: Tensor) -> None:
         """Keeps what is nearer; what is as asked for comes before what is only misclassified."""
