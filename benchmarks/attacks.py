@@ -108,6 +108,7 @@ def measure(
     row = {
         "name": name,
         "images": len(images),
+        "threads": torch.get_num_threads(),
         "seconds": seconds,
         "forwarded": counted.images,
         "clean": int(clean.sum()),
@@ -354,7 +355,7 @@ def main() -> None:
             "auto": lambda: auto_rows(ROBUST, images, labels, options.seeds),
             "auto_standard": lambda: auto_rows(STANDARD, images, labels, options.seeds),
         }
-        result["environment"] = {**runs.environment(), "threads": torch.get_num_threads()}
+        result["environment"] = runs.environment()
         for part in options.parts.split(","):
             result[part] = rows = []
             with without_tf32():
@@ -385,17 +386,18 @@ def markdown(everything: dict[str, Any]) -> str:
     ]
     for device, result in everything.items():
         facts = result["environment"]
-        threads = "" if device == "cuda" else f", {facts['threads']} threads"
-        lines += ["", f"## {facts['device']} ({device}), torch {facts['torch']}{threads}"]
+        lines += ["", f"## {facts['device']} ({device}), torch {facts['torch']}"]
         for part, title in (
             ("pgd", f"PGD, Linf 8/255, {PGD_STEPS} steps of 2/255, cross-entropy, last iterate"),
             ("cw", "Carlini-Wagner L2: " + ", ".join(f"{key} {value}" for key, value in CW.items())),
-            ("cw_art", "The same by ART, one thread"),
+            ("cw_art", "The same by ART"),
             ("auto", f"AutoAttack standard, Linf 8/255, {ROBUST}"),
             ("auto_standard", f"AutoAttack standard, Linf 8/255, {STANDARD}"),
         ):
             if part in result:
-                lines += ["", f"### {title}", "", *table(result[part])]
+                threads = result[part][0].get("threads")
+                suffix = "" if device == "cuda" or threads is None else f", threads: {threads}"
+                lines += ["", f"### {title}{suffix}", "", *table(result[part])]
     return "\n".join(lines) + "\n"
 
 
