@@ -383,6 +383,7 @@ def markdown(everything: dict[str, Any]) -> str:
         "float32 without TF32. broken: right when clean and misclassified after, by a pass of our own; a black image",
         "is a failure. median L2: of the broken images, and of all that were right when clean, failures being",
         "infinitely far, so that rows are compared on the same images. forwarded: images that went through the model.",
+        "seconds: the median, where libraries took turns in several rounds (`--rounds`; all of them are in the JSON).",
     ]
     for device, result in everything.items():
         facts = result["environment"]

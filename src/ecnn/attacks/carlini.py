@@ -293,17 +293,20 @@ class _Descent:
         state = self.state
         if points.is_cuda or not state.idle.any():
             return self.target.ascend(self.view, points, state.labels, state.goals)
+
+        def about(rows: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+            return points[rows], state.labels[rows], None if state.goals is None else state.goals[rows]
+
         idle = torch.nonzero(state.idle).squeeze(1)
-        part, target = state.take(idle), self.target.narrow(idle)
-        seen = target.look(self.view, points[idle], part.labels, part.goals)
-        stays = misclassified(target, seen.scores, points[idle], part.labels)
+        target = self.target.narrow(idle)
+        seen = target.look(self.view, *about(idle))
+        stays = misclassified(target, seen.scores, points[idle], state.labels[idle])
         stays &= seen.losses >= self.attack.confidence
         quiet = idle[stays]
         if len(quiet) == len(points):
             return seen, torch.zeros_like(points)
         rest = torch.nonzero(torch.ones_like(state.idle).index_fill(0, quiet, False)).squeeze(1)
-        part, target = state.take(rest), self.target.narrow(rest)
-        look, gradient = target.ascend(self.view, points[rest], part.labels, part.goals)
+        look, gradient = self.target.narrow(rest).ascend(self.view, *about(rest))
         order = torch.cat([quiet, rest]).argsort()
         losses, scores = torch.cat([seen.losses[stays], look.losses])[order], None
         if seen.scores is not None and look.scores is not None:
