@@ -1,8 +1,9 @@
 """Attacks beside those of other libraries: same model, same images, same settings, in one run.
 
-Run: python benchmarks/attacks.py [--device cuda] [--images 1000] [--seeds 3] [--rounds 1] [--parts cw] [--json JSON]
-with the libraries of peers.txt installed (`make peers`); writes attacks.json and attacks.md beside this file, one entry
-per device. Images are the first of the CIFAR-10 test set, from --root or from an .npz (--npz) of uint8 images, labels.
+Run: python benchmarks/attacks.py [--device cuda] [--images 1000] [--seeds 3] [--rounds 1] [--parts cw]
+[--only ecnn foolbox] [--entry NAME] [--json JSON] with the libraries of peers.txt installed (`make peers`); writes
+attacks.json and attacks.md beside this file, one entry per device unless told. Images are the first of the CIFAR-10
+test set, from --root or from an .npz (--npz) of uint8 images, labels.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -24,18 +26,38 @@ from torch import Tensor, nn
 
 import ecnn
 from ecnn import files, runs
-from ecnn.attacks import PGD, Attack, AutoAttack, CarliniWagnerL2
+from ecnn.attacks import PGD, Attack, AutoAttack, CarliniWagnerL2, Square
 from ecnn.backbones import without_tf32
 
 HERE = Path(__file__).parent
 EPS, STEP = 8 / 255, 2 / 255
 PGD_STEPS, WARM_UP_STEPS = 200, 6
 CW: dict[str, Any] = {"steps": 100, "search_steps": 5, "initial_constant": 0.01, "lr": 0.01}
+SQUARE_EPS, SQUARE_QUERIES = 0.5, 5000
 ROBUST, STANDARD = "cifar10-resnet20-at", "cifar10-ecnn30"
 
-Rows = Iterator[dict[str, Any]]
 #: Crafts images from (model, images, labels).
 Craft = Attack | Callable[[nn.Module, Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One row to measure: an attack of a library.
+
+    Attributes:
+        warm_up: the same attack with few steps, which is run before the clock starts: libraries choose their kernels
+            at the first sight of a shape.
+        limit: on how many images, where all would take too long.
+    """
+
+    name: str
+    craft: Craft
+    warm_up: Craft | None = None
+    seed: int = 0
+    limit: int | None = None
+
+
+Cases = Iterator[Case]
 
 
 class Counted(nn.Module):
@@ -64,38 +86,27 @@ def import_peers() -> None:
             importlib.import_module(name)
 
 
-def measure(
-    name: str,
-    craft: Craft,
-    model: nn.Module,
-    images: Tensor,
-    labels: Tensor,
-    *,
-    warm_up: Craft | None = None,
-    **facts: Any,
-) -> dict[str, Any]:
-    """One row: time, images forwarded, and what a pass of our own says of the result.
-
-    Args:
-        warm_up: the same attack with few steps, which is run before the clock starts: libraries choose their kernels
-            at the first sight of a shape.
-    """
+def measure(case: Case, model: nn.Module, images: Tensor, labels: Tensor) -> dict[str, Any]:
+    """One row: time, images forwarded, and what a pass of our own says of the result."""
+    images, labels = images[: case.limit], labels[: case.limit]
     counted = Counted(model)
-    if warm_up is not None:
+    if case.warm_up is not None:
         with suppress(Exception):
-            warm_up(model, images, labels)
+            case.warm_up(model, images, labels)
     torch.manual_seed(0)
     wait(images)
     started = time.perf_counter()
     try:
-        if isinstance(craft, Attack):  # it counts by itself: a recorded pass does not run the module's Python
-            attacked = craft.run(model, images, labels, seed=facts.get("seed", 0))
+        if isinstance(
+            case.craft, Attack
+        ):  # it counts itself: a recorded pass does not run the module's Python
+            attacked = case.craft.run(model, images, labels, seed=case.seed)
             crafted, counted.images = attacked.images, int(attacked.forwards.sum())
         else:
-            crafted = craft(counted, images, labels).detach().to(images)
+            crafted = case.craft(counted, images, labels).detach().to(images)
     except Exception as error:  # a peer that fails is a row that says so
         reason = f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"
-        return report({"name": name, "error": reason, **facts})
+        return report({"name": case.name, "seed": case.seed, "error": reason})
     wait(images)
     seconds = time.perf_counter() - started
     with torch.no_grad(), without_tf32():
@@ -106,7 +117,8 @@ def measure(
     lengths = moves.norm(dim=1)
     of_all = torch.where(broken, lengths, math.inf)[clean].median()
     row = {
-        "name": name,
+        "name": case.name,
+        "seed": case.seed,
         "images": len(images),
         "threads": torch.get_num_threads(),
         "seconds": seconds,
@@ -117,7 +129,6 @@ def measure(
         "median_l2": float(lengths[broken].median()) if broken.any() else None,
         "median_l2_of_all": float(of_all) if of_all < math.inf else None,
         "largest_linf": float(moves.abs().max()),
-        **facts,
     }
     return report(row)
 
@@ -132,7 +143,7 @@ def wait(images: Tensor) -> None:
         torch.cuda.synchronize()
 
 
-def pgd_rows(model: nn.Module, images: Tensor, labels: Tensor) -> Rows:
+def pgd_cases(*, on_cuda: bool) -> Cases:
     """Linf PGD on cross-entropy, 200 steps, one random start, the last iterate; ours with early exit apart."""
 
     def crafts(steps: int) -> dict[str, Craft]:
@@ -146,14 +157,14 @@ def pgd_rows(model: nn.Module, images: Tensor, labels: Tensor) -> Rows:
         }
         found: dict[str, Craft] = {"ecnn": PGD(keep="last", **settings), "ecnn, early exit": PGD(**settings)}
         found |= peer_pgd(steps)
-        if images.is_cuda:
+        if on_cuda:
             found["ecnn, bfloat16"] = PGD(keep="last", precision="bfloat16", **settings)
             found["torchattacks, bfloat16"] = in_half(peer_pgd(steps)["torchattacks"])  # the fastest peer
         return found
 
     short = crafts(WARM_UP_STEPS)
     for name, craft in crafts(PGD_STEPS).items():
-        yield measure(name, craft, model, images, labels, warm_up=short[name])
+        yield Case(name, craft, warm_up=short[name])
 
 
 def in_half(craft: Any) -> Craft:
@@ -225,7 +236,7 @@ def art_classifier(model: nn.Module, images: Tensor) -> Any:
     )
 
 
-def cw_rows(model: nn.Module, images: Tensor, labels: Tensor) -> Rows:
+def cw_cases() -> Cases:
     """C&W L2, untargeted, confidence 0; torchattacks has no search for the constant, so a pair of rows has none."""
     whole: dict[str, Any] = {**CW, "abort_early": False, "early_exit": False, "quick": True}
     single: dict[str, Any] = {**whole, "search_steps": 1, "initial_constant": 1.0}
@@ -236,13 +247,12 @@ def cw_rows(model: nn.Module, images: Tensor, labels: Tensor) -> Rows:
         "ecnn, early exit": CarliniWagnerL2(**{**CW, "quick": True}),
     }
     for name, craft in crafts.items():
-        yield measure(name, craft, model, images, labels)
+        yield Case(name, craft)
 
 
-def art_rows(model: nn.Module, images: Tensor, labels: Tensor) -> Rows:
+def art_cases() -> Cases:
     """ART's C&W, whose line search asks many times more: a part of its own, on few images."""
-    few = min(len(images), 20)
-    yield measure("art", with_art_cw, model, images[:few], labels[:few])
+    yield Case("art", with_art_cw, limit=20)
 
 
 def peer_cw() -> dict[str, Craft]:
@@ -303,9 +313,8 @@ def with_art_cw(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     return torch.from_numpy(attack.generate(x.cpu().numpy(), y.cpu().numpy()))
 
 
-def auto_rows(name: str, images: Tensor, labels: Tensor, seeds: int) -> Rows:
+def auto_cases(seeds: int) -> Cases:
     """The standard suite of both, seed by seed."""
-    model = ecnn.load_model(name, device=images.device)
     ours = AutoAttack(norm="linf", eps=EPS, quick=True)
     for seed in range(seeds):
 
@@ -317,7 +326,46 @@ def auto_rows(name: str, images: Tensor, labels: Tensor, seeds: int) -> Rows:
             return crafted
 
         for title, craft in (("ecnn", ours), ("pyautoattack", with_peer)):
-            yield measure(title, craft, model, images, labels, seed=seed)
+            yield Case(title, craft, seed=seed)
+
+
+def square_cases(seeds: int) -> Cases:
+    """Square in L2 as AutoAttack sets it, of the libraries that have it, and ours with its own moves."""
+
+    def with_pyautoattack(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        from pyautoattack.square import SquareAttack
+
+        attack = SquareAttack(model, "L2", SQUARE_QUERIES, SQUARE_EPS, resc_schedule=False, device=x.device)
+        crafted: Tensor = attack.perturb(x, y)
+        return crafted
+
+    def with_torchattacks(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        import torchattacks
+
+        crafted: Tensor = torchattacks.Square(
+            model.eval(), norm="L2", eps=SQUARE_EPS, n_queries=SQUARE_QUERIES, resc_schedule=False
+        )(x, y)
+        return crafted
+
+    for seed in range(seeds):
+        settings: tuple[tuple[str, Literal["bumps", "turns"], bool], ...] = (
+            ("ecnn", "bumps", False),
+            ("ecnn, turns", "turns", False),
+            ("ecnn, rescaled", "bumps", True),
+            ("ecnn, turns, rescaled", "turns", True),
+        )
+        for name, l2_moves, rescale in settings:
+            attack = Square(
+                norm="l2",
+                eps=SQUARE_EPS,
+                queries=SQUARE_QUERIES,
+                l2_moves=l2_moves,
+                rescale=rescale,
+                quick=True,
+            )
+            yield Case(name, attack, seed=seed)
+    yield Case("pyautoattack", with_pyautoattack)
+    yield Case("torchattacks", with_torchattacks)
 
 
 def load_images(options: argparse.Namespace) -> tuple[Tensor, Tensor]:
@@ -337,33 +385,43 @@ def main() -> None:
     parser.add_argument("--root", default="data")
     parser.add_argument("--npz", default=None)
     parser.add_argument("--json", type=Path, default=HERE / "attacks.json")
-    parser.add_argument("--parts", default="pgd,cw,cw_art,auto,auto_standard", help="in this order")
+    parser.add_argument("--parts", default="pgd,cw,cw_art,auto,auto_standard,square", help="in this order")
+    parser.add_argument("--only", nargs="+", help="rows of these names, such as ecnn torchattacks")
+    parser.add_argument("--entry", default=None, help="of the JSON to write to; the device's type")
     options = parser.parse_args()
     everything = files.read_json(options.json) if options.json.exists() else {}
-    result = everything.setdefault(torch.device(options.device).type, {})
     if options.parts:
         import_peers()
-        images, labels = (tensor.to(options.device) for tensor in load_images(options))
-        robust = ecnn.load_model(ROBUST, device=options.device)
-        PGD(norm="linf", eps=EPS, steps=3, step_size=STEP)(
-            robust, images[:64], labels[:64]
-        )  # libraries set themselves up
-        parts: dict[str, Callable[[], Rows]] = {
-            "pgd": lambda: pgd_rows(robust, images, labels),
-            "cw": lambda: cw_rows(robust, images, labels),
-            "cw_art": lambda: art_rows(robust, images, labels),
-            "auto": lambda: auto_rows(ROBUST, images, labels, options.seeds),
-            "auto_standard": lambda: auto_rows(STANDARD, images, labels, options.seeds),
-        }
-        result["environment"] = runs.environment()
-        for part in options.parts.split(","):
-            result[part] = rows = []
-            with without_tf32():
-                for turn in range(options.rounds):
-                    for place, row in enumerate(parts[part]()):
-                        rows.append(row) if turn == 0 else add_round(rows[place], row)
-                        files.write_json(options.json, everything)
+        measure_parts(options, everything)
     files.write_text(options.json.with_suffix(".md"), markdown(everything))
+
+
+def measure_parts(options: argparse.Namespace, everything: dict[str, Any]) -> None:
+    """Measures the parts that are asked for and writes the JSON after every row."""
+    images, labels = (tensor.to(options.device) for tensor in load_images(options))
+    robust, standard = (ecnn.load_model(name, device=options.device) for name in (ROBUST, STANDARD))
+    for model in (robust, standard):  # libraries set themselves up, and kernels are compiled
+        PGD(norm="linf", eps=EPS, steps=3, step_size=STEP, quick=True)(model, images[:64], labels[:64])
+    parts: dict[str, tuple[nn.Module, Callable[[], Cases]]] = {
+        "pgd": (robust, lambda: pgd_cases(on_cuda=images.is_cuda)),
+        "cw": (robust, cw_cases),
+        "cw_art": (robust, art_cases),
+        "auto": (robust, lambda: auto_cases(options.seeds)),
+        "auto_standard": (standard, lambda: auto_cases(options.seeds)),
+        "square": (robust, lambda: square_cases(options.seeds)),
+    }
+    result = everything.setdefault(options.entry or images.device.type, {})
+    result["environment"] = runs.environment()
+    for part in options.parts.split(","):
+        model, make_cases = parts[part]
+        result[part] = rows = []
+        for turn in range(options.rounds):
+            cases = [case for case in make_cases() if not options.only or case.name in options.only]
+            for place, case in enumerate(cases):
+                with without_tf32():
+                    row = measure(case, model, images, labels)
+                rows.append(row) if turn == 0 else add_round(rows[place], row)
+                files.write_json(options.json, everything)
 
 
 def add_round(row: dict[str, Any], again: dict[str, Any]) -> None:
@@ -394,6 +452,7 @@ def markdown(everything: dict[str, Any]) -> str:
             ("cw_art", "The same by ART"),
             ("auto", f"AutoAttack standard, Linf 8/255, {ROBUST}"),
             ("auto_standard", f"AutoAttack standard, Linf 8/255, {STANDARD}"),
+            ("square", f"Square, L2 {SQUARE_EPS}, {SQUARE_QUERIES} queries, {ROBUST}"),
         ):
             if part in result:
                 threads = result[part][0].get("threads")

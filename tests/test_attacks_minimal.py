@@ -132,20 +132,25 @@ def test_fmn_reaches_the_smallest_distance(norm: Any, num_classes: int) -> None:
     attacked = FMN(norm=norm, steps=300).run(model, images, labels)
     ratio = measured(attacked.images, images, norm) / smallest_distance(model, images, labels, norm)
     assert attacked.success.all()
-    assert 1 <= ratio.min() <= ratio.max() < 1.01
+    assert 1 <= ratio.min() <= ratio.max() < 1 + 1e-5
     assert attacked.forwards.tolist() == [303] * len(images)
     assert attacked.backwards.tolist() == [300] * len(images)
 
 
 @pytest.mark.parametrize("num_classes", [2, 3])
-@pytest.mark.parametrize(("pull_steps", "lr"), [(0, 0.001), (10, 0.01)])
-def test_carlini_wagner_reaches_the_smallest_distance(pull_steps: int, lr: float, num_classes: int) -> None:
+@pytest.mark.parametrize(
+    ("pull_steps", "lr", "slack"), [(0, 0.001, 1e-3), (10, 0.01, 1e-3), (30, 0.001, 1e-5)]
+)
+def test_carlini_wagner_reaches_the_smallest_distance(
+    pull_steps: int, lr: float, slack: float, num_classes: int
+) -> None:
+    """After halving the line 30 times, what remains is the error of its direction."""
     model, images = equidistant(num_classes), near_gray()
     labels = model(images).argmax(1)
     attack = carlini(steps=400, search_steps=9, lr=lr, pull_steps=pull_steps)
     crafted = attack(model, images, labels)
     ratio = measured(crafted, images, "l2") / smallest_distance(model, images, labels, "l2")
-    assert 1 <= ratio.min() <= ratio.max() < 1.01
+    assert 1 <= ratio.min() <= ratio.max() < 1 + slack
 
 
 def test_confidence_is_kept_and_costs_distance() -> None:

@@ -54,6 +54,32 @@ def test_a_quick_copy_of_a_baseline(name: str) -> None:
         assert torch.allclose(quick_copy(model, "float32")(images), model(images), rtol=1e-4, atol=1e-4)
 
 
+def test_a_quick_copy_is_asked_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a CPU's caches hold at once; the images and what they cost are those of one batch."""
+    torch.manual_seed(0)
+    model = ECNN(load_code("10x10"), depth=8, width=4).double().eval()
+    images = torch.rand(50, 3, 12, 12, dtype=torch.float64)
+    labels = model(images).argmax(1)
+    asked: list[int] = []
+    forward = ECNN.forward
+
+    def count(module: ECNN, points: Tensor) -> Tensor:
+        asked.append(len(points))
+        return forward(module, points)
+
+    monkeypatch.setattr(ECNN, "forward", count)
+    attack = PGD(norm="linf", eps=0.1, steps=5, step_size=0.03, targets=2, keep="best", quick=True)
+    whole = attack.run(model, images, labels, seed=1)
+    assert max(asked) == 50
+    asked.clear()
+    monkeypatch.setattr("ecnn.attacks.base._QUICK_PIXELS", 20 * images[0].numel())
+    pieces = attack.run(model, images, labels, seed=1)
+    assert sorted(set(asked))[-2:] == [17, 50]  # 17, 17 and 16; the model's own verdicts stay whole
+    assert torch.equal(pieces.success, whole.success)
+    assert torch.equal(pieces.forwards, whole.forwards)
+    assert torch.allclose(pieces.images, whole.images, atol=1e-12)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     ("channels", "kernel", "stride", "size"),

@@ -19,6 +19,7 @@ from ecnn.attacks.draws import Draws
 from ecnn.attacks.fab import FAB
 from ecnn.attacks.gradient import PGD
 from ecnn.attacks.projections import move_to_hyperplane
+from ecnn.attacks.square import Square
 
 pytestmark = pytest.mark.peer
 DATA = Path(__file__).parent.parent / "data"
@@ -145,3 +146,41 @@ def test_a_shipped_model_keeps_no_more() -> None:
     suite = AutoAttack(norm="linf", eps="8/255").run_suite(model, images, labels)
     assert suite.warnings == ()
     assert int((~suite.attacked.success).sum()) <= theirs + 1
+
+
+class FarBorder(nn.Module):
+    """Two classes, scores linear in the pixels and so far apart that no move in the ball breaks an image."""
+
+    def __init__(self, pixels: int) -> None:
+        super().__init__()
+        normal = Draws.of(2, torch.arange(1)).normal(pixels)[0]
+        self.normal = nn.Parameter(normal / normal.norm())
+
+    def forward(self, images: Tensor) -> Tensor:
+        gains = (images.flatten(1) - 0.5) @ self.normal
+        return torch.stack([torch.full_like(gains, 10), gains], dim=1)
+
+
+def test_l2_squares_on_a_linear_model() -> None:
+    """The published moves end far from the optimum, 1 here, in both programs and with any queries; turns come near."""
+    square = pytest.importorskip("pyautoattack.square")
+    model, labels = FarBorder(75), torch.zeros(20, dtype=torch.int64)
+    images = torch.full((20, 3, 5, 5), 0.5)
+
+    def gain(points: Tensor) -> Tensor:
+        gains: Tensor = model(points)[:, 1].detach() / 0.5
+        return gains
+
+    def ours(l2_moves: Any) -> Tensor:
+        attack = Square(norm="l2", eps=0.5, queries=4000, l2_moves=l2_moves, keep="last")
+        return gain(attack(model, images, labels))
+
+    theirs = []
+    for queries in (1000, 4000):
+        peer = square.SquareAttack(model, norm="L2", n_queries=queries, eps=0.5, seed=0)
+        peer.init_hyperparam(images)
+        theirs.append(gain(peer.attack_single_run(images, labels)[1]))
+    assert theirs[1].max() < 0.8
+    assert theirs[1].mean() < theirs[0].mean() + 0.05
+    assert theirs[1].mean() < ours("bumps").mean() < 0.75
+    assert ours("turns").min() > 0.95

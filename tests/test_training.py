@@ -532,13 +532,16 @@ def vector(model: nn.Module) -> Tensor:
 @pytest.mark.parametrize("optimizer", ["adam", "sgd"])
 @pytest.mark.parametrize("adversarial", [False, True])
 def test_graph_and_eager_agree_on_cuda(optimizer: str, adversarial: bool) -> None:
-    """The same random numbers and the same steps: what differs is rounding, a small part of the way travelled."""
+    """The same random numbers and the same steps: what differs is rounding, a small part of the way travelled.
+
+    After one epoch: later, rounding has grown to as much between two eager runs (8 % of the way after four epochs).
+    """
     attack = (
         PGD(norm="linf", eps=0.1, steps=2, step_size=0.05, loss="cross_entropy", keep="last")
         if adversarial
         else None
     )
-    recipe = dataclasses.replace(TINY, optimizer=optimizer, lr=1e-3, precision="float32", ema=None)
+    recipe = dataclasses.replace(TINY, epochs=1, optimizer=optimizer, lr=1e-3, precision="float32", ema=None)
     start = vector(tiny_model(batch_norm=True))
     ends = []
     for graph in (True, False):
@@ -547,8 +550,8 @@ def test_graph_and_eager_agree_on_cuda(optimizer: str, adversarial: bool) -> Non
         assert history.note == ""
         ends.append(vector(model))
     travelled = (ends[0] - start).norm()
-    assert travelled > 0.01
-    assert (ends[0] - ends[1]).norm() < 0.1 * travelled
+    assert travelled > 0.002
+    assert (ends[0] - ends[1]).norm() < 0.01 * travelled
 
 
 @pytest.mark.gpu

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -17,6 +18,10 @@ from ecnn.attacks.recording import Recorder, Values
 from ecnn.attacks.views import Look, View
 from ecnn.backbones import full_precision, without_tf32
 from ecnn.errors import InputError
+
+# A quick copy on a CPU is asked about few images at once, as what it makes of more does not stay in the caches.
+_QUICK_PIXELS = 128 * 3 * 32 * 32
+_QUICK_LEAST_ROWS = 16
 
 
 @dataclass(frozen=True)
@@ -144,7 +149,21 @@ class Target:
         return scores
 
     def _pass(self, name: Hashable, compute: Callable[..., Values], *inputs: Tensor | None) -> Values:
-        return compute(*inputs) if self.recorder is None else self.recorder(name, compute, *inputs)
+        if self.recorder is not None:
+            return self.recorder(name, compute, *inputs)
+        pieces = self._pieces(inputs[0])
+        if pieces < 2:
+            return compute(*inputs)
+        split = [[None] * pieces if tensor is None else tensor.tensor_split(pieces) for tensor in inputs]
+        answers = [compute(*piece) for piece in zip(*split, strict=True)]
+        return tuple(None if parts[0] is None else torch.cat(parts) for parts in zip(*answers, strict=True))
+
+    def _pieces(self, points: Tensor | None) -> int:
+        """How many parts a question about these points is asked in."""
+        if points is None or points.device.type != "cpu" or self.model is self.judge:
+            return 1
+        rows = max(_QUICK_LEAST_ROWS, _QUICK_PIXELS // max(1, points[:1].numel()))
+        return math.ceil(len(points) / rows)
 
     def verdict(self, points: Tensor) -> Tensor:
         """(batch,) the model's classes, always in full precision: the only question whose answer counts."""

@@ -373,7 +373,7 @@ class _Maker:
         return AutoAttack(**self.ball).members(self.num_classes) if self.budget.autoattack else {}
 
     def square(self) -> Attack:
-        return Square(queries=max(1, self.budget.queries), **self.ball)
+        return Square(queries=max(1, self.budget.queries), l2_moves="turns", **self.ball)
 
     def by_classes(self) -> dict[str, Attack]:
         """By the model's classes alone; a walk along the border costs about samples * 2/3 * steps^1.5 questions."""

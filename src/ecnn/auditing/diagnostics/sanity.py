@@ -166,7 +166,7 @@ def check_one_step(probe: Probe) -> Verdict:
 def check_black_box(probe: Probe) -> Verdict:
     """Alarm where Square, which sees no gradient, breaks images that both gradient attacks leave."""
     left = probe.standing & ~probe.cross_entropy_walk.broken
-    square = Square(norm=probe.norm, eps=probe.eps, queries=probe.budget.queries)
+    square = Square(norm=probe.norm, eps=probe.eps, queries=probe.budget.queries, l2_moves="turns")
     gained, n = int(probe.broken_by(square, left).sum()), probe.num_right
     evidence = {
         "images": n,
