@@ -97,9 +97,8 @@ def measure(case: Case, model: nn.Module, images: Tensor, labels: Tensor) -> dic
     wait(images)
     started = time.perf_counter()
     try:
-        if isinstance(
-            case.craft, Attack
-        ):  # it counts itself: a recorded pass does not run the module's Python
+        if isinstance(case.craft, Attack):
+            # It counts by itself: a recorded pass does not run the module's Python.
             attacked = case.craft.run(model, images, labels, seed=case.seed)
             crafted, counted.images = attacked.images, int(attacked.forwards.sum())
         else:
@@ -347,13 +346,13 @@ def square_cases(seeds: int) -> Cases:
         )(x, y)
         return crafted
 
+    settings: tuple[tuple[str, Literal["bumps", "turns"], bool], ...] = (
+        ("ecnn", "bumps", False),
+        ("ecnn, turns", "turns", False),
+        ("ecnn, rescaled", "bumps", True),
+        ("ecnn, turns, rescaled", "turns", True),
+    )
     for seed in range(seeds):
-        settings: tuple[tuple[str, Literal["bumps", "turns"], bool], ...] = (
-            ("ecnn", "bumps", False),
-            ("ecnn, turns", "turns", False),
-            ("ecnn, rescaled", "bumps", True),
-            ("ecnn, turns, rescaled", "turns", True),
-        )
         for name, l2_moves, rescale in settings:
             attack = Square(
                 norm="l2",

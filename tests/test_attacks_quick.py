@@ -72,7 +72,7 @@ def test_a_quick_copy_is_asked_in_pieces(monkeypatch: pytest.MonkeyPatch) -> Non
     whole = attack.run(model, images, labels, seed=1)
     assert max(asked) == 50
     asked.clear()
-    monkeypatch.setattr("ecnn.attacks.base._QUICK_PIXELS", 20 * images[0].numel())
+    monkeypatch.setattr("ecnn.attacks.passes._PIXELS_AT_ONCE", 20 * images[0].numel())
     pieces = attack.run(model, images, labels, seed=1)
     assert sorted(set(asked))[-2:] == [17, 50]  # 17, 17 and 16; the model's own verdicts stay whole
     assert torch.equal(pieces.success, whole.success)

@@ -54,6 +54,11 @@ def l2_norm(differences: Tensor) -> Tensor:
     return length
 
 
+def length_of(moves: Tensor, norm: Norm) -> Tensor:
+    """(batch,) length of each image-shaped row in the norm."""
+    return moves.flatten(1).abs().amax(dim=1) if norm == "linf" else l2_norm(moves)
+
+
 def project(points: Tensor, images: Tensor, norm: Norm, eps: float) -> Tensor:
     """Points within eps of the images and within [0, 1]: the nearest ones in Linf, scaled back and cut in L2.
 

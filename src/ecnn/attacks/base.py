@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -13,15 +12,11 @@ from torch import Tensor, nn
 
 from ecnn.attacks.ball import check_unit_range, per_image
 from ecnn.attacks.draws import Draws
+from ecnn.attacks.passes import Recorder, Values, run_in_pieces
 from ecnn.attacks.quick import quick_copy
-from ecnn.attacks.recording import Recorder, Values
 from ecnn.attacks.views import Look, View
 from ecnn.backbones import full_precision, without_tf32
 from ecnn.errors import InputError
-
-# A quick copy on a CPU is asked about few images at once, as what it makes of more does not stay in the caches.
-_QUICK_PIXELS = 128 * 3 * 32 * 32
-_QUICK_LEAST_ROWS = 16
 
 
 @dataclass(frozen=True)
@@ -50,7 +45,7 @@ class Target:
         model: what is attacked; questions may go to an equal copy that is faster to ask.
         judge: the model itself, which alone gives verdicts.
         precision: "bfloat16" computes questions (not verdicts) under autocast.
-        recorder: replays passes as CUDA graphs; None runs them one by one.
+        run: how a computation on rows is run, `run(name, compute, *inputs)`; None computes it as it is.
     """
 
     def __init__(
@@ -59,12 +54,12 @@ class Target:
         batch: int,
         device: torch.device,
         precision: str = "float32",
-        recorder: Recorder | None = None,
+        run: Callable[..., Values] | None = None,
         judge: nn.Module | None = None,
     ) -> None:
         if precision == "bfloat16" and device.type != "cuda":
             raise InputError(f'precision="bfloat16" needs a CUDA device, but the images are on {device}.')
-        self.model, self.precision, self.device, self.recorder = model, precision, device, recorder
+        self.model, self.precision, self.device, self.run = model, precision, device, run
         self.judge = model if judge is None else judge
         self._rows: Tensor | None = None
         self._counts = torch.zeros(2, batch, dtype=torch.int64)
@@ -75,7 +70,7 @@ class Target:
         """The same target for some of its images: (n,) positions. Give it only those from then on."""
         part = Target.__new__(Target)
         part.model, part.precision, part.device = self.model, self.precision, self.device
-        part.recorder, part.judge, part._root = self.recorder, self.judge, self._root
+        part.run, part.judge, part._root = self.run, self.judge, self._root
         part._rows = rows.cpu() if self._rows is None else self._rows[rows.cpu()]
         return part
 
@@ -149,21 +144,7 @@ class Target:
         return scores
 
     def _pass(self, name: Hashable, compute: Callable[..., Values], *inputs: Tensor | None) -> Values:
-        if self.recorder is not None:
-            return self.recorder(name, compute, *inputs)
-        pieces = self._pieces(inputs[0])
-        if pieces < 2:
-            return compute(*inputs)
-        split = [[None] * pieces if tensor is None else tensor.tensor_split(pieces) for tensor in inputs]
-        answers = [compute(*piece) for piece in zip(*split, strict=True)]
-        return tuple(None if parts[0] is None else torch.cat(parts) for parts in zip(*answers, strict=True))
-
-    def _pieces(self, points: Tensor | None) -> int:
-        """How many parts a question about these points is asked in."""
-        if points is None or points.device.type != "cpu" or self.model is self.judge:
-            return 1
-        rows = max(_QUICK_LEAST_ROWS, _QUICK_PIXELS // max(1, points[:1].numel()))
-        return math.ceil(len(points) / rows)
+        return compute(*inputs) if self.run is None else self.run(name, compute, *inputs)
 
     def verdict(self, points: Tensor) -> Tensor:
         """(batch,) the model's classes, always in full precision: the only question whose answer counts."""
@@ -287,8 +268,8 @@ class Attack:
     def _target(self, model: nn.Module, images: Tensor) -> Target:
         if not self.quick:
             return Target(model, len(images), images.device, self.precision)
-        copy, recorder = quick_copy(model, self.precision), Recorder() if images.is_cuda else None
-        return Target(copy, len(images), images.device, self.precision, recorder, judge=model)
+        copy, run = quick_copy(model, self.precision), Recorder() if images.is_cuda else run_in_pieces
+        return Target(copy, len(images), images.device, self.precision, run, judge=model)
 
     def _run(self, model: nn.Module, images: Tensor, labels: Tensor, draws: Draws) -> Attacked:
         target = self._target(model, images)

@@ -10,7 +10,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ecnn.attacks.ball import Norm, check_norm, l2_norm, parse_eps, per_image, project, random_start
+from ecnn.attacks.ball import Norm, check_norm, length_of, parse_eps, per_image, project, random_start
 from ecnn.attacks.base import Attack, Target
 from ecnn.attacks.draws import Draws
 from ecnn.attacks.projections import move_to_hyperplane
@@ -22,11 +22,6 @@ from ecnn.objectives import score_margin
 _FINAL_STEPS = 3
 _FINAL_OVERSHOOT = 1e-5  # a point on the border itself may be on either side of it
 _STREAM = 12
-
-
-def length_of(moves: Tensor, norm: Norm) -> Tensor:
-    """(batch,) how long the moves are."""
-    return moves.flatten(1).abs().amax(dim=1) if norm == "linf" else l2_norm(moves)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ecnn.attacks.ball import Norm, check_norm, l2_norm, per_image, steepest
+from ecnn.attacks.ball import Norm, check_norm, l2_norm, length_of, per_image, steepest
 from ecnn.attacks.base import Attack, Target
 from ecnn.attacks.draws import Draws
 from ecnn.attacks.views import SCORE_VIEWS, check_view, make_view, read_scores
@@ -67,11 +67,6 @@ def possible(direction: Tensor, points: Tensor) -> Tensor:
     """The direction without the pixels that are at 0 or 1 and would leave: following them leads nowhere."""
     stuck = ((points <= 0) & (direction < 0)) | ((points >= 1) & (direction > 0))
     return direction.masked_fill(stuck, 0)
-
-
-def distance(moves: Tensor, norm: Norm) -> Tensor:
-    """(batch,) length of each image-shaped row in the norm."""
-    return l2_norm(moves) if norm == "l2" else moves.flatten(1).abs().amax(dim=1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -219,7 +214,7 @@ class FMN(MinimumNormAttack):
             gradient = torch.where(_leaves(points, gradient), 0.0, gradient)
             scores = target.scores(points) if look.scores is None else look.scores
             broken = misclassified(target, scores, points, labels)
-            lengths = distance(points - images, self.norm)
+            lengths = length_of(points - images, self.norm)
             nearer = broken & (lengths < shortest)
             found = torch.where(per_image(nearer, found), points, found)
             shortest = torch.where(nearer, lengths, shortest)

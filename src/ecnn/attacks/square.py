@@ -204,7 +204,7 @@ def _first_stripes(images: Tensor, eps: float, draws: Draws) -> Tensor:
 def _propose_square(walk: _Walk, eps: float, share: float, numbers: Tensor) -> Tensor:
     images, side = walk.images, _side(share, walk.images)
     height, width = images.shape[-2:]
-    top, left = _places(numbers[:, 0], height - side + 1), _places(numbers[:, 1], width - side + 1)
+    top, left = _corner(numbers, side, images)
     down = torch.arange(height, device=images.device) - top[:, None]
     across = torch.arange(width, device=images.device) - left[:, None]
     inside = ((down >= 0) & (down < side))[:, None, :, None] & ((across >= 0) & (across < side))[
@@ -253,11 +253,18 @@ def _first_tiles(images: Tensor, eps: float, draws: Draws) -> Tensor:
     top, left = (height - down * side) // 2, (width - across * side) // 2
     whole = torch.zeros_like(images)
     whole[:, :, top : top + down * side, left : left + across * side] = moves
-    return project(images + whole * per_image(eps / l2_norm(whole), whole), images, "l2", eps)
+    return project(images + _of_length(whole, eps), images, "l2", eps)
 
 
-def _window(top: Tensor, left: Tensor, side: int, images: Tensor) -> Tensor:
-    """(batch, channel, side * side) positions in the flattened image of the square at these places."""
+def _corner(numbers: Tensor, side: int, images: Tensor) -> tuple[Tensor, Tensor]:
+    """(batch,) top and left of a square, by the first two random numbers."""
+    height, width = images.shape[-2:]
+    return _places(numbers[:, 0], height - side + 1), _places(numbers[:, 1], width - side + 1)
+
+
+def _window(numbers: Tensor, side: int, images: Tensor) -> Tensor:
+    """(batch, channel, side * side) positions in the flattened image of a square, placed by the first two numbers."""
+    top, left = _corner(numbers, side, images)
     steps = torch.arange(side, device=images.device)
     rows, columns = top[:, None, None] + steps[:, None], left[:, None, None] + steps
     flat = (rows * images.shape[-1] + columns).flatten(1)
@@ -270,10 +277,7 @@ def _propose_bumps(walk: _Walk, eps: float, share: float, numbers: Tensor) -> Te
     height, width = images.shape[-2:]
     side = _side(share, images, least=3)
     side = min(side + 1 - side % 2, height, width)
-    here, there = (
-        _window(_places(down, height - side + 1), _places(across, width - side + 1), side, images)
-        for down, across in (numbers[:, 0:2].T, numbers[:, 2:4].T)
-    )
+    here, there = (_window(numbers[:, pair], side, images) for pair in (slice(0, 2), slice(2, 4)))
     moves = (walk.points - images).flatten(2)
     unused = (eps**2 - moves.square().sum(dim=(1, 2))).clamp_min(0)[:, None, None] / images.shape[1]
     cleared = moves.scatter(2, there, 0.0).scatter(2, here, 0.0)
@@ -291,13 +295,10 @@ def _propose_turn(walk: _Walk, eps: float, share: float, numbers: Tensor) -> Ten
 
     The smaller the square, the smaller the angle: what a square can add falls with its side.
     """
-    images = walk.images
-    height, width = images.shape[-2:]
-    side = _side(share, images)
-    top, left = _places(numbers[:, 0], height - side + 1), _places(numbers[:, 1], width - side + 1)
+    images, side = walk.images, _side(share, walk.images)
     colours = (2 * numbers[:, 5:] - 1)[:, :, None].expand(-1, -1, side * side)
-    square = torch.zeros_like(images).flatten(2).scatter(2, _window(top, left, side, images), colours)
-    angles = _WIDEST_TURN * math.sqrt(side / max(height, width)) * numbers[:, 2].sqrt()
+    square = torch.zeros_like(images).flatten(2).scatter(2, _window(numbers, side, images), colours)
+    angles = _WIDEST_TURN * math.sqrt(side / max(images.shape[-2:])) * numbers[:, 2].sqrt()
     moves = _of_length(walk.points - images, eps)
     turned = moves + per_image(angles.tan(), images) * _of_length(square.view_as(images), eps)
     return project(images + _of_length(turned, eps), images, "l2", eps)

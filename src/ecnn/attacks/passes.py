@@ -1,7 +1,8 @@
-"""Passes through the model recorded as CUDA graphs: a small network spends most of its time being launched."""
+"""How passes through a small network are run: recorded as CUDA graphs, or in pieces that fit a CPU's caches."""
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
@@ -13,6 +14,10 @@ from torch import Tensor
 _ORDINARY_PASSES = 3
 _MOST_RECORDINGS = 8
 _LARGEST_PADDING = 1.3
+
+# What a network makes of more pixels than these does not stay in a CPU's caches.
+_PIXELS_AT_ONCE = 128 * 3 * 32 * 32
+_LEAST_ROWS_AT_ONCE = 16
 
 Values = tuple[Tensor | None, ...]
 
@@ -76,6 +81,17 @@ class Recorder:
             with torch.cuda.graph(graph, pool=self._pool):
                 results = compute(*places)
         self._recordings[key] = (graph, places, results)
+
+
+def run_in_pieces(name: Hashable, compute: Callable[..., Values], *inputs: Tensor | None) -> Values:
+    """compute(*inputs), computed for some of the rows at a time; takes what a `Recorder` does."""
+    rows, pixels = next((len(value), value[:1].numel()) for value in inputs if value is not None)
+    pieces = math.ceil(rows / max(_LEAST_ROWS_AT_ONCE, _PIXELS_AT_ONCE // max(1, pixels)))
+    if pieces < 2:
+        return compute(*inputs)
+    split = [[None] * pieces if value is None else value.tensor_split(pieces) for value in inputs]
+    answers = [compute(*piece) for piece in zip(*split, strict=True)]
+    return tuple(None if parts[0] is None else torch.cat(parts) for parts in zip(*answers, strict=True))
 
 
 @contextmanager
