@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 import ecnn
 from ecnn.attacks import PGD, VIEWS, Draws, project, random_start
-from ecnn.attacks.ball import parse_eps
 from ecnn.attacks.views import linear_scores, member_margins
+from ecnn.checks import parse_eps
 from ecnn.codes import load_code
 from ecnn.constructions import random_code
 from ecnn.data import Dataset

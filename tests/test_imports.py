@@ -17,6 +17,7 @@ HOUSE = Path(ecnn.__file__).parent
 # From the front door to the street; CONTRIBUTING.md explains them.
 ROOMS = [
     "errors",
+    "checks",
     "progress",
     "files",
     "bounds",

@@ -10,12 +10,13 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ecnn.attacks.ball import Norm, check_norm, parse_eps, per_image, random_start, steepest
+from ecnn.attacks.ball import Norm, check_norm, per_image, random_start, steepest
 from ecnn.attacks.base import Attack, Target
 from ecnn.attacks.draws import Draws
 from ecnn.attacks.projections import project_to_ball
 from ecnn.attacks.turns import Rows, Turn, advance_rows, best_wrong_classes, take_turns
 from ecnn.attacks.views import Look, Loss, LossFunction, View, make_view
+from ecnn.checks import parse_eps
 from ecnn.errors import InputError
 
 _MOMENTUM = 0.75  # the paper's alpha, the share of a step that is new

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ecnn.attacks.apgd import APGD
-from ecnn.attacks.ball import Norm, check_norm, check_unit_range, l2_norm, parse_eps
+from ecnn.attacks.ball import Norm, check_norm, check_unit_range, l2_norm
 from ecnn.attacks.base import Attack, Attacked, Target, check_batch
 from ecnn.attacks.draws import Draws
 from ecnn.attacks.fab import FAB
@@ -19,6 +19,7 @@ from ecnn.attacks.square import Square
 from ecnn.attacks.turns import Turn, take_turns
 from ecnn.attacks.views import SCORE_VIEWS, check_view, read_scores, score_loss
 from ecnn.backbones import without_tf32
+from ecnn.checks import parse_eps
 from ecnn.errors import InputError
 
 Version = Literal["standard", "apgd-ce", "apgd-t", "fab-t", "square"]

@@ -8,27 +8,15 @@ import torch
 from torch import Tensor
 
 from ecnn.attacks.draws import Draws
+from ecnn.checks import check_choice
 from ecnn.errors import InputError
 
 Norm = Literal["linf", "l2"]
 
 
-def parse_eps(eps: float | str) -> float:
-    """The radius as a number; `"8/255"` and `"0.5/255"` are accepted as people write them."""
-    try:
-        above, slash, below = eps.partition("/") if isinstance(eps, str) else (eps, "", "")
-        value = float(above) / (float(below) if slash else 1.0)
-    except (ValueError, ZeroDivisionError):
-        raise InputError(f'eps must be a number or a fraction such as "8/255", not {eps!r}.') from None
-    if not 0 <= value < float("inf"):
-        raise InputError(f"eps must be from 0 up and finite, not {eps!r}.")
-    return value
-
-
 def check_norm(norm: str) -> None:
     """Raises InputError unless the norm is one that balls have here."""
-    if norm not in get_args(Norm):
-        raise InputError(f"norm must be one of {', '.join(get_args(Norm))}, not {norm!r}.")
+    check_choice("norm", norm, get_args(Norm))
 
 
 def check_unit_range(images: Tensor) -> None:

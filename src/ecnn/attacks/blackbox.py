@@ -9,11 +9,12 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from ecnn.attacks.ball import Norm, check_norm, l2_norm, parse_eps, per_image, project, random_start, steepest
+from ecnn.attacks.ball import Norm, check_norm, l2_norm, per_image, project, random_start, steepest
 from ecnn.attacks.base import Attack, Attacked, Target
 from ecnn.attacks.draws import Draws
 from ecnn.attacks.views import score_loss
 from ecnn.backbones import full_precision
+from ecnn.checks import parse_eps
 from ecnn.errors import InputError
 
 _CUDA_DROPS_EVERY = 8

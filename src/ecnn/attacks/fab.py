@@ -10,12 +10,13 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ecnn.attacks.ball import Norm, check_norm, length_of, parse_eps, per_image, project, random_start
+from ecnn.attacks.ball import Norm, check_norm, length_of, per_image, project, random_start
 from ecnn.attacks.base import Attack, Target
 from ecnn.attacks.draws import Draws
 from ecnn.attacks.projections import move_to_hyperplane
 from ecnn.attacks.turns import Rows, Turn, advance_rows, best_wrong_classes, take_turns
 from ecnn.attacks.views import SCORE_VIEWS, check_view, make_view
+from ecnn.checks import parse_eps
 from ecnn.errors import InputError
 from ecnn.objectives import score_margin
 

@@ -10,11 +10,12 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from ecnn.attacks.ball import Norm, check_norm, parse_eps, per_image, project, random_start, steepest
+from ecnn.attacks.ball import Norm, check_norm, per_image, project, random_start, steepest
 from ecnn.attacks.base import Attack, Target
 from ecnn.attacks.draws import Draws
 from ecnn.attacks.turns import Rows, Turn, advance_rows, best_wrong_classes, take_turns
 from ecnn.attacks.views import SCORE_VIEWS, Look, Loss, LossFunction, View, make_view, read_scores
+from ecnn.checks import parse_eps
 from ecnn.errors import InputError
 
 _ODI_STEPS = 2

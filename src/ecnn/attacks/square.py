@@ -10,11 +10,12 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from ecnn.attacks.ball import Norm, check_norm, l2_norm, parse_eps, per_image, project
+from ecnn.attacks.ball import Norm, check_norm, l2_norm, per_image, project
 from ecnn.attacks.base import Attack, Target
 from ecnn.attacks.draws import Draws
 from ecnn.attacks.turns import Rows, Turn, advance_rows, take_turns
 from ecnn.attacks.views import SCORE_VIEWS, View, check_view, make_view
+from ecnn.checks import parse_eps
 from ecnn.errors import InputError
 
 # After these queries of 10,000 the share of pixels in a square is halved.

@@ -17,10 +17,11 @@ import torch
 from torch import Tensor, nn
 
 from ecnn.attacks import PGD, Attack, Draws, Transfer, project
-from ecnn.attacks.ball import Norm, check_norm, l2_norm, parse_eps, per_image
+from ecnn.attacks.ball import Norm, check_norm, l2_norm, per_image
 from ecnn.attacks.base import Target, gradient_of
 from ecnn.attacks.views import Look, View, decode_linearly, members_of, score_loss
 from ecnn.backbones import full_precision
+from ecnn.checks import parse_eps
 from ecnn.codes import CodeMatrix
 from ecnn.errors import InputError
 from ecnn.objectives import member_margin, member_targets, score_cross_entropy

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ecnn import files
 from ecnn.attacks.auto import examine
-from ecnn.attacks.ball import Norm, check_norm, parse_eps
+from ecnn.attacks.ball import Norm, check_norm
 from ecnn.attacks.base import Target
 from ecnn.auditing.budgets import Budget, resolve_budget
 from ecnn.auditing.case import Case
@@ -24,6 +24,7 @@ from ecnn.auditing.staging import Course, Staged
 from ecnn.auditing.suite import find_traits, suite
 from ecnn.auditing.surrogates import choose_examples
 from ecnn.backbones import eval_mode, without_tf32
+from ecnn.checks import parse_eps
 from ecnn.data import Split
 from ecnn.errors import InputError
 from ecnn.evaluation.intervals import Interval, wilson_interval

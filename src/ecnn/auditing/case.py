@@ -6,8 +6,9 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from ecnn.attacks.ball import Norm, check_norm, parse_eps
+from ecnn.attacks.ball import Norm, check_norm
 from ecnn.auditing.budgets import Budget
+from ecnn.checks import parse_eps
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ecnn.attacks import APGD, FAB, PGD, Attack, AutoAttack, HopSkipJump, Square, Transfer
-from ecnn.attacks.ball import Norm, l2_norm, parse_eps
+from ecnn.attacks.ball import Norm, l2_norm
 from ecnn.attacks.views import View, make_view
 from ecnn.auditing.adaptive import (
     Averaged,
@@ -52,6 +52,7 @@ from ecnn.auditing.surrogates import (
     train_student,
 )
 from ecnn.backbones import eval_mode, full_precision, without_tf32
+from ecnn.checks import parse_eps
 from ecnn.errors import InputError
 
 PLAIN = "pgd-ce"  # what a usual evaluation would have run

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ecnn.backbones import Centre, Mean, Trunk, check_images, full_precision
-from ecnn.baselines.checks import check_count, check_number
+from ecnn.checks import check_count, check_number
 from ecnn.errors import InputError
 from ecnn.model import MemberDense
 from ecnn.objectives import score_cross_entropy

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from ecnn.backbones import ConvUnit, Mean, ResidualUnit, ResNet, full_precision
 from ecnn.baselines.adp import log_mean_probs
-from ecnn.baselines.checks import check_count
 from ecnn.baselines.squeezing import check_bits, reduce_bits
+from ecnn.checks import check_count
 from ecnn.errors import InputError
 from ecnn.objectives import score_cross_entropy
 

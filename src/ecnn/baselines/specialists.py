@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ecnn.backbones import Mean, eval_mode, full_precision
 from ecnn.baselines.adp import Ensemble, log_mean_probs
-from ecnn.baselines.checks import check_count
+from ecnn.checks import check_count
 from ecnn.errors import InputError
 from ecnn.objectives import score_cross_entropy
 

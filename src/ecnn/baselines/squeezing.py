@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ecnn.backbones import eval_mode, full_precision
-from ecnn.baselines.checks import check_count, check_number
+from ecnn.checks import check_count, check_number
 from ecnn.errors import InputError
 
 #: The squeezers that Xu et al. join, and ours for digits of 17 levels, as options of `FeatureSqueezing`.

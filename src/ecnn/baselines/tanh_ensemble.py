@@ -14,7 +14,7 @@ import torch.nn.functional as F  # noqa: N812 as all of torch's users call it
 from torch import Tensor, nn
 
 from ecnn.backbones import Centre, ConvUnit, check_images, full_precision
-from ecnn.baselines.checks import check_count, check_number
+from ecnn.checks import check_count, check_number
 from ecnn.codes import CodeMatrix
 from ecnn.decoders import make_decoder
 from ecnn.errors import InputError
@@ -265,8 +265,8 @@ class TanhEnsembleObjective:
 
     def __post_init__(self) -> None:
         check_number("noise", self.noise)
-        check_number("blend", self.blend, highest=1.0)
-        check_number("rotation", self.rotation, highest=180.0)
+        check_number("blend", self.blend, most=1.0)
+        check_number("rotation", self.rotation, most=180.0)
         check_number("margin", self.margin)
 
     def __call__(

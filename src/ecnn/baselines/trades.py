@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ecnn.backbones import eval_mode, full_precision
-from ecnn.baselines.checks import check_count, check_number, parse_length
+from ecnn.checks import check_count, check_number, parse_eps
 from ecnn.objectives import score_cross_entropy
 
 # The inner search leaves the image by this much noise first: at the image itself the gradient is zero.
@@ -52,7 +52,7 @@ class TRADESObjective:
     def __post_init__(self) -> None:
         check_count("steps", self.steps, least=0)
         for name in ("eps", "step_size"):
-            parse_length(name, getattr(self, name))
+            parse_eps(getattr(self, name), name)
         check_number("beta", self.beta)
 
     def __call__(
@@ -68,7 +68,7 @@ class TRADESObjective:
 
     def craft(self, model: nn.Module, images: Tensor, *, generator: torch.Generator | None = None) -> Tensor:
         """Points within eps of the images and within [0, 1] where the model's answer differs most from theirs."""
-        eps, step_size = parse_length("eps", self.eps), parse_length("step_size", self.step_size)
+        eps, step_size = parse_eps(self.eps, "eps"), parse_eps(self.step_size, "step_size")
         images = images.detach()
         low, high = (images - eps).clamp_(min=0), (images + eps).clamp_(max=1)
         noise = torch.randn(images.shape, generator=generator, device=images.device, dtype=images.dtype)

@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 from ecnn.attacks import Attack
-from ecnn.attacks.ball import parse_eps
 from ecnn.backbones import eval_mode, without_tf32
+from ecnn.checks import parse_eps
 from ecnn.data import Split
 from ecnn.errors import InputError
 from ecnn.evaluation.measuring import (

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from ecnn.attacks.ball import parse_eps
+from ecnn.checks import parse_eps
 from ecnn.errors import InputError
 from ecnn.evaluation.intervals import CONFIDENCE, Interval, Rate
 from ecnn.evaluation.outcomes import Outcomes

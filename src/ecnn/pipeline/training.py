@@ -15,8 +15,8 @@ from torch import nn
 from ecnn import files, runs
 from ecnn.annealing import design_code
 from ecnn.attacks import PGD, Attack
-from ecnn.attacks.ball import parse_eps
 from ecnn.baselines import SQUEEZERS, TANH_DISTURBANCES, TANH_SIZES, FeatureSqueezing
+from ecnn.checks import parse_eps
 from ecnn.codes import CodeMatrix, codebook, load_code
 from ecnn.data import Dataset, Split, load_data
 from ecnn.errors import InputError

@@ -1,0 +1,94 @@
+"""What public arguments are asked at the door: numbers, names, radii, and options given by name.
+
+Every check raises `InputError` with one sentence: what was expected, what came and, for a name, which one was meant.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import math
+from collections.abc import Iterable, Mapping
+from numbers import Integral, Real
+from typing import Any, TypeVar
+
+from ecnn.errors import InputError
+
+Built = TypeVar("Built")
+
+
+def check_count(name: str, value: Any, *, least: int = 1, most: int | None = None) -> None:
+    """Raises InputError unless the value is a whole number from `least` to `most`."""
+    is_whole = not isinstance(value, bool) and isinstance(value, Integral)
+    if not is_whole or value < least or (most is not None and value > most):
+        limit = "up" if most is None else f"to {most}"
+        raise InputError(f"{name} must be a whole number from {least} {limit}, not {value!r}.")
+
+
+def check_number(
+    name: str, value: Any, *, least: float = 0.0, most: float = math.inf, above: bool = False
+) -> None:
+    """Raises InputError unless the value is a finite number from `least` (with `above`: above it) to `most`."""
+    is_number = not isinstance(value, bool) and isinstance(value, Real) and math.isfinite(value)
+    if not is_number or not least <= value <= most or (above and value == least):
+        span = f"above {least:g}" if above else f"from {least:g} up"
+        if most < math.inf:
+            span = f"above {least:g} and up to {most:g}" if above else f"from {least:g} to {most:g}"
+        raise InputError(f"{name} must be a number {span}, not {value!r}.")
+
+
+def check_choice(name: str, value: Any, known: Iterable[str]) -> None:
+    """Raises InputError unless the value is one of the names; the sentence lists them and guesses which was meant."""
+    known = list(known)
+    if not isinstance(value, str) or value not in known:
+        raise InputError(f"{name} must be {either(known)}, not {value!r}{did_you_mean(value, known)}")
+
+
+def check_options(owner: str, options: Iterable[str], known: Iterable[str]) -> None:
+    """Raises InputError if an option is none of those that its owner has."""
+    known = list(known)
+    for option in options:
+        if option not in known:
+            has = f"it has {', '.join(known)}" if known else "it has none"
+            raise InputError(f"{owner} has no option {option!r}; {has}{did_you_mean(option, known)}")
+
+
+def parse_eps(value: float | str, name: str = "eps") -> float:
+    """A length on the [0, 1] scale as a number; `"8/255"` and `"0.5/255"` are accepted as people write them."""
+    try:
+        above, slash, below = value.partition("/") if isinstance(value, str) else (value, "", "")
+        length = math.nan if isinstance(value, bool) else float(above) / (float(below) if slash else 1.0)
+    except (TypeError, ValueError, ZeroDivisionError):
+        raise InputError(f'{name} must be a number or a fraction such as "8/255", not {value!r}.') from None
+    if not 0 <= length < math.inf:
+        raise InputError(f"{name} must be a number from 0 up, not {value!r}.")
+    return length
+
+
+def build(owner: str, kind: type[Built], options: Mapping[str, Any]) -> Built:
+    """A dataclass from options by the names of its fields; unknown and missing ones are named in a sentence."""
+    entries: Any = dataclasses.fields(kind)  # type: ignore[arg-type]
+    check_options(owner, options, [entry.name for entry in entries if entry.init])
+    missing = [entry.name for entry in entries if is_needed(entry) and entry.name not in options]
+    if missing:
+        raise InputError(f"{owner} needs {', '.join(missing)}, which decide its result and have no default.")
+    return kind(**options)
+
+
+def is_needed(entry: dataclasses.Field[Any]) -> bool:
+    """Whether a dataclass cannot be made without this field."""
+    missing = dataclasses.MISSING
+    return entry.init and entry.default is missing and entry.default_factory is missing
+
+
+def either(names: Iterable[str]) -> str:
+    """The names as a sentence lists them: "a", "a or b", "one of a, b, c"."""
+    names = list(names)
+    return " or ".join(names) if len(names) < 3 else f"one of {', '.join(names)}"
+
+
+def did_you_mean(value: Any, known: Iterable[str]) -> str:
+    """The end of a sentence about an unknown name: a full stop, or a guess which of the known ones was meant."""
+    by_lower = {name.lower(): name for name in known}
+    nearest = difflib.get_close_matches(str(value).lower(), by_lower, n=1, cutoff=0.6)
+    return f"; did you mean {by_lower[nearest[0]]!r}?" if nearest else "."

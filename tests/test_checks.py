@@ -1,0 +1,92 @@
+"""Doors: what is let in, and what the sentence says of what is not."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ecnn.baselines import TRADESObjective
+from ecnn.checks import build, check_choice, check_count, check_number, check_options, parse_eps
+from ecnn.errors import InputError
+
+
+@pytest.mark.parametrize("value", [1, 7, np.int64(3)])
+def test_counts_are_whole_numbers(value: Any) -> None:
+    check_count("steps", value, most=7)
+
+
+@pytest.mark.parametrize("value", [0, -1, 8, 2.0, True, "3", None, math.nan])
+def test_what_is_no_count_is_named(value: Any) -> None:
+    with pytest.raises(InputError, match=r"steps must be a whole number from 1 to 7, not "):
+        check_count("steps", value, most=7)
+
+
+@pytest.mark.parametrize("value", [0, 0.5, 1, np.float32(0.25)])
+def test_numbers_may_be_of_any_kind(value: Any) -> None:
+    check_number("beta", value, most=1)
+
+
+@pytest.mark.parametrize("value", [-0.1, 1.1, math.nan, math.inf, True, "1", None, 1j])
+def test_what_is_no_number_is_named(value: Any) -> None:
+    with pytest.raises(InputError, match=r"beta must be a number from 0 to 1, not "):
+        check_number("beta", value, most=1)
+
+
+def test_a_lower_end_can_be_left_out() -> None:
+    check_number("lr", 1e-9, above=True)
+    with pytest.raises(InputError, match=r"lr must be a number above 0, not 0\."):
+        check_number("lr", 0, above=True)
+    with pytest.raises(InputError, match=r"ratio must be a number above 0 and up to 1, not 2\."):
+        check_number("ratio", 2, above=True, most=1)
+
+
+def test_an_unknown_name_is_answered_with_the_nearest() -> None:
+    check_choice("norm", "l2", ("linf", "l2"))
+    with pytest.raises(InputError, match=r"norm must be linf or l2, not 'Linf'; did you mean 'linf'\?$"):
+        check_choice("norm", "Linf", ("linf", "l2"))
+    with pytest.raises(InputError, match=r"start must be one of uniform, image, odi, not 3\.$"):
+        check_choice("start", 3, ("uniform", "image", "odi"))
+    with pytest.raises(InputError, match=r"not \['l2'\]"):
+        check_choice("norm", ["l2"], ("linf", "l2"))
+
+
+def test_an_unknown_option_is_answered_with_the_nearest() -> None:
+    with pytest.raises(
+        InputError, match=r"pgd has no option 'step'; it has eps, steps; did you mean 'steps'\?$"
+    ):
+        check_options("pgd", ["eps", "step"], ("eps", "steps"))
+    with pytest.raises(InputError, match=r"it has none\.$"):
+        check_options("nothing", ["eps"], ())
+
+
+@dataclass(frozen=True)
+class _Wall:
+    height: float
+    width: float = 1.0
+    bricks: list[str] = field(default_factory=list)
+    area: float = field(default=0.0, init=False)
+
+
+def test_a_dataclass_is_built_from_names() -> None:
+    assert build("a wall", _Wall, {"height": 2.0}) == _Wall(2.0)
+    with pytest.raises(InputError, match="a wall needs height, which decide"):
+        build("a wall", _Wall, {"width": 2.0})
+    with pytest.raises(InputError, match="a wall has no option 'area'"):
+        build("a wall", _Wall, {"height": 2.0, "area": 4.0})
+
+
+@pytest.mark.parametrize(
+    "value", ["x", "1/0", "1/2/3", "", None, [0.1], True, -0.1, "-1/255", "inf", math.nan]
+)
+def test_what_is_no_radius_is_refused(value: Any) -> None:
+    with pytest.raises(InputError, match="step_size must be a number"):
+        parse_eps(value, "step_size")
+
+
+def test_radii_are_read_as_people_write_them_everywhere() -> None:
+    assert parse_eps("0.5/255") == 0.5 / 255
+    assert TRADESObjective(eps="0.5/255", steps=1, step_size="0.1/255").eps == "0.5/255"
