@@ -25,9 +25,9 @@ from ecnn.baselines.adp import log_mean_probs
 from ecnn.codes import CodeMatrix, load_code
 from ecnn.data import Split
 from ecnn.decoders import make_decoder
+from ecnn.models import RECIPES
 from ecnn.objectives import MemberObjective
 from ecnn.training.engine import Engine
-from ecnn.training.recipes import RECIPES
 
 HERE = Path(__file__).parent
 PLAIN = dataclasses.replace(RECIPES["paper"], diversity_weight=0.0)

@@ -25,9 +25,9 @@ from ecnn.backbones import full_precision, resnet20
 from ecnn.codes import CodeMatrix, load_code
 from ecnn.data import Split
 from ecnn.model import ECNN
-from ecnn.objectives import named_objective
+from ecnn.models import RECIPES
+from ecnn.objectives import make_objective
 from ecnn.training.engine import Engine
-from ecnn.training.recipes import RECIPES
 
 HERE = Path(__file__).parent
 BATCHES = (128, 256, 2048)
@@ -117,7 +117,7 @@ def make_engine(model: nn.Module, data: Split, batch: int, mode: str, attack: An
     name = "member_cross_entropy" if isinstance(model, ECNN) else "cross_entropy"
     recipe = dataclasses.replace(PLAIN, batch_size=batch)
     options = {"use_graph": mode != "eager", "compile_parts": mode == "compile"}
-    engine = Engine(model.cuda(), data, recipe, named_objective(name), attack, 0, **options)
+    engine = Engine(model.cuda(), data, recipe, make_objective(name), attack, 0, **options)
     model.train()
     engine.lr.fill_(1e-4)
     engine.index.copy_(torch.randperm(len(data), device="cuda")[:batch])

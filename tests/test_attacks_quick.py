@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from ecnn.attacks import PGD
 from ecnn.attacks.quick import quick_copy
 from ecnn.backbones import ConvUnit, ResNet, without_tf32
-from ecnn.baselines import BASELINES
 from ecnn.codes import load_code
 from ecnn.model import ECNN
+from ecnn.models import MODELS
 
 
 def relative(found: Tensor, exact: Tensor) -> float:
@@ -41,11 +41,11 @@ SMALL: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", sorted(BASELINES))
+@pytest.mark.parametrize("name", sorted(SMALL))
 def test_a_quick_copy_of_a_baseline(name: str) -> None:
     """EMPIR rounds its weights: merging a batch norm into them would make another network of it."""
     torch.manual_seed(0)
-    model = BASELINES[name](10, 1, 0.5, **SMALL[name])
+    model = MODELS[name].build(10, 1, 0.5, **SMALL[name])
     with torch.no_grad():
         for _ in range(3):
             model(torch.rand(16, 1, 8, 8))

@@ -19,7 +19,6 @@ from ecnn import files
 from ecnn.attacks import PGD
 from ecnn.backbones import ResNet
 from ecnn.baselines import (
-    BASELINES,
     ADPObjective,
     EMPIRObjective,
     FeatureSqueezing,
@@ -30,17 +29,18 @@ from ecnn.baselines import (
     TRADESObjective,
     confusion_sets,
     count_confusions,
-    make_objective,
 )
 from ecnn.cli import app
 from ecnn.data import Dataset, Split
 from ecnn.errors import InputError
-from ecnn.objectives import MemberObjective, score_margin
-from ecnn.pipeline import OBJECTIVES_OF, Plan, TrainRequest, plan, train_run
-from ecnn.runs import MODELS, load_model
-from ecnn.training import RECIPES, Recipe, fit
+from ecnn.models import MODELS, OBJECTIVES, RECIPES, objective_of, resolve_recipe, spell_out
+from ecnn.objectives import MemberObjective, make_objective, score_margin
+from ecnn.pipeline import Plan, TrainedRun, plan, train_run
+from ecnn.recipes import Recipe
+from ecnn.runs import load_model
+from ecnn.spec import Spec
+from ecnn.training import fit
 from ecnn.training.loop import accuracy
-from ecnn.training.recipes import objective_of, resolve_recipe, spell_out
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -66,13 +66,24 @@ def digits() -> Dataset:
     return ecnn.load_data("digits")
 
 
-def request(kind: str, out: Path | None = None, **changes: Any) -> TrainRequest:
-    code = "10x10" if kind in ("ecnn", "independent_ecoc") else None
+def spec_of(kind: str, data: str = "digits", **changes: Any) -> Spec:
+    """A spec by its tables; `objective` is short for settings of the objective."""
+    options = changes.pop("objective", None)
+    train = {**changes.pop("train", {}), **({} if options is None else {"objective_options": options})}
+    model = {"kind": kind, **changes.pop("model", {})}
+    return Spec.from_dict({"data": {"name": data}, "model": model, "train": train, **changes})
+
+
+def small(kind: str, **changes: Any) -> Spec:
+    """The same, small and fast."""
+    code: dict[str, Any] = {"code": {"name": "10x10"}} if kind in ("ecnn", "independent_ecoc") else {}
     model = {**SIZES[kind], **changes.pop("model", {})}
     train = {**FAST, **changes.pop("train", {})}
-    return TrainRequest(
-        data="digits", out=out, kind=kind, code=code, model=model, train=train, device="cpu", **changes
-    )
+    return spec_of(kind, model=model, train=train, **code, **changes)
+
+
+def train_small(spec: Spec, out: Path) -> TrainedRun:
+    return train_run(spec, out=out, device="cpu")
 
 
 def attacked(model: nn.Module, data: Dataset, **options: Any) -> float:
@@ -99,11 +110,11 @@ VIEWS: dict[str, tuple[Any, ...]] = {
 @pytest.mark.parametrize("kind", MODELS)
 def test_every_model_learns_digits_by_name(kind: str, digits: Dataset, tmp_path: Path) -> None:
     """At least 90 % of the test digits after five epochs, the same scores from its folder, and PGD breaks it."""
-    run = train_run(request(kind, tmp_path))
+    run = train_small(small(kind), tmp_path)
     assert run.test_accuracy >= 0.9
     model = load_model(tmp_path)
     assert accuracy(model, digits.test) == run.test_accuracy
-    again = train_run(request(kind, tmp_path))  # it is finished: nothing is trained, and nothing is refused
+    again = train_small(small(kind), tmp_path)  # it is finished: nothing is trained, and nothing is refused
     assert (again.test_accuracy, again.best_epoch) == (run.test_accuracy, run.best_epoch)
     images, _ = digits.test[:50]
     assert torch.equal(load_model(tmp_path)(images), model(images))
@@ -123,11 +134,12 @@ def test_trades_and_adversarial_training_make_digits_robust(digits: Dataset, tmp
     """At least 90 % clean, and 20 points more under attack than without them; both choose the epoch under attack."""
     attack = {"norm": "linf", "eps": "0.1", "steps": 3, "step_size": 0.05, "loss": "cross_entropy"}
     wide = {"width": 8}
-    train_run(request("resnet", tmp_path / "plain", model=wide))
+    train_small(small("resnet", model=wide), tmp_path / "plain")
     plain = attacked(load_model(tmp_path / "plain"), digits)
-    for name, train in (("attack", {}), ("trades", {"objective": "trades"})):
+    kinds: dict[str, dict[str, Any]] = {"attack": {}, "trades": {"objective": "trades"}}
+    for name, train in kinds.items():
         folder = tmp_path / name
-        run = train_run(request("resnet", folder, model=wide, train=train, attack={**attack, "keep": "last"}))
+        run = train_small(small("resnet", model=wide, train={**train, "attack": attack}), folder)
         assert run.test_accuracy >= 0.9
         assert attacked(load_model(folder), digits) >= plain + 0.2
         log = [json.loads(line) for line in (folder / "train.jsonl").read_text().splitlines()]
@@ -160,11 +172,12 @@ def stand_in(name: str) -> Dataset:
     channels, size = {"mnist": (1, 28), "cifar10": (3, 32), "gtsrb": (3, 32), "digits": (1, 8)}[name]
     images = torch.randint(256, (10, channels, size, size), dtype=torch.uint8)
     split = Split(images, torch.arange(10))
-    return Dataset(name, split, split, split, tuple(map(str, range(10))))
+    mirrored = name not in ("mnist", "gtsrb", "digits")
+    return Dataset(name, split, split, split, tuple(map(str, range(10))), may_be_mirrored=mirrored)
 
 
 def planned(kind: str, data: str, **changes: Any) -> Plan:
-    return plan(TrainRequest(data=data, kind=kind, **changes), stand_in(data))
+    return plan(spec_of(kind, data, **changes), stand_in(data))
 
 
 @pytest.mark.parametrize(
@@ -220,8 +233,8 @@ def planned(kind: str, data: str, **changes: Any) -> Plan:
 )
 def test_what_is_chosen(kind: str, data: str, train: dict[str, Any], model: dict[str, Any]) -> None:
     spec = planned(kind, data).spec
-    assert {key: spec["train"][key] for key in train} == train
-    assert {key: spec["model"][key] for key in model} == model
+    assert {key: spec.train.get(key, {}) for key in train} == train
+    assert {key: spec.model[key] for key in model} == model
 
 
 def test_published_recipes_count_published_parameters() -> None:
@@ -235,22 +248,22 @@ def test_published_recipes_count_published_parameters() -> None:
 
 
 def test_another_recipe_keeps_the_models_objective() -> None:
-    made = planned("adp", "cifar10", recipe="onecycle", objective={"beta": 0.1})
+    made = planned("adp", "cifar10", train={"recipe": "onecycle"}, objective={"beta": 0.1})
     assert objective_of(made.recipe) == ADPObjective(alpha=2.0, beta=0.1)
     assert resolve_recipe(made.recipe, objective="member_cross_entropy") == RECIPES["onecycle"]
-    made = planned("tanh_ensemble", "mnist", recipe="onecycle", objective={"noise": 0.1})
+    made = planned("tanh_ensemble", "mnist", train={"recipe": "onecycle"}, objective={"noise": 0.1})
     assert objective_of(made.recipe) == TanhEnsembleObjective(noise=0.1, blend=0.3)
-    assert objective_of(planned("ecnn", "cifar10", recipe="onecycle").recipe) == MemberObjective(
+    assert objective_of(planned("ecnn", "cifar10", train={"recipe": "onecycle"}).recipe) == MemberObjective(
         "cross_entropy"
     )
-    assert planned("ecnn", "cifar10", recipe="adp").recipe.objective == "member_hinge"
+    assert planned("ecnn", "cifar10", train={"recipe": "adp"}).recipe.objective == "member_hinge"
     assert (
         planned("ecnn", "cifar10", train={"objective": "cross_entropy"}).recipe.objective == "cross_entropy"
     )
 
 
 def test_a_flip_that_was_asked_for_stays() -> None:
-    assert not planned("ecnn", "mnist", recipe="onecycle").recipe.flip
+    assert not planned("ecnn", "mnist", train={"recipe": "onecycle"}).recipe.flip
     assert planned("ecnn", "mnist", train={"flip": True}).recipe.flip
 
 
@@ -258,13 +271,14 @@ def test_trades_takes_its_radius_from_the_attack_and_is_judged_by_it() -> None:
     attack: dict[str, Any] = {"norm": "linf", "eps": "8/255", "steps": 10, "step_size": 0.01, "on": "members"}
     attack |= {"loss": "cross_entropy", "keep": "last"}
     trades = {"objective": "trades"}
-    made = planned("ecnn", "cifar10", recipe="robust", attack=attack, train=trades, objective={"beta": 3})
+    whole = {**trades, "recipe": "robust", "attack": attack}
+    made = planned("ecnn", "cifar10", train=whole, objective={"beta": 3})
     assert objective_of(made.recipe) == TRADESObjective(eps="8/255", steps=10, step_size=0.01, beta=3)
     assert made.attack is None
     assert made.val_attack == PGD(**attack)
-    assert made.spec["attack"] is None
-    assert made.spec["val_attack"] == {"kind": "pgd", **attack}
-    assert made.spec["train"]["objective_options"] == {
+    assert "attack" not in made.spec.train
+    assert made.spec.train["val_attack"] == {"kind": "pgd", **attack}
+    assert made.spec.train["objective_options"] == {
         "eps": "8/255",
         "steps": 10,
         "step_size": 0.01,
@@ -273,16 +287,15 @@ def test_trades_takes_its_radius_from_the_attack_and_is_judged_by_it() -> None:
     alone: dict[str, Any] = {"eps": 0.031, "steps": 10, "step_size": 0.007}
     made = planned("resnet", "cifar10", train=trades, objective=alone)
     assert made.val_attack == PGD(norm="linf", loss="cross_entropy", keep="last", on="scores", **alone)
-    plain = planned("ecnn", "cifar10", recipe="robust", attack=attack)
+    plain = planned("ecnn", "cifar10", train={"recipe": "robust", "attack": attack})
     assert (plain.attack, plain.val_attack) == (PGD(**attack), None)
 
 
 def test_every_model_has_objectives_that_exist() -> None:
-    assert list(OBJECTIVES_OF) == ["ecnn", "resnet", *BASELINES] == list(MODELS)
     needed = {"eps": 0.1, "steps": 1, "step_size": 0.1}, {"noise": 0.1, "blend": 0.1}
-    for names in OBJECTIVES_OF.values():
-        for name in names:
-            make_objective(name, **{"trades": needed[0], "tanh_ensemble": needed[1]}.get(name, {}))
+    for name in {name for kind in MODELS.values() for name in kind.objectives}:
+        options = {"trades": needed[0], "tanh_ensemble": needed[1]}.get(name, {})
+        make_objective(name, known=OBJECTIVES, **options)
 
 
 def test_settings_of_an_objective_are_spelled_out() -> None:
@@ -317,14 +330,14 @@ def test_settings_of_an_objective_are_spelled_out() -> None:
         ("resnet", {"train": {"objective": "trades"}}, "'trades' needs eps, steps, step_size"),
         ("tanh_ensemble", {"objective": {"blend": 2}}, "blend must be a number from 0 to 1"),
         ("tanh_ensemble", {"model": {"filters": [1, 2]}}, "filters take three"),
-        ("adp", {"model": {"wide": 3}}, "cannot be built so"),
+        ("adp", {"model": {"wide": 3}}, "'adp' has no option 'wide'; .* did you mean 'width'"),
         ("feature_squeezing", {"model": {"bits": 0}}, "bits must be"),
         ("specialists", {}, "docs/baselines.md says how to find them"),
         ("specialists", {"model": {"sets": [[0]]}}, "one for each of the 10 classes"),
-        ("adp", {"code": "10x30"}, "only ecnn and independent_ecoc take a code"),
-        ("independent_ecoc", {"code": "43x30"}, "has 43 classes"),
-        ("adq", {}, "a model is one of ecnn, resnet, adp"),
-        ("adp", {"recipe": "adq"}, "recipe must be one of paper"),
+        ("adp", {"code": {"name": "10x30"}}, "'adp' takes no code"),
+        ("independent_ecoc", {"code": {"name": "43x30"}}, "has 43 classes"),
+        ("adq", {}, "model.kind must be one of ecnn, resnet, adp"),
+        ("adp", {"train": {"recipe": "adq"}}, "recipe must be one of paper"),
     ],
 )
 def test_refusals(kind: str, changes: dict[str, Any], sentence: str) -> None:
@@ -351,7 +364,7 @@ def test_the_command(tmp_path: Path) -> None:
     assert spec["train"]["weight_decay"] == 1e-4
     wrong = CliRunner().invoke(app, [*command, "--code", "10x30"])
     assert wrong.exit_code == 2
-    assert wrong.stderr == "ecnn: only ecnn and independent_ecoc take a code: leave it out for adp.\n"
+    assert wrong.stderr == "ecnn: a model of kind 'adp' takes no code: leave it out.\n"
 
 
 # Randomness
@@ -456,7 +469,7 @@ def test_a_cuda_graph_holds_the_step(name: str, objective: Any, compile_parts: b
     )
     if name == "specialists":
         options["sets"] = RING
-    model = BASELINES[name](10, 1, digits.mean_image, **options).cuda()
+    model = MODELS[name].build(10, 1, digits.mean_image, **options).cuda()
     history = fit(
         model,
         digits.train,

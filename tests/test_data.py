@@ -36,8 +36,8 @@ from ecnn.data import (
     load_data,
     sources,
 )
+from ecnn.data.datasets import hold_out
 from ecnn.data.formats import read_idx, read_npz, read_pickle
-from ecnn.data.sets import hold_out
 from ecnn.errors import InputError
 
 REAL = Path(os.environ.get("ECNN_DATA") or Path(__file__).parents[1] / "data")

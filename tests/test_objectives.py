@@ -20,12 +20,12 @@ from ecnn.objectives import (
     ScoreObjective,
     cross_member_entropy,
     joint_loss,
+    make_objective,
     member_cross_entropy,
     member_entropy,
     member_hinge,
     member_margin,
     member_targets,
-    named_objective,
     score_cross_entropy,
     score_margin,
     stationary_confidence,
@@ -325,15 +325,15 @@ def test_score_objective() -> None:
 
 def test_objectives_by_name() -> None:
     assert list(OBJECTIVES) == ["member_hinge", "member_cross_entropy", "cross_entropy"]
-    assert named_objective("member_hinge", diversity_weight=0.1) == MemberObjective("hinge", 0.1)
-    assert named_objective("member_cross_entropy").kind == "cross_entropy"  # type: ignore[union-attr]
-    assert named_objective("cross_entropy") == ScoreObjective()
+    assert make_objective("member_hinge", diversity_weight=0.1) == MemberObjective("hinge", 0.1)
+    assert make_objective("member_cross_entropy") == MemberObjective("cross_entropy")
+    assert make_objective("cross_entropy") == ScoreObjective()
 
 
 @pytest.mark.parametrize(
     ("name", "options", "sentence"),
     [
-        ("hinge", {}, "known: member_hinge, member_cross_entropy, cross_entropy"),
+        ("hinge", {}, "one of member_hinge, member_cross_entropy, cross_entropy"),
         ("member_hinge", {"gamma": 0.1}, "no option 'gamma'; it has diversity_weight"),
         ("member_hinge", {"kind": "cross_entropy"}, "no option 'kind'"),
         ("cross_entropy", {"margin": 1.0}, "it has none"),
@@ -345,7 +345,7 @@ def test_objectives_by_name() -> None:
 )
 def test_bad_objectives_are_refused(name: str, options: dict[str, Any], sentence: str) -> None:
     with pytest.raises(InputError, match=sentence):
-        named_objective(name, **options)
+        make_objective(name, **options)
 
 
 def test_wrong_shapes_are_refused() -> None:

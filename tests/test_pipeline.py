@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -12,40 +13,26 @@ import pytest
 import torch
 
 import ecnn
-from ecnn.attacks import PGD
+from ecnn.attacks import ATTACKS, PGD
 from ecnn.data import load_data
 from ecnn.errors import InputError
-from ecnn.pipeline import TrainRequest, make_attack, parse_settings, plan, train_run
+from ecnn.pipeline import plan, train_run, training_attack
+from ecnn.spec import DataTable, Spec, make_attack
 
-
-def test_settings() -> None:
-    found = parse_settings(
-        [
-            "train.lr=0.1",
-            "model.width=8",
-            "model.batch_norm=true",
-            "train.objective=trades",
-            "objective.eps=8/255",
-        ]
-    )
-    assert found == {
-        "train": {"lr": 0.1, "objective": "trades"},
-        "objective": {"eps": "8/255"},
-        "model": {"width": 8, "batch_norm": True},
-    }
-    for bad in ("lr=0.1", "train.lr", "data.name=x", ""):
-        with pytest.raises(InputError, match="--set takes"):
-            parse_settings([bad])
+SMALL = Spec(
+    data=DataTable(name="digits"),
+    model={"kind": "ecnn", "width": 4, "depth": 8, "feature_dim": 8},
+    train={"epochs": 3},
+)
 
 
 def test_choices_that_fit_the_data() -> None:
-    made = plan(TrainRequest(data="digits"), load_data("digits"))
+    made = plan(Spec(data=DataTable(name="digits")), load_data("digits"))
     assert made.code is not None
     assert (made.code.num_classes, made.code.code_length) == (10, 30)
-    assert made.spec["model"]["kind"] == "ecnn"
+    assert made.spec.model["kind"] == "ecnn"
     assert made.recipe.epochs == 30
-    assert "attack" in made.spec
-    assert made.spec["attack"] is None
+    assert "attack" not in made.spec.train
 
 
 def test_dry_run_prints_the_spec_and_writes_nothing(tmp_path: Path) -> None:
@@ -65,7 +52,7 @@ def test_dry_run_prints_the_spec_and_writes_nothing(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=tmp_path)
     spec = json.loads(done.stdout)
     assert spec["train"]["epochs"] == 3
-    assert spec["attack"]["eps"] == "0.1"
+    assert spec["train"]["attack"]["eps"] == "0.1"
     assert list(tmp_path.iterdir()) == []
 
 
@@ -78,32 +65,28 @@ def test_models_are_listed() -> None:
 
 def test_tensorboard_events_where_it_is_installed(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
-    train_run(TrainRequest(data="digits", out=tmp_path, model={"width": 4, "depth": 8}, train={"epochs": 1}))
+    train_run(SMALL.changed({"train.epochs": 1}), out=tmp_path)
     assert list((tmp_path / "tensorboard").glob("events.*"))
 
 
 @pytest.fixture(scope="module")
 def digits_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("run")
-    model = {"width": 4, "depth": 8, "feature_dim": 8}
-    train_run(
-        TrainRequest(data="digits", out=folder, code="10x10", model=model, train={"epochs": 3, "lr": 0.01})
-    )
+    train_run(SMALL.changed({"code.name": "10x10", "train.lr": 0.01}), out=folder)
     return folder
 
 
 def test_attacks_by_name() -> None:
-    made = make_attack(
-        "pgd", {"norm": "linf", "eps": "8/255", "steps": 5, "step_size": 0.01, "on": "members"}
-    )
+    options = {"norm": "linf", "eps": "8/255", "steps": 5, "step_size": 0.01, "on": "members"}
+    made = make_attack({"kind": "pgd", **options})
     assert made == PGD(norm="linf", eps="8/255", steps=5, step_size=0.01, on="members")
     for name, options, sentence in (
-        ("pdg", {}, "no attack is called 'pdg'; known: fgsm"),
-        ("pgd", {"norm": "linf", "eps": 1}, "pgd needs step_size, steps"),
-        ("fgsm", {"norm": "linf", "eps": 1, "steps": 3}, "fgsm has no option 'steps'"),
+        ("pdg", {}, "attack must be one of .* not 'pdg'; did you mean 'pgd'"),
+        ("pgd", {"norm": "linf", "eps": 1}, "the attack 'pgd' needs steps, step_size"),
+        ("fgsm", {"norm": "linf", "eps": 1, "steps": 3}, "the attack 'fgsm' has no option 'steps'"),
     ):
         with pytest.raises(InputError, match=sentence):
-            make_attack(name, options)
+            make_attack({"kind": name, **options})
 
 
 def test_a_saved_run_is_attacked(digits_run: Path, tmp_path: Path) -> None:
@@ -157,8 +140,8 @@ def test_a_saved_run_is_attacked(digits_run: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["--attack", "pgd", "--eps", "0.1"], "pgd needs step_size, steps"),
-        (["--attack", "cw2", "--eps", "0.1"], "no attack is called 'cw2'"),
+        (["--attack", "pgd", "--eps", "0.1"], "the attack 'pgd' needs steps, step_size"),
+        (["--attack", "cw2", "--eps", "0.1"], "attack must be one of fgsm"),
         (["--attack", "fgsm", "--eps", "0.1", "--steps", "3"], "none of fgsm has an option 'steps'"),
         (["--attack", "fgsm", "--eps", "0.1", "--data", "nothing"], "nothing"),
         (["--attack", "fgsm", "--eps", "0.1", "--limit", "0"], "limit"),
@@ -175,3 +158,39 @@ def test_mistakes_of_evaluate(digits_run: Path, arguments: list[str], sentence: 
     assert done.returncode == 2
     assert sentence in done.stderr
     assert len(done.stderr.splitlines()) == 1
+
+
+#: What an attack needs beside a radius to be made short; autoattack is short by naming one of its parts.
+SHORT: dict[str, dict[str, object]] = {
+    "apgd": {"steps": 2},
+    "autoattack": {"version": "apgd-ce"},
+    "bim": {"steps": 2},
+    "blindspot": {"steps": 2, "search_steps": 1, "initial_constant": 0.1},
+    "cw": {"steps": 2, "search_steps": 1, "initial_constant": 0.1},
+    "deepfool": {"steps": 2},
+    "fab": {"steps": 2, "targets": 1},
+    "fmn": {"steps": 2},
+    "hopskipjump": {"steps": 1, "samples": 5},
+    "jsma": {"max_pixel_fraction": 0.05},
+    "member_cw": {"steps": 2, "search_steps": 1, "initial_constant": 0.1},
+    "noise": {"samples": 2},
+    "pgd": {"steps": 2},
+    "square": {"queries": 3},
+}
+
+
+@pytest.mark.parametrize("kind", ATTACKS)
+def test_any_attack_can_train(kind: str, tmp_path: Path) -> None:
+    """What an attack needs is filled in from its kind and radius, and a step of training runs on what it makes."""
+    table = {"kind": kind, **SHORT.get(kind, {})}
+    if "eps" in {field.name for field in dataclasses.fields(ATTACKS[kind])}:
+        table["eps"] = "0.1"
+    made = plan(SMALL.changed({"train.attack": table}), load_data("digits"))
+    assert made.attack == make_attack(training_attack(table))
+    images, labels = load_data("digits").train[:4]
+    crafted = made.attack(made.model.eval(), images, labels, generator=torch.Generator().manual_seed(0))
+    assert crafted.shape == images.shape
+    assert float(crafted.min()) >= 0
+    assert float(crafted.max()) <= 1
+    if "eps" in table:
+        assert float((crafted - images).abs().max()) <= 0.1 + 1e-6

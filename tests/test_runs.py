@@ -11,7 +11,8 @@ from ecnn import files, runs
 from ecnn.codes import load_code
 from ecnn.data import load_data
 from ecnn.errors import InputError
-from ecnn.pipeline import TrainRequest, train_run
+from ecnn.pipeline import train_run
+from ecnn.spec import DataTable, Spec
 from ecnn.training.loop import accuracy
 
 # name: parameters, test accuracy as recorded when it was trained (10,000 images)
@@ -26,13 +27,14 @@ SHIPPED = {
 }
 
 
-def tiny_request(out: Path, **changes: object) -> TrainRequest:
-    options = {"width": 4, "depth": 8}
-    return TrainRequest(**{"data": "digits", "out": out, "model": options, "train": {"epochs": 1}, **changes})  # type: ignore[arg-type]
+def tiny(**changes: object) -> Spec:
+    """One epoch of a small network; changes by dotted names."""
+    small = {"model.width": 4, "model.depth": 8, "train.epochs": 1}
+    return Spec(data=DataTable(name="digits")).changed({**small, **changes})
 
 
 def test_a_run_can_be_loaded_and_says_what_it_was(tmp_path: Path) -> None:
-    run = train_run(tiny_request(tmp_path))
+    run = train_run(tiny(), out=tmp_path)
     spec = files.read_toml(tmp_path / "spec.toml")
     assert spec["model"]["width"] == 4
     assert spec["model"]["branch"] == "conv"  # defaults are spelled out
@@ -48,16 +50,16 @@ def test_a_run_can_be_loaded_and_says_what_it_was(tmp_path: Path) -> None:
 
 
 def test_a_folder_is_one_run(tmp_path: Path) -> None:
-    train_run(tiny_request(tmp_path))
+    train_run(tiny(), out=tmp_path)
     with pytest.raises(InputError, match=r"another spec\.toml"):
-        train_run(tiny_request(tmp_path, seed=1))
+        train_run(tiny(seed=1), out=tmp_path)
 
 
 def test_plain_network_and_own_code(tmp_path: Path) -> None:
-    plain = train_run(tiny_request(tmp_path / "plain", kind="resnet"))
+    plain = train_run(tiny(**{"model.kind": "resnet"}), out=tmp_path / "plain")
     assert not (tmp_path / "plain" / "code.json").exists()
     assert files.read_toml(tmp_path / "plain" / "spec.toml")["train"]["objective"] == "cross_entropy"
-    coded = train_run(tiny_request(tmp_path / "coded", code="10x10"))
+    coded = train_run(tiny(**{"code.name": "10x10"}), out=tmp_path / "coded")
     assert runs.load_model(tmp_path / "coded").code == load_code("10x10")
     assert plain.parameters != coded.parameters
 
@@ -65,18 +67,22 @@ def test_plain_network_and_own_code(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"code": "43x30"}, "the code has 43 classes, but the data has 10"),
-        ({"kind": "transformer"}, "a model is one of ecnn, resnet"),
-        ({"model": {"wide": 3}}, "cannot be built so"),
-        ({"train": {"epoch": 1}}, "has no 'epoch'"),
-        ({"train": {"batch_size": 10_000}}, "larger than the training set"),
-        ({"data": "digitz"}, "digits, mnist"),
-        ({"device": "quantum"}, "device 'quantum' cannot be used"),
+        ({"code.name": "43x30"}, "the code has 43 classes, but 10 are wanted"),
+        ({"model.kind": "transformer"}, "model.kind must be one of ecnn, resnet"),
+        ({"model.wide": 3}, "'ecnn' has no option 'wide'; .* did you mean 'width'"),
+        ({"train.epoch": 1}, r"\[train\] has no option 'epoch'; .* did you mean 'epochs'"),
+        ({"train.batch_size": 10_000}, "larger than the training set"),
+        ({"data.name": "digitz"}, "digits, mnist"),
     ],
 )
 def test_refusals(tmp_path: Path, changes: dict[str, object], sentence: str) -> None:
     with pytest.raises(InputError, match=sentence):
-        train_run(tiny_request(tmp_path / "run", **changes))
+        train_run(tiny(**changes), out=tmp_path / "run")
+
+
+def test_a_device_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="device 'quantum' cannot be used"):
+        train_run(tiny(), out=tmp_path / "run", device="quantum")
 
 
 def test_broken_runs(tmp_path: Path) -> None:
@@ -90,13 +96,16 @@ def test_broken_runs(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="is not TOML"):
         runs.load_model(tmp_path)
     (tmp_path / "spec.toml").write_text("seed = 1")
-    with pytest.raises(InputError, match=r"lacks the table \[model\]"):
+    with pytest.raises(InputError, match=r"needs the table \[data\]"):
+        runs.load_model(tmp_path)
+    (tmp_path / "spec.toml").write_text('data.name = "digits"')
+    with pytest.raises(InputError, match="does not say num_classes"):
         runs.load_model(tmp_path)
 
 
 def test_weights_of_another_model_are_refused(tmp_path: Path) -> None:
-    train_run(tiny_request(tmp_path / "a"))
-    train_run(tiny_request(tmp_path / "b", model={"width": 8, "depth": 8}))
+    train_run(tiny(), out=tmp_path / "a")
+    train_run(tiny(**{"model.width": 8}), out=tmp_path / "b")
     (tmp_path / "b" / "model.safetensors").replace(tmp_path / "a" / "model.safetensors")
     with pytest.raises(InputError, match="was made for another model"):
         runs.load_model(tmp_path / "a")

@@ -23,11 +23,11 @@ from ecnn.constructions import random_code
 from ecnn.data import Split
 from ecnn.errors import InputError
 from ecnn.model import ECNN
+from ecnn.models import resolve_recipe
 from ecnn.training import RECIPES, Recipe, TrainingError, fit
 from ecnn.training.checkpoints import load_optimizer, optimizer_tensors
 from ecnn.training.engine import parameter_groups
 from ecnn.training.loop import accuracy, overfitting_alarms
-from ecnn.training.recipes import resolve_recipe
 
 TINY = Recipe(
     epochs=4,

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from ecnn.plots import plot_code as plot_code
     from ecnn.progress import progress_bar as progress_bar
     from ecnn.runs import load_model as load_model
+    from ecnn.spec import Spec as Spec
+    from ecnn.spec import load_spec as load_spec
     from ecnn.training import fit as fit
 
 __version__ = "0.1.0"
@@ -35,6 +37,7 @@ _ROOM_OF = {
     "InputError": "errors",
     "Normalized": "backbones",
     "ResNet": "backbones",
+    "Spec": "spec",
     "audit": "auditing",
     "codebook": "codes",
     "design_code": "annealing",
@@ -44,6 +47,7 @@ _ROOM_OF = {
     "load_code": "codes",
     "load_data": "data",
     "load_model": "runs",
+    "load_spec": "spec",
     "plot_audit": "plots",
     "plot_code": "plots",
     "progress_bar": "progress",

@@ -65,14 +65,24 @@ def parse_eps(value: float | str, name: str = "eps") -> float:
     return length
 
 
-def build(owner: str, kind: type[Built], options: Mapping[str, Any]) -> Built:
-    """A dataclass from options by the names of its fields; unknown and missing ones are named in a sentence."""
-    entries: Any = dataclasses.fields(kind)  # type: ignore[arg-type]
+def build(
+    owner: str, kind: type[Built], options: Mapping[str, Any], *, fixed: Mapping[str, Any] | None = None
+) -> Built:
+    """A dataclass from options by the names of its fields; unknown and missing ones are named in a sentence.
+
+    Args:
+        owner: what the sentence calls it, such as "the attack 'pgd'".
+        kind: the dataclass.
+        options: by the names of its fields.
+        fixed: fields that are no options.
+    """
+    given = dict(fixed or {})
+    entries: Any = [entry for entry in dataclasses.fields(kind) if entry.name not in given]  # type: ignore[arg-type]
     check_options(owner, options, [entry.name for entry in entries if entry.init])
     missing = [entry.name for entry in entries if is_needed(entry) and entry.name not in options]
     if missing:
         raise InputError(f"{owner} needs {', '.join(missing)}, which decide its result and have no default.")
-    return kind(**options)
+    return kind(**given, **options)
 
 
 def is_needed(entry: dataclasses.Field[Any]) -> bool:

@@ -29,6 +29,9 @@ app = typer.Typer(
 )
 
 Arguments = ParamSpec("Arguments")
+Root = Annotated[Path, typer.Option(help="Where dataset files are.")]
+Device = Annotated[str, typer.Option(help="auto, cpu, cuda, mps.")]
+SavedModel = Annotated[str, typer.Argument(help="A run folder or the name of a shipped model.")]
 JsonFlag = Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output.")]
 DebugFlag = Annotated[bool, typer.Option("--debug", help="Show where an error comes from.")]
 
@@ -58,7 +61,7 @@ def main(
         raise typer.Exit
 
 
-class Objective(StrEnum):
+class CodeObjective(StrEnum):
     energy = "energy"
     distance = "distance"
 
@@ -70,8 +73,8 @@ def code(
     length: Annotated[int | None, typer.Option(help="Number of tasks, the members of the ensemble.")] = None,
     arity: Annotated[int, typer.Option(help="Symbols per task.")] = 2,
     objective: Annotated[
-        Objective, typer.Option(help="The paper's energy, or the largest row, then column distance.")
-    ] = Objective.energy,
+        CodeObjective, typer.Option(help="The paper's energy, or the largest row, then column distance.")
+    ] = CodeObjective.energy,
     column_weight: Annotated[
         str, typer.Option(help='Weight of columns in the energy: "balanced" or a number.')
     ] = "balanced",
@@ -182,16 +185,21 @@ def _code_as_text(found: ecnn.CodeMatrix, elapsed: float | None, out: Path | Non
 @one_sentence_errors
 def train(
     data: Annotated[
-        str, typer.Option(help="digits, mnist, cifar10, cifar100, gtsrb, or a folder of images by class.")
-    ],
-    root: Annotated[Path, typer.Option(help="Where dataset files are.")] = Path("data"),
+        str | None,
+        typer.Option(help="digits, mnist, cifar10, cifar100, gtsrb, or a folder of images by class."),
+    ] = None,
+    spec: Annotated[
+        Path | None, typer.Option(help="A spec.toml to start from; other options replace its entries.")
+    ] = None,
+    root: Root = Path("data"),
     out: Annotated[Path | None, typer.Option(help="Run folder.  [default: runs/DATA/MODEL/SEED]")] = None,
     model: Annotated[
-        str,
+        str | None,
         typer.Option(
-            help="ecnn, resnet, adp, tanh_ensemble, independent_ecoc, specialists, feature_squeezing or empir."
+            help="ecnn, resnet, adp, tanh_ensemble, independent_ecoc, specialists, feature_squeezing or empir.  "
+            "[default: ecnn]"
         ),
-    ] = "ecnn",
+    ] = None,
     code: Annotated[
         str | None, typer.Option(help="Code of an ecnn or independent_ecoc: a file or a shipped name.")
     ] = None,
@@ -201,10 +209,10 @@ def train(
     ] = None,
     epochs: Annotated[int | None, typer.Option(help="Instead of the recipe's.")] = None,
     batch_size: Annotated[int | None, typer.Option(help="Instead of the recipe's.")] = None,
-    seed: Annotated[int, typer.Option(help="Same seed, same run.")] = 0,
+    seed: Annotated[int | None, typer.Option(help="Same seed, same run.  [default: 0]")] = None,
     val_fraction: Annotated[
-        float, typer.Option(help="Share of the training images that choose the epoch.")
-    ] = 0.1,
+        float | None, typer.Option(help="Share of the training images that choose the epoch.  [default: 0.1]")
+    ] = None,
     eps: Annotated[
         str | None,
         typer.Option(
@@ -212,16 +220,24 @@ def train(
             "train.objective=trades."
         ),
     ] = None,
-    attack_steps: Annotated[int, typer.Option(help="PGD steps of adversarial training.")] = 10,
+    attack: Annotated[
+        str | None, typer.Option(help="What trains against it: pgd, fgsm, apgd, ...  [default: pgd]")
+    ] = None,
+    attack_steps: Annotated[int | None, typer.Option(help="Steps of that attack.  [default: 10]")] = None,
     attack_on: Annotated[
-        str, typer.Option(help="Where PGD looks: scores, linear, tempered, members.")
-    ] = "scores",
+        str | None,
+        typer.Option(help="Where it looks: scores, linear, tempered, members.  [default: scores]"),
+    ] = None,
     image_size: Annotated[int | None, typer.Option(help="For a folder of images: resize to this.")] = None,
     settings: Annotated[
         list[str] | None,
-        typer.Option("--set", help="Any entry: train.lr=0.05, objective.beta=3, model.width=8. Repeatable."),
+        typer.Option(
+            "--set",
+            help="Any entry of the spec: train.lr=0.05, model.width=8, train.attack.norm=l2; objective.beta=3 is short "
+            "for train.objective_options.beta=3. Repeatable.",
+        ),
     ] = None,
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda, mps.")] = "auto",
+    device: Device = "auto",
     resume: Annotated[bool, typer.Option(help="Continue a run found in the folder.")] = True,
     compile_parts: Annotated[
         bool, typer.Option("--compile", help="torch.compile the parts: starts later, then runs faster.")
@@ -231,40 +247,48 @@ def train(
     debug: DebugFlag = False,
 ) -> None:
     """Train a model and write a run folder. Started by torchrun, the processes share the work."""
-    from ecnn import pipeline
-    from ecnn.data import load_data
+    from ecnn import files, pipeline
+    from ecnn.spec import Spec, parse_settings, with_values
     from ecnn.training import TrainingError
 
-    tables = pipeline.parse_settings(settings or [])
-    for key, value in (("epochs", epochs), ("batch_size", batch_size)):
-        if value is not None:
-            tables["train"][key] = value
-    request = pipeline.TrainRequest(
-        data=data,
-        root=root,
-        out=out,
-        kind=model,
-        code=code,
-        recipe=recipe,
-        model=tables["model"],
-        train=tables["train"],
-        objective=tables["objective"],
-        attack=None if eps is None else pipeline.training_attack(eps, attack_steps, attack_on),
-        seed=seed,
-        val_fraction=val_fraction,
-        image_size=image_size,
-        device=device,
-        resume=resume,
-        compile_parts=compile_parts,
-    )
+    if data is None and spec is None:
+        raise InputError("give --data, the name of a dataset or a folder of images, or --spec, a spec.toml.")
+    if eps is None and (attack, attack_steps, attack_on) != (None, None, None):
+        raise InputError("an attack to train against needs its radius: give --eps.")
+    values = {
+        "seed": seed,
+        "data.name": data,
+        "data.val_fraction": val_fraction,
+        "data.image_size": image_size,
+        "code.name": code,
+        "model.kind": model,
+        "train.recipe": recipe,
+        "train.epochs": epochs,
+        "train.batch_size": batch_size,
+        "train.attack.kind": attack,
+        "train.attack.eps": eps,
+        "train.attack.steps": attack_steps,
+        "train.attack.on": attack_on,
+    }
+    for name, value in parse_settings(settings or []).items():
+        values["train.objective_options." + name[10:] if name.startswith("objective.") else name] = value
+    whole = Spec.from_dict(with_values({} if spec is None else files.read_toml(spec), values))
     if dry_run:
-        found = load_data(data, root, val_fraction=val_fraction, image_size=image_size)
-        typer.echo(json.dumps(pipeline.plan(request, found).spec, indent=1))
+        made = pipeline.plan(whole, pipeline.load_spec_data(whole, root))
+        typer.echo(json.dumps(made.spec.to_dict(), indent=1))
         return
     pipeline.join_processes()
     try:
         with ecnn.progress_bar("training") as progress:
-            run = pipeline.train_run(request, progress=progress)
+            run = pipeline.train_run(
+                whole,
+                out=out,
+                root=root,
+                device=device,
+                resume=resume,
+                compile_parts=compile_parts,
+                progress=progress,
+            )
     except TrainingError as error:
         raise InputError(str(error)) from error
     finally:
@@ -286,7 +310,7 @@ def _run_as_text(run: TrainedRun) -> str:
 @app.command()
 @one_sentence_errors
 def evaluate(
-    model: Annotated[str, typer.Argument(help="A run folder or the name of a shipped model.")],
+    model: SavedModel,
     attack: Annotated[
         list[str], typer.Option(help="pgd, autoattack, cw, ... Repeatable; their worst case is given.")
     ],
@@ -305,48 +329,45 @@ def evaluate(
     limit: Annotated[int | None, typer.Option(help="The first so many test images.  [default: all]")] = None,
     seed: Annotated[int, typer.Option(help="Same seed, same random numbers for every image.")] = 0,
     data: Annotated[str | None, typer.Option(help="Other data than the model was trained on.")] = None,
-    root: Annotated[Path, typer.Option(help="Where dataset files are.")] = Path("data"),
+    root: Root = Path("data"),
     batch_size: Annotated[int | None, typer.Option(help="Images at a time; changes no result.")] = None,
     out: Annotated[
         Path | None, typer.Option(help="Keep outcomes per image there, and resume from them.")
     ] = None,
     save_images: Annotated[Path | None, typer.Option(help="Write the attacked images to this .npz.")] = None,
     resume: Annotated[bool, typer.Option(help="Go on with what --out holds.")] = True,
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda, mps.")] = "auto",
+    device: Device = "auto",
     as_json: JsonFlag = False,
     debug: DebugFlag = False,
 ) -> None:
     """Attack a saved model and count, image by image, what survives."""
-    from ecnn import pipeline
+    from ecnn import pipeline, runs
+    from ecnn.spec import parse_settings
 
-    options = pipeline.parse_settings(settings or [], ("attack",))["attack"]
-    for key, value in (
-        ("norm", norm),
-        ("steps", steps),
-        ("step_size", step_size),
-        ("loss", loss),
-        ("on", on),
-        ("keep", keep),
-    ):
-        if value is not None:
-            options[key] = value
-    request = pipeline.EvaluateRequest(
-        model=model,
-        attacks=tuple(attack),
-        options=options,
-        eps=tuple(eps or ()),
-        data=data,
-        root=root,
-        limit=limit,
-        seed=seed,
-        batch_size=batch_size,
-        out=out,
-        save_images=save_images,
-        device=device,
-        resume=resume,
+    options: dict[str, Any] = {}
+    for name, value in parse_settings(settings or []).items():
+        if not name.startswith("attack."):
+            raise InputError(f"--set takes attack.NAME=VALUE here, not {name!r}.")
+        options[name.removeprefix("attack.")] = value
+    flags = {"norm": norm, "steps": steps, "step_size": step_size, "loss": loss, "on": on, "keep": keep}
+    options |= {name: value for name, value in flags.items() if value is not None}
+    spec = runs.read_spec(model).changed(
+        {"attacks": pipeline.attack_tables(attack, options, eps or ()), "data.test_limit": limit}
     )
     with ecnn.progress_bar("attacking") as progress:
-        found = pipeline.evaluate_run(request, progress=progress)
+        found = pipeline.evaluate_run(
+            model,
+            spec,
+            data=data,
+            root=root,
+            seed=seed,
+            batch_size=batch_size,
+            out=out,
+            save_images=save_images,
+            device=device,
+            resume=resume,
+            progress=progress,
+        )
     typer.echo(json.dumps(found.to_json()) if as_json else found.table())
 
 
@@ -375,7 +396,7 @@ def audit(
         str | None,
         typer.Option(help="A dataset or a folder of images.  [default: what the run was trained on]"),
     ] = None,
-    root: Annotated[Path, typer.Option(help="Where dataset files are.")] = Path("data"),
+    root: Root = Path("data"),
     image_size: Annotated[
         int | None, typer.Option(help="Pixels of a side, of a folder of images for --module.")
     ] = None,
@@ -384,31 +405,19 @@ def audit(
         Path | None, typer.Option(help="Keep records, audit.json, audit.md and audit.png there, and resume.")
     ] = None,
     resume: Annotated[bool, typer.Option(help="Go on with what --out holds.")] = True,
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda, mps.")] = "auto",
+    device: Device = "auto",
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what it would cost.")] = False,
     as_json: JsonFlag = False,
     debug: DebugFlag = False,
 ) -> None:
     """Say whether to believe a robustness number; exit status 0 believable, 1 not believable, 3 inconclusive."""
     from ecnn import pipeline
+    from ecnn.spec import AuditTable
 
-    request = pipeline.AuditRequest(
-        model=model,
-        module=module,
-        data=data,
-        root=root,
-        image_size=image_size,
-        norm=norm,
-        eps=eps,
-        claim=claim,
-        limit=limit,
-        budget=budget,
-        seed=seed,
-        out=out,
-        device=device,
-        resume=resume,
+    table = AuditTable(norm=norm, eps=eps, claim=claim, limit=limit, budget=budget, seed=seed)
+    made = pipeline.plan_audit(
+        table, source=model, module=module, data=data, root=root, image_size=image_size, device=device
     )
-    made = pipeline.plan_audit(request)
     cost = made.cost
     typer.echo(
         f"at most {cost.forwards:,} images forward and {cost.backwards:,} backward for {made.images:,} images, and "
@@ -418,7 +427,7 @@ def audit(
     if dry_run:
         return
     with ecnn.progress_bar("auditing") as progress:
-        found = pipeline.audit_run(request, made, progress=progress)
+        found = pipeline.audit_run(made, out=out, resume=resume, progress=progress)
     typer.echo(json.dumps(found.to_dict()) if as_json else found.markdown(), nl=as_json)
     raise typer.Exit(found.exit_code)
 

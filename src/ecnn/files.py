@@ -94,23 +94,31 @@ def write_json(path: str | os.PathLike[str], value: Any) -> Path:
     return write_text(path, text + "\n")
 
 
-def write_toml(path: str | os.PathLike[str], tables: dict[str, Any]) -> Path:
-    """Writes a table of scalars, lists and tables of these as TOML, all or nothing; None is left out."""
-    lines = [f"{key} = {_toml_value(value)}" for key, value in tables.items() if _is_toml_value(value)]
-    for name, table in tables.items():
-        if isinstance(table, dict):
-            lines += ["", f"[{name}]"]
-            lines += [f"{key} = {_toml_value(value)}" for key, value in table.items() if value is not None]
-    return write_text(path, "\n".join(lines).strip() + "\n")
+def write_toml(path: str | os.PathLike[str], tables: Mapping[str, Any]) -> Path:
+    """Writes nested tables of numbers, strings and lists as TOML, all or nothing; None is left out."""
+    return write_text(path, "\n".join(_toml_lines(tables)).strip() + "\n")
 
 
-def _is_toml_value(value: Any) -> bool:
-    return value is not None and not isinstance(value, dict)
+def _toml_lines(table: Mapping[str, Any], name: str = "") -> list[str]:
+    """The table's own entries under its head, then the tables within it."""
+    own = [(key, value) for key, value in table.items() if value is not None and not isinstance(value, dict)]
+    inner = {key: value for key, value in table.items() if isinstance(value, dict)}
+    lines = ["", f"[{name}]"] if name and (own or not inner) else []
+    lines += [f"{_toml_key(key)} = {_toml_value(value)}" for key, value in own]
+    for key, value in inner.items():
+        lines += _toml_lines(value, f"{name}.{_toml_key(key)}" if name else _toml_key(key))
+    return lines
+
+
+def _toml_key(key: str) -> str:
+    return key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else json.dumps(key)
 
 
 def _toml_value(value: Any) -> str:
     if isinstance(value, dict):
-        return "{ " + ", ".join(f"{key} = {_toml_value(item)}" for key, item in value.items()) + " }"
+        return (
+            "{ " + ", ".join(f"{_toml_key(key)} = {_toml_value(item)}" for key, item in value.items()) + " }"
+        )
     if isinstance(value, list | tuple):
         return "[" + ", ".join(_toml_value(item) for item in value) + "]"
     return json.dumps(

@@ -6,10 +6,10 @@ a CUDA graph. Losses and entropies are computed in float32 or better and stay ex
 
 from __future__ import annotations
 
-import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, Protocol
 
 import torch
@@ -17,6 +17,7 @@ import torch.nn.functional as F  # noqa: N812 as all of torch's users call it
 from torch import Tensor
 
 from ecnn.backbones import full_precision
+from ecnn.checks import build, check_choice, check_number
 from ecnn.errors import InputError
 
 EntropyUnit = Literal["nats", "normalised"]
@@ -198,8 +199,7 @@ def stationary_logit(diversity_weight: float, *, entropy_unit: EntropyUnit = "na
         10.000454 for a weight of 0.1 in nats.
     """
     unit = _unit(entropy_unit, arity)
-    if not 0 <= diversity_weight < math.inf:
-        raise InputError(f"diversity_weight must be a number from 0 up, not {diversity_weight!r}.")
+    check_number("diversity_weight", diversity_weight)
     weight = diversity_weight / unit
     if weight == 0:
         return math.inf
@@ -289,17 +289,11 @@ class MemberObjective:
     scale: float = 1.0
 
     def __post_init__(self) -> None:
-        for name, known in (
-            ("kind", ("hinge", "cross_entropy")),
-            ("entropy_unit", ENTROPY_UNITS),
-            ("diversity", ("own", "cross")),
-        ):
-            if getattr(self, name) not in known:
-                raise InputError(f"{name} must be {' or '.join(known)}, not {getattr(self, name)!r}.")
-        for name, least in (("diversity_weight", 0.0), ("margin", 0.0), ("scale", 0.0)):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value < math.inf:
-                raise InputError(f"{name} must be a number from 0 up, not {value!r}.")
+        check_choice("kind", self.kind, ("hinge", "cross_entropy"))
+        check_choice("entropy_unit", self.entropy_unit, ENTROPY_UNITS)
+        check_choice("diversity", self.diversity, ("own", "cross"))
+        for name in ("diversity_weight", "margin", "scale"):
+            check_number(name, getattr(self, name))
 
     def __call__(self, model: CodedModel, images: Tensor, labels: Tensor) -> Tensor:
         if not hasattr(model, "code_symbols"):
@@ -340,28 +334,24 @@ class ScoreObjective:
         return score_cross_entropy(model(images), labels).mean()
 
 
-OBJECTIVES: dict[str, MemberObjective | ScoreObjective] = {
-    "member_hinge": MemberObjective(kind="hinge"),
-    "member_cross_entropy": MemberObjective(kind="cross_entropy"),
-    "cross_entropy": ScoreObjective(),
+#: name -> what makes the objective from its attributes; models bring more of their own (`ecnn.models.OBJECTIVES`).
+OBJECTIVES: dict[str, Callable[..., Objective]] = {
+    "member_hinge": partial(MemberObjective, kind="hinge"),
+    "member_cross_entropy": partial(MemberObjective, kind="cross_entropy"),
+    "cross_entropy": ScoreObjective,
 }
 
 
-def named_objective(name: str, **options: Any) -> MemberObjective | ScoreObjective:
+def make_objective(
+    name: str, *, known: Mapping[str, Callable[..., Objective]] = OBJECTIVES, **options: Any
+) -> Objective:
     """The objective of that name with these attributes; an unknown name or option is an InputError."""
-    if name not in OBJECTIVES:
-        raise InputError(f"no objective is called {name!r}; known: {', '.join(OBJECTIVES)}.")
-    known = [field.name for field in dataclasses.fields(OBJECTIVES[name]) if field.name != "kind"]
-    _refuse_unknown(name, options, known)
-    return dataclasses.replace(OBJECTIVES[name], **options)
-
-
-def _refuse_unknown(name: str, options: Mapping[str, Any], known: list[str]) -> None:
-    unknown = [option for option in options if option not in known]
-    if unknown:
-        raise InputError(
-            f"the objective {name!r} has no option {unknown[0]!r}; it has {', '.join(known) or 'none'}."
-        )
+    check_choice("objective", name, known)
+    maker: Any = known[name]
+    fixed = maker.keywords if isinstance(maker, partial) else {}
+    kind: Any = maker.func if isinstance(maker, partial) else maker
+    made: Objective = build(f"the objective {name!r}", kind, options, fixed=fixed)
+    return made
 
 
 def _checked_logits(member_logits: Tensor, targets: Tensor, ndim: int | None = None) -> Tensor:
@@ -420,8 +410,7 @@ def _symbol_entropy(logits: Tensor) -> Tensor:
 
 def _unit(entropy_unit: str, arity: int) -> float:
     """What an entropy in nats is divided by."""
-    if entropy_unit not in ENTROPY_UNITS:
-        raise InputError(f'entropy_unit must be "nats" or "normalised", not {entropy_unit!r}.')
+    check_choice("entropy_unit", entropy_unit, ENTROPY_UNITS)
     return 1.0 if entropy_unit == "nats" else math.log(arity)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -82,6 +82,8 @@ class AutoAttack(Attack):
     Departs: with fewer than four classes, where the targeted DLR loss is not defined, APGD-T raises the margin; with
         fewer than ten all wrong classes are targets. Both are where the authors' program fails.
     """
+
+    has_last_iterate: ClassVar[bool] = False
 
     norm: Norm
     eps: float | str

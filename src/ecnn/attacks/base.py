@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -185,6 +185,9 @@ class Attack:
             also recorded once and replayed. Only for models that do the same in every pass: not for those that draw
             random numbers in Python, branch on their input or count their calls.
     """
+
+    #: Whether keep="last" means anything to it.
+    has_last_iterate: ClassVar[bool] = True
 
     labels: Literal["true", "predicted"] = "true"
     keep: Literal["best", "last"] = "best"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -27,6 +28,8 @@ class MinimumNormAttack(Attack):
     An image counts as misclassified when a wrong class leads by more than rounding: the nearest one found is still
     misclassified when it is asked about again, among other neighbours or in full precision.
     """
+
+    has_last_iterate: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -1,7 +1,6 @@
 """Baselines: what an ECNN is compared with, each a module from pixels in [0, 1] to scores with its own objective."""
 
 from ecnn.baselines.adp import ADPObjective, Ensemble, ensemble_diversity, ensemble_entropy, log_mean_probs
-from ecnn.baselines.builders import BASELINE_OBJECTIVES, BASELINES, make_objective
 from ecnn.baselines.ecoc import independent_ecoc
 from ecnn.baselines.empir import (
     EMPIR,
@@ -33,8 +32,6 @@ from ecnn.baselines.trades import TRADESObjective, kl_divergence
 
 __all__ = [
     "ADPObjective",
-    "BASELINES",
-    "BASELINE_OBJECTIVES",
     "Detection",
     "EMPIR",
     "EMPIRObjective",
@@ -59,7 +56,6 @@ __all__ = [
     "log_mean_probs",
     "majority_scores",
     "majority_vote",
-    "make_objective",
     "output_code_baseline",
     "quantise_activations",
     "quantise_resnet",

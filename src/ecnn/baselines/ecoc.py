@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+from torch import nn
+
+from ecnn.backbones import Mean
 from ecnn.codes import CodeMatrix
 from ecnn.errors import InputError
+from ecnn.kinds import ModelKind, check_classes, options_of
 from ecnn.model import ECNN
 
 
@@ -26,3 +30,20 @@ def independent_ecoc(code: CodeMatrix, in_channels: int = 3, *, branch: Any = "c
         if options.pop(name, False):
             raise InputError(f"members of an independent ECOC share nothing: leave {name} out, or use ECNN.")
     return ECNN(code, in_channels, branch=branch, share_trunk=False, share_head=False, **options)
+
+
+def _build(
+    num_classes: int, in_channels: int, mean: Mean | None, *, code: CodeMatrix | None = None, **options: Any
+) -> nn.Module:
+    check_classes("independent_ecoc", code, num_classes)
+    assert code is not None
+    return independent_ecoc(code, in_channels, mean=mean, **options)
+
+
+KIND = ModelKind(
+    name="independent_ecoc",
+    build=_build,
+    options=options_of(ECNN),
+    objectives=("member_hinge", "member_cross_entropy", "cross_entropy", "trades"),
+    needs_code=True,
+)

@@ -16,6 +16,7 @@ from ecnn.backbones import Mean, eval_mode, full_precision
 from ecnn.baselines.adp import Ensemble, log_mean_probs
 from ecnn.checks import check_count
 from ecnn.errors import InputError
+from ecnn.kinds import ModelKind, options_of
 from ecnn.objectives import score_cross_entropy
 
 # A member's score of a class that it does not know: its probability is exactly 0, and differences stay numbers.
@@ -216,3 +217,21 @@ class SpecialistsObjective:
         means = (losses * knows_label).sum(dim=0) / knows_label.sum(dim=0).clamp_min(1)
         total: Tensor = means.sum()
         return total
+
+
+def _build(num_classes: int, in_channels: int, mean: Mean | None, **options: Any) -> nn.Module:
+    if "sets" not in options:
+        raise InputError(
+            'a "specialists" model needs sets, the classes of each class\'s specialist: docs/baselines.md says how to '
+            "find them."
+        )
+    return Specialists(num_classes, in_channels, mean=mean, **options)
+
+
+KIND = ModelKind(
+    name="specialists",
+    build=_build,
+    options=options_of(Specialists),
+    objectives=("specialists", "cross_entropy", "trades"),
+    own_objectives={"specialists": SpecialistsObjective},
+)

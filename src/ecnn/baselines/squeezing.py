@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ecnn.backbones import eval_mode, full_precision
+from ecnn.backbones import Mean, ResNet, eval_mode, full_precision
 from ecnn.checks import check_count, check_number
 from ecnn.errors import InputError
+from ecnn.kinds import ModelKind, Published, options_of
 
 #: The squeezers that Xu et al. join, and ours for digits of 17 levels, as options of `FeatureSqueezing`.
 SQUEEZERS: dict[str, dict[str, int]] = {
@@ -175,3 +176,18 @@ def check_bits(name: str, bits: Any, *, least: int = 1) -> None:
     """Raises InputError unless the value is a number of bits that float32 can round to."""
     if isinstance(bits, bool) or not isinstance(bits, int) or not least <= bits <= 16:
         raise InputError(f"{name} must be a whole number from {least} to 16, not {bits!r}.")
+
+
+def _build(
+    num_classes: int, in_channels: int, mean: Mean | None, *, bits: int, window: int, **options: Any
+) -> nn.Module:
+    return FeatureSqueezing(ResNet(num_classes, in_channels, mean=mean, **options), bits=bits, window=window)
+
+
+KIND = ModelKind(
+    name="feature_squeezing",
+    build=_build,
+    options=(*options_of(FeatureSqueezing), *options_of(ResNet)),
+    objectives=("cross_entropy", "trades"),
+    published={sort: Published(options=options) for sort, options in SQUEEZERS.items()},
+)

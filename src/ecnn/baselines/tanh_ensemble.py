@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -13,13 +13,15 @@ import torch
 import torch.nn.functional as F  # noqa: N812 as all of torch's users call it
 from torch import Tensor, nn
 
-from ecnn.backbones import Centre, ConvUnit, check_images, full_precision
+from ecnn.backbones import Centre, ConvUnit, Mean, check_images, full_precision
 from ecnn.checks import check_count, check_number
 from ecnn.codes import CodeMatrix
 from ecnn.decoders import make_decoder
 from ecnn.errors import InputError
+from ecnn.kinds import ModelKind, Published, options_of
 from ecnn.model import MemberDense
 from ecnn.objectives import member_hinge, member_targets
+from ecnn.recipes import Recipe
 
 #: The published networks, and one of ours for 8x8 digits, as options of `TanhEnsemble`.
 TANH_SIZES: dict[str, dict[str, Any]] = {
@@ -350,3 +352,49 @@ def _check_sizes(
     check_count("num_chunks", num_chunks)
     if order % num_chunks:
         raise InputError(f"{order} bits cannot be dealt equally to {num_chunks} chunks.")
+
+
+def _build(num_classes: int, in_channels: int, mean: Mean | None, **options: Any) -> nn.Module:
+    """The mean plays no part but to tell the image size: the original subtracts 0.5."""
+    shape = np.shape(mean) if mean is not None else ()
+    if "image_size" not in options and len(shape) == 3 and shape[1:] != (1, 1):
+        options["image_size"] = [int(length) for length in shape[1:]]
+    return TanhEnsemble(num_classes, in_channels, **options)
+
+
+# TanhEns16's program (Verma & Swami 2019) for CIFAR-10; noise, blending and rotation are the objective's.
+_RECIPE = Recipe(
+    epochs=400,
+    batch_size=200,
+    optimizer="adam",
+    lr=2e-4,
+    objective="tanh_ensemble",
+    objective_options=TANH_DISTURBANCES["cifar10"],
+    shift=4,
+    flip=True,
+    fill="zero",
+)
+_RECIPES = {
+    "tanh_ensemble": _RECIPE,
+    "tanh_ensemble_mnist": replace(
+        _RECIPE, epochs=150, lr=3e-4, objective_options=TANH_DISTURBANCES["mnist"], shift=0, flip=False
+    ),
+}
+_RECIPE_FOR = {"cifar10": "tanh_ensemble", "mnist": "tanh_ensemble_mnist", "digits": None}
+
+KIND = ModelKind(
+    name="tanh_ensemble",
+    build=_build,
+    options=options_of(TanhEnsemble),
+    objectives=("tanh_ensemble", "member_hinge", "member_cross_entropy", "cross_entropy", "trades"),
+    own_objectives={"tanh_ensemble": TanhEnsembleObjective},
+    own_recipes=_RECIPES,
+    published={
+        sort: Published(
+            recipe=recipe,
+            options={name: value for name, value in TANH_SIZES[sort].items() if name != "image_size"},
+            settings=TANH_DISTURBANCES[sort],
+        )
+        for sort, recipe in _RECIPE_FOR.items()
+    },
+)

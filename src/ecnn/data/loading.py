@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from ecnn.data.datasets import AdversarialSigns, Dataset, Split, hold_out
 from ecnn.data.formats import read_npz
-from ecnn.data.sets import AdversarialSigns, Dataset, Split, hold_out
-from ecnn.data.sources import CHECKSUMS, READERS, Arrays, Request, check_sizes, read_folder
+from ecnn.data.sources import CHECKSUMS, NEVER_MIRRORED, READERS, Arrays, Request, check_sizes, read_folder
 from ecnn.errors import InputError
 from ecnn.progress import Progress
 
@@ -92,6 +92,7 @@ def _as_dataset(title: str, arrays: Arrays, val_fraction: float, seed: int) -> D
         val=train.select(held),
         test=_as_split(arrays.test_images, arrays.test_labels),
         class_names=arrays.class_names,
+        may_be_mirrored=title not in NEVER_MIRRORED,
     )
 
 

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import numpy as np
 
+from ecnn.data.datasets import hold_out
 from ecnn.data.downloads import Archive, provide
 from ecnn.data.formats import gunzip, read_checked, read_idx, read_images, read_npz, read_pickle, resize
-from ecnn.data.sets import hold_out
 from ecnn.errors import InputError
 from ecnn.progress import Progress
 
@@ -50,6 +50,9 @@ SIZES = {
     "cifar100": (50_000, 10_000),
     "gtsrb": (39_209, 12_630),
 }
+
+# Mirrored images of these belong to another class, or to none.
+NEVER_MIRRORED = ("digits", "mnist", "gtsrb")
 
 _MNIST = "https://ossci-datasets.s3.amazonaws.com/mnist/"
 _CIFAR = "https://www.cs.toronto.edu/~kriz/"

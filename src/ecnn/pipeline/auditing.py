@@ -1,4 +1,4 @@
-"""From a request to audit to a verdict."""
+"""From what is to be audited to a verdict."""
 
 from __future__ import annotations
 
@@ -8,95 +8,96 @@ from pathlib import Path
 
 from torch import nn
 
-from ecnn import files, runs
-from ecnn.attacks.ball import check_norm
+from ecnn import runs
 from ecnn.auditing import Audit, Cost, audit, estimate_cost, resolve_budget
 from ecnn.data import NAMES, Split, load_data
 from ecnn.errors import InputError
-from ecnn.pipeline.common import check_shape, find_device
+from ecnn.pipeline.devices import find_device
+from ecnn.pipeline.training import load_spec_data
 from ecnn.plots import plot_audit
 from ecnn.progress import Progress
-
-
-@dataclass(frozen=True, kw_only=True)
-class AuditRequest:
-    """What `ecnn audit` was asked for; arguments as in `ecnn.audit`.
-
-    Attributes:
-        model: a run folder or the name of a shipped model; None when a module is given.
-        module: "file.py:function", a function without arguments that returns a torch module.
-        data: None for the data that the model was trained on.
-        out: where records, audit.json, audit.md and audit.png go; None keeps nothing.
-    """
-
-    model: str | None = None
-    module: str | None = None
-    data: str | None = None
-    root: Path = Path("data")
-    image_size: int | None = None
-    norm: str = "linf"
-    eps: str
-    claim: float | None = None
-    limit: int | None = None
-    budget: str = "standard"
-    seed: int = 0
-    out: Path | None = None
-    device: str = "auto"
-    resume: bool = True
+from ecnn.spec import AuditTable
 
 
 @dataclass(frozen=True)
 class AuditPlan:
-    """An audit that is ready to run, and what it will ask at most."""
+    """An audit that is ready to run, and what it will ask at most.
 
+    Attributes:
+        table: what is audited.
+        images: how many, the first of the split.
+    """
+
+    table: AuditTable
     model: nn.Module
     split: Split
     images: int
     cost: Cost
 
 
-def plan_audit(request: AuditRequest) -> AuditPlan:
-    """Loads model and images, and counts what the suite will ask of them."""
-    if (request.model is None) == (request.module is None):
+def plan_audit(
+    table: AuditTable,
+    *,
+    source: str | None = None,
+    module: str | None = None,
+    data: str | None = None,
+    root: Path = Path("data"),
+    image_size: int | None = None,
+    device: str = "auto",
+) -> AuditPlan:
+    """Loads model and images, and counts what the suite will ask of them.
+
+    Args:
+        source: a run folder or the name of a shipped model; None when a module is given.
+        module: "file.py:function", a function without arguments that returns a torch module.
+        data: None for the data that the model was trained on.
+        root: where dataset files are.
+        image_size: of a folder of images, for a module; a saved model knows its own.
+    """
+    if (source is None) == (module is None):
         raise InputError("give either a run folder or the name of a model, or --module file.py:function.")
-    device, spec = find_device(request.device), None
-    if request.module is not None:
-        if request.data is None:
-            raise InputError(
-                "a module of your own needs --data: the name of a dataset or a folder of images."
-            )
-        model = load_module(request.module).to(device).eval()
+    place = find_device(device)
+    if source is not None:
+        spec = runs.read_spec(source)
+        model = runs.load_model(source, device=place)
+        found = load_spec_data(spec, root, data)
+        spec.data.check_shape(found)
+    elif data is None:
+        raise InputError("a module of your own needs --data: the name of a dataset or a folder of images.")
     else:
-        spec = files.read_toml(runs.run_folder(str(request.model)) / runs.SPEC)
-        model = runs.load_model(str(request.model), device=device)
-    size = request.image_size if spec is None else tuple(spec["data"]["image_size"])
-    name = request.data or (spec["data"]["name"] if spec else "")
-    data = load_data(name, request.root, image_size=None if name in NAMES else size)
-    if spec is not None:
-        check_shape(spec, data)
-    budget = resolve_budget(request.budget)
-    images = min(len(data.test), budget.images if request.limit is None else request.limit)
-    return AuditPlan(model, data.test, images, estimate_cost(model, budget, images, data.num_classes))
+        model = load_module(str(module)).to(place).eval()
+        found = load_data(data, root, image_size=None if data in NAMES else image_size)
+    budget = resolve_budget(table.budget)
+    images = min(len(found.test), budget.images if table.limit is None else table.limit)
+    cost = estimate_cost(model, budget, images, found.num_classes)
+    return AuditPlan(table, model, found.test, images, cost)
 
 
-def audit_run(request: AuditRequest, made: AuditPlan, *, progress: Progress | None = None) -> Audit:
-    """Audits what was planned; with `out` the page and the picture are written there too."""
-    check_norm(request.norm)
+def audit_run(
+    made: AuditPlan, *, out: Path | None = None, resume: bool = True, progress: Progress | None = None
+) -> Audit:
+    """Audits what was planned.
+
+    Args:
+        out: where records, audit.json, audit.md and audit.png go; None keeps nothing.
+        resume: goes on with what an earlier audit left there.
+    """
+    table = made.table
     found = audit(
         made.model,
         made.split,
-        norm=request.norm,  # type: ignore[arg-type]
-        eps=request.eps,
-        claim=request.claim,
+        norm=table.norm,  # type: ignore[arg-type]
+        eps=table.eps,
+        claim=table.claim,
         limit=made.images,
-        budget=request.budget,
-        seed=request.seed,
-        run_dir=request.out,
-        resume=request.resume,
+        budget=table.budget,
+        seed=table.seed,
+        run_dir=out,
+        resume=resume,
         progress=progress,
     )
-    if request.out is not None:
-        plot_audit(found, request.out / "audit.png")
+    if out is not None:
+        plot_audit(found, out / "audit.png")
     return found
 
 

@@ -1,114 +1,123 @@
-"""From a request to evaluate to outcomes, image by image."""
+"""From a spec's attacks to outcomes, image by image."""
 
 from __future__ import annotations
 
-import dataclasses
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from ecnn import files, runs
-from ecnn.attacks import ATTACKS, Attack
-from ecnn.data import load_data
+from ecnn.attacks import Attack
+from ecnn.checks import did_you_mean
 from ecnn.errors import InputError
 from ecnn.evaluation import Evaluation, evaluate, load_images
-from ecnn.pipeline.common import check_shape, find_device
+from ecnn.pipeline.devices import find_device
+from ecnn.pipeline.training import load_spec_data
 from ecnn.progress import Progress
+from ecnn.spec import Spec, attack_options, make_attack
 
 
-@dataclass(frozen=True, kw_only=True)
-class EvaluateRequest:
-    """What `ecnn evaluate` was asked for; None means: as the model's run has it, or as the attack has it.
+def attack_tables(
+    kinds: Sequence[str], options: Mapping[str, Any], eps: Sequence[str] = ()
+) -> dict[str, dict[str, Any]]:
+    """The [attacks] of a spec for several kinds with common options; each takes those it has.
 
-    Attributes:
-        model: a run folder or the name of a shipped model.
-        attacks: names of `ATTACKS`.
-        options: of all attacks, by the names of their fields; an attack takes those it has.
-        eps: radii; several repeat each attack that has one.
+    They search on a quick copy of the model, and in Linf, unless the options say otherwise. Several radii repeat each
+    attack that has one.
+    """
+    known = {kind: attack_options(kind) for kind in kinds}
+    every = sorted({name for names in known.values() for name in names})
+    for name in options:
+        if name not in every:
+            raise InputError(f"none of {', '.join(kinds)} has an option {name!r}{did_you_mean(name, every)}")
+    common = {"quick": True, "norm": "linf", **options}
+    if eps:
+        common["eps"] = eps[0] if len(eps) == 1 else list(eps)
+    return {
+        kind: {"kind": kind, **{name: value for name, value in common.items() if name in names}}
+        for kind, names in known.items()
+    }
+
+
+def evaluate_run(
+    source: str,
+    spec: Spec,
+    *,
+    data: str | None = None,
+    root: Path = Path("data"),
+    seed: int = 0,
+    batch_size: int | None = None,
+    out: Path | None = None,
+    save_images: Path | None = None,
+    device: str = "auto",
+    resume: bool = True,
+    progress: Progress | None = None,
+) -> Evaluation:
+    """Makes the spec's attacks on a saved model, on the first `data.test_limit` test images.
+
+    Args:
+        source: a run folder or the name of a shipped model.
+        spec: the run's own, with the attacks to be made.
+        data: another dataset than the model was trained on.
         out: where outcomes are kept, image by image; None keeps nothing.
         save_images: an .npz to write the attacked images to.
     """
-
-    model: str
-    attacks: tuple[str, ...]
-    options: dict[str, Any] = field(default_factory=dict)
-    eps: tuple[str, ...] = ()
-    data: str | None = None
-    root: Path = Path("data")
-    limit: int | None = None
-    seed: int = 0
-    batch_size: int | None = None
-    out: Path | None = None
-    save_images: Path | None = None
-    device: str = "auto"
-    resume: bool = True
-
-
-def make_attack(name: str, options: dict[str, Any], *, strict: bool = True) -> Attack:
-    """The attack of that name with those options; not strict, options that it does not have are left out."""
-    known = _options_of(name)
-    kind = ATTACKS[name]
-    unknown = sorted(set(options) - known)
-    if unknown and strict:
-        raise InputError(f"{name} has no option {unknown[0]!r}; it has {', '.join(sorted(known))}.")
-    needed = {entry.name for entry in dataclasses.fields(kind) if entry.default is dataclasses.MISSING}
-    missing = sorted(needed - set(options))
-    if missing:
-        raise InputError(f"{name} needs {', '.join(missing)}, which decide its result and have no default.")
-    return kind(**{key: value for key, value in options.items() if key in known})
+    model = runs.load_model(source, device=find_device(device))
+    found = load_spec_data(spec, root, data)
+    spec.data.check_shape(found)
+    with _folder_for(out, save_images) as folder:
+        parts = [
+            evaluate(
+                model,
+                found.test,
+                attacks,
+                limit=limit,
+                seed=seed,
+                eps=eps,
+                run_dir=folder,
+                resume=resume,
+                save_images=save_images is not None,
+                progress=progress,
+                **({} if batch_size is None else {"batch_size": batch_size}),
+            )
+            for (limit, eps), attacks in _groups(spec).items()
+        ]
+        result = _join(parts)
+        if save_images is not None and folder is not None:
+            _write_images(save_images, folder, result)
+    return result
 
 
-def evaluate_run(request: EvaluateRequest, *, progress: Progress | None = None) -> Evaluation:
-    """Attacks a saved model on the test images of its data."""
-    device = find_device(request.device)
-    spec = files.read_toml(runs.run_folder(request.model) / runs.SPEC)
-    model = runs.load_model(request.model, device=device)
-    data = load_data(request.data or spec["data"]["name"], request.root, val_fraction=0.1)
-    check_shape(spec, data)
-    options = {"quick": True, "norm": "linf", **request.options}
-    if request.eps:
-        options["eps"] = request.eps[0]
-    unheard = sorted(set(request.options) - set().union(*map(_options_of, request.attacks)))
-    if unheard:
-        raise InputError(f"none of {', '.join(request.attacks)} has an option {unheard[0]!r}.")
-    attacks = {name: make_attack(name, options, strict=False) for name in request.attacks}
-    with _folder_for(request) as folder:
-        found = evaluate(
-            model,
-            data.test,
-            attacks,
-            limit=request.limit,
-            seed=request.seed,
-            eps=request.eps if len(request.eps) > 1 else None,
-            run_dir=folder,
-            resume=request.resume,
-            save_images=request.save_images is not None,
-            progress=progress,
-            **({} if request.batch_size is None else {"batch_size": request.batch_size}),
-        )
-        if request.save_images is not None and folder is not None:
-            _write_images(request.save_images, folder, found)
-    return found
+def _groups(spec: Spec) -> dict[tuple[int | None, tuple[float | str, ...] | None], dict[str, Attack]]:
+    """The spec's attacks by how many images they see and by the radii they are repeated at (None: their own)."""
+    groups: dict[Any, dict[str, Attack]] = {}
+    for name, table in spec.attacks.items():
+        radii = table.get("eps")
+        several = tuple(radii) if isinstance(radii, list) else None
+        one = {} if not several else {"eps": several[0]}
+        key = (table.get("limit", spec.data.test_limit), several)
+        groups.setdefault(key, {})[name] = make_attack({"kind": name, **table, **one})
+    return groups or {(spec.data.test_limit, None): {}}
 
 
-def _options_of(name: str) -> set[str]:
-    if name not in ATTACKS:
-        raise InputError(f"no attack is called {name!r}; known: {', '.join(ATTACKS)}.")
-    return {entry.name for entry in dataclasses.fields(ATTACKS[name]) if entry.init}
+def _join(parts: Sequence[Evaluation]) -> Evaluation:
+    """One evaluation of the images that all parts share, the first ones of the fewest."""
+    rows = slice(min(len(part) for part in parts))
+    outcomes = {name: found.take(rows) for part in parts for name, found in part.outcomes.items()}
+    return Evaluation(parts[0].clean.take(rows), outcomes)
 
 
 @contextmanager
-def _folder_for(request: EvaluateRequest) -> Iterator[Path | None]:
+def _folder_for(out: Path | None, save_images: Path | None) -> Iterator[Path | None]:
     """Where outcomes go: the folder asked for, one for the moment if only images are wanted, or none."""
-    if request.save_images is None or request.out is not None:
-        yield request.out
+    if save_images is None or out is not None:
+        yield out
         return
-    files.check_writable(request.save_images)
+    files.check_writable(save_images)
     with tempfile.TemporaryDirectory() as name:
         yield Path(name)
 

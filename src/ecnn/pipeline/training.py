@@ -1,77 +1,39 @@
-"""From a request to train to a finished run folder."""
+"""From a spec to a trained run folder."""
 
 from __future__ import annotations
 
 import dataclasses
 import os
 import time
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from ecnn import files, runs
+from ecnn import constructions, files, runs
 from ecnn.annealing import design_code
-from ecnn.attacks import PGD, Attack
-from ecnn.baselines import SQUEEZERS, TANH_DISTURBANCES, TANH_SIZES, FeatureSqueezing
+from ecnn.attacks import ATTACKS, Attack
+from ecnn.baselines import FeatureSqueezing
 from ecnn.checks import parse_eps
 from ecnn.codes import CodeMatrix, codebook, load_code
-from ecnn.data import Dataset, Split, load_data
+from ecnn.data import NAMES, Dataset, Split, load_data
 from ecnn.errors import InputError
-from ecnn.pipeline.common import find_device
+from ecnn.kinds import ModelKind
+from ecnn.models import build_model, find_kind, resolve_recipe, spell_out
+from ecnn.pipeline.devices import find_device
 from ecnn.progress import Progress
+from ecnn.recipes import MEMBER_OPTIONS, Recipe
+from ecnn.spec import CodeTable, Spec, attack_options, make_attack
 from ecnn.training.checkpoints import load_checkpoint, model_tensors, save_checkpoint
 from ecnn.training.loop import BEST, accuracy, fit
-from ecnn.training.recipes import MEMBER_OPTIONS, Recipe, resolve_recipe, spell_out
 
-#: model -> objectives that can train it, its own first.
-OBJECTIVES_OF: dict[str, tuple[str, ...]] = {
-    "ecnn": ("member_hinge", "member_cross_entropy", "cross_entropy", "trades"),
-    "resnet": ("cross_entropy", "trades"),
-    "adp": ("adp", "empir", "cross_entropy", "trades"),
-    "tanh_ensemble": ("tanh_ensemble", "member_hinge", "member_cross_entropy", "cross_entropy", "trades"),
-    "independent_ecoc": ("member_hinge", "member_cross_entropy", "cross_entropy", "trades"),
-    "specialists": ("specialists", "cross_entropy", "trades"),
-    "feature_squeezing": ("cross_entropy", "trades"),
-    "empir": ("empir", "cross_entropy", "trades"),
-}
-CODED = ("ecnn", "independent_ecoc")
-# Datasets whose mirrored images belong to another class, or to none.
-_NEVER_MIRRORED = ("digits", "mnist", "gtsrb")
 _FALSE_POSITIVE_RATE = 0.05
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrainRequest:
-    """What `ecnn train` was asked for; None means: choose what fits the data.
-
-    Attributes:
-        model: options of the model, as in the run's spec.toml.
-        train: options that replace the recipe's.
-        objective: settings of the objective.
-        attack: options of `PGD` for adversarial training, or None. With the objective "trades", which attacks by
-            itself, its radius and steps become the objective's, and the attack chooses the epoch.
-        compile_parts: as in `fit`.
-    """
-
-    data: str
-    root: Path = Path("data")
-    out: Path | None = None
-    kind: str = "ecnn"
-    code: str | None = None
-    recipe: str | None = None
-    model: dict[str, Any] = field(default_factory=dict)
-    train: dict[str, Any] = field(default_factory=dict)
-    objective: dict[str, Any] = field(default_factory=dict)
-    attack: dict[str, Any] | None = None
-    seed: int = 0
-    val_fraction: float = 0.1
-    image_size: int | None = None
-    device: str = "auto"
-    resume: bool = True
-    compile_parts: bool = False
+# What a training attack does unless it is told otherwise; of these it takes what it has.
+_ATTACK_STEPS = 10
+_ATTACK_DEFAULTS = {"norm": "linf", "loss": "cross_entropy", "on": "scores", "keep": "last"}
 
 
 @dataclass(frozen=True)
@@ -89,30 +51,17 @@ class TrainedRun:
     notes: tuple[str, ...] = ()
 
 
-def training_attack(eps: float | str, steps: int, on: str) -> dict[str, Any]:
-    """Options of the PGD that adversarial training uses: steps that together could cross the ball 2.5 times."""
-    step_size = 2.5 * parse_eps(eps) / max(1, steps)
-    return {
-        "norm": "linf",
-        "eps": eps,
-        "steps": steps,
-        "step_size": step_size,
-        "on": on,
-        "loss": "cross_entropy",
-        "keep": "last",
-    }
-
-
 @dataclass(frozen=True)
 class Plan:
-    """A request with every choice made; the model is built and untrained.
+    """A spec with every choice made; the model is built and untrained.
 
     Attributes:
+        spec: every choice spelled out; planning it again gives the same plan.
         attack: on the training images, or None.
         val_attack: on the validation images, where it is another one.
     """
 
-    spec: dict[str, Any]
+    spec: Spec
     recipe: Recipe
     code: CodeMatrix | None
     model: nn.Module
@@ -120,116 +69,165 @@ class Plan:
     val_attack: Attack | None
 
 
-def plan(request: TrainRequest, data: Dataset) -> Plan:
-    """Chooses what the request left open and builds the model from its seed."""
-    runs.check_kind(request.kind)
-    code = _code_for(request, data)
-    recipe = _recipe_for(request, data)
-    attack, val_attack = request.attack, None
-    if recipe.objective == "trades":
-        attack, val_attack = None, _attack_like(recipe.objective_options, request.attack)
-    torch.manual_seed(request.seed)
-    model = runs.build_model(
-        request.kind,
+def plan(spec: Spec, data: Dataset) -> Plan:
+    """Chooses what the spec leaves open and builds the model from its seed."""
+    spec.data.check_shape(data)
+    if spec.data.fingerprint not in (None, data.fingerprint):
+        raise InputError(f"the images of {data.name} are not those that the spec was written for.")
+    kind = find_kind(spec.model.get("kind", "ecnn"))
+    given = {name: value for name, value in spec.model.items() if name != "kind"}
+    suited = kind.suited_to(data.in_channels, data.image_size)
+    code, code_table = _code_for(spec, kind, data)
+    recipe = _recipe_for(spec, kind, data)
+    attack, val_attack = _attacks_for(spec, recipe)
+    torch.manual_seed(spec.seed)
+    model = build_model(
+        kind.name,
         code=code,
         num_classes=data.num_classes,
         in_channels=data.in_channels,
         mean=data.mean_image,
-        **{**_published_options(request.kind, data), **request.model},
+        **{**suited.options, **given},
     )
-    spec = {
-        "seed": request.seed,
-        "data": {
-            "name": data.name,
-            "val_fraction": request.val_fraction,
-            "num_classes": data.num_classes,
-            "in_channels": data.in_channels,
-            "image_size": list(data.image_size),
-            "fingerprint": data.fingerprint,
-        },
-        "model": runs.describe_model(request.kind, model),
-        "train": dataclasses.asdict(recipe),
-        "attack": {"kind": "pgd", **attack} if attack else None,
-        "val_attack": {"kind": "pgd", **val_attack} if val_attack else None,
-    }
-    made = [PGD(**options) if options else None for options in (attack, val_attack)]
-    return Plan(spec, recipe, code, model, *made)
+    resolved = dataclasses.replace(
+        spec,
+        data=dataclasses.replace(
+            spec.data,
+            num_classes=data.num_classes,
+            in_channels=data.in_channels,
+            image_size=list(data.image_size),
+            fingerprint=data.fingerprint,
+        ),
+        code=code_table,
+        model=runs.describe_model(kind.name, model),
+        train={**dataclasses.asdict(recipe), "attack": attack, "val_attack": val_attack},
+    )
+    made = [None if table is None else make_attack(table) for table in (attack, val_attack)]
+    return Plan(Spec.from_dict(resolved.to_dict()), recipe, code, model, *made)
 
 
-def _recipe_for(request: TrainRequest, data: Dataset) -> Recipe:
+def _recipe_for(spec: Spec, kind: ModelKind, data: Dataset) -> Recipe:
     """The recipe with the objective that fits the model, every setting of which is spelled out."""
-    recipe = resolve_recipe(request.recipe or _default_recipe(request.kind, data), **request.train)
-    fitting = OBJECTIVES_OF[request.kind]
-    own = fitting[0]
-    if "objective" in request.train:
-        if recipe.objective not in fitting:
-            known = ", ".join(fitting)
-            raise InputError(f"{request.kind} can be trained by {known}, not by {recipe.objective!r}.")
-    elif not (own.startswith("member") and recipe.objective in fitting):
+    suited = kind.suited_to(data.in_channels, data.image_size)
+    changes = {
+        name: value
+        for name, value in spec.train.items()
+        if name not in ("recipe", "attack", "val_attack", "objective_options")
+    }
+    recipe = resolve_recipe(spec.train.get("recipe") or str(suited.recipe), **changes)
+    own = kind.objectives[0]
+    if "objective" in changes:
+        if recipe.objective not in kind.objectives:
+            known = ", ".join(kind.objectives)
+            raise InputError(f"{kind.name} can be trained by {known}, not by {recipe.objective!r}.")
+    elif not (own.startswith("member") and recipe.objective in kind.objectives):
         recipe = resolve_recipe(recipe, objective=own)
     if not recipe.objective.startswith("member"):
+        defaults = {"diversity_weight": 0.0, "entropy_unit": "normalised"}
         for name in MEMBER_OPTIONS:
-            if name in request.train:
+            if changes.get(name, defaults[name]) != defaults[name]:
                 raise InputError(f"the objective {recipe.objective!r} has no {name}.")
         recipe = dataclasses.replace(recipe, diversity_weight=0.0)
-    if data.name in _NEVER_MIRRORED and "flip" not in request.train:
+    if not data.may_be_mirrored and "flip" not in changes:
         recipe = dataclasses.replace(recipe, flip=False)
-    options = {**_published_settings(recipe, data), **_radius_of(request, recipe), **request.objective}
-    return spell_out(dataclasses.replace(recipe, objective_options={**recipe.objective_options, **options}))
+    options = dict(recipe.objective_options)
+    if recipe.objective == own and not options:
+        options |= suited.settings
+    if recipe.objective == "trades" and spec.train.get("attack"):
+        asked = training_attack(spec.train["attack"])
+        options |= {name: asked[name] for name in ("eps", "steps", "step_size")}
+    options |= spec.train.get("objective_options", {})
+    return spell_out(dataclasses.replace(recipe, objective_options=options))
 
 
-def _default_recipe(kind: str, data: Dataset) -> str:
-    like = _like(data)
-    if like == "digits":
-        return "small"
-    if kind in ("adp", "tanh_ensemble"):
-        return f"{kind}_mnist" if like == "mnist" else kind
-    return "paper"
+def _attacks_for(spec: Spec, recipe: Recipe) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
+    """The tables of the attacks on training and on validation images.
+
+    TRADES attacks by itself: there the radius and steps are the objective's, and an attack like it chooses the epoch.
+    """
+    asked, val_asked = (spec.train.get(name) or None for name in ("attack", "val_attack"))
+    val_attack = None if val_asked is None else training_attack(val_asked)
+    if recipe.objective != "trades":
+        return (None if asked is None else training_attack(asked)), val_attack
+    if val_attack is None:
+        radius = {name: recipe.objective_options[name] for name in ("eps", "steps", "step_size")}
+        val_attack = training_attack({"on": (asked or {}).get("on", "scores"), **radius})
+    return None, val_attack
 
 
-def _like(data: Dataset) -> str:
-    """The dataset whose settings suit these images: by their size, then by their channels."""
-    if data.image_size[0] < 20:
-        return "digits"
-    return "mnist" if data.in_channels == 1 else "cifar10"
+def training_attack(table: Mapping[str, Any]) -> dict[str, Any]:
+    """The table of an attack that trains, with what it leaves open filled in.
+
+    The last iterate of an attack on the scores' cross entropy counts, as Madry et al. (2018) train, and steps together
+    could cross the ball 2.5 times.
+    """
+    kind = table.get("kind", "pgd")
+    known = attack_options(kind)
+    filled: dict[str, Any] = {name: value for name, value in _ATTACK_DEFAULTS.items() if name in known}
+    if not ATTACKS[kind].has_last_iterate:
+        del filled["keep"]
+    if "steps" in known:
+        filled["steps"] = steps = table.get("steps", _ATTACK_STEPS)
+        if "step_size" in known and "eps" in table:
+            filled["step_size"] = 2.5 * parse_eps(table["eps"]) / max(1, steps)
+    return {"kind": kind, **filled, **{name: value for name, value in table.items() if name != "kind"}}
 
 
-def _published_options(kind: str, data: Dataset) -> dict[str, Any]:
-    """Options of a model that its authors chose by dataset."""
-    if kind == "tanh_ensemble":
-        return {**TANH_SIZES[_like(data)], "image_size": list(data.image_size)}
-    return dict(SQUEEZERS[_like(data)]) if kind == "feature_squeezing" else {}
+def _code_for(spec: Spec, kind: ModelKind, data: Dataset) -> tuple[CodeMatrix | None, CodeTable | None]:
+    """The code that the model is made for, and the table that says which it is."""
+    if not kind.needs_code:
+        if spec.code is not None:
+            raise InputError(f"a model of kind {kind.name!r} takes no code: leave it out.")
+        return None, None
+    table = spec.code or _default_code(data.num_classes, spec.seed)
+    if table.name is not None:
+        code = load_code(table.name)
+    else:
+        arity, objective = table.arity or 2, table.objective or "distance"
+        seed = spec.seed if table.seed is None else table.seed
+        table = dataclasses.replace(table, arity=arity, objective=objective, seed=seed)
+        options: Any = {"arity": arity, "objective": objective, "steps": table.steps, "seed": seed}
+        code = design_code(data.num_classes, int(table.code_length or 0), **options)
+    if table.doubled:
+        code = constructions.doubled(code)
+    if table.content_hash not in (None, code.content_hash):
+        raise InputError(f"the code {table.name or 'designed'} is not the one that the spec was written for.")
+    return code, dataclasses.replace(table, content_hash=code.content_hash)
 
 
-def _published_settings(recipe: Recipe, data: Dataset) -> dict[str, Any]:
-    """Settings of an objective that its authors chose by dataset, where the recipe has none."""
-    needed = recipe.objective == "tanh_ensemble" and not recipe.objective_options
-    return dict(TANH_DISTURBANCES[_like(data)]) if needed else {}
+def _default_code(num_classes: int, seed: int) -> CodeTable:
+    """The longest shipped code for so many classes, or a design of our own."""
+    shipped = [name for name in codebook() if name.startswith(f"{num_classes}x") and "-q" not in name]
+    if shipped:
+        return CodeTable(name=shipped[-1])
+    return CodeTable(code_length=max(30, 2 * (num_classes - 1).bit_length()), steps=2_000_000, seed=seed)
 
 
-def _radius_of(request: TrainRequest, recipe: Recipe) -> dict[str, Any]:
-    """What TRADES takes from the attack that was asked for."""
-    if recipe.objective != "trades" or request.attack is None:
-        return {}
-    return {name: request.attack[name] for name in ("eps", "steps", "step_size")}
+def train_run(
+    spec: Spec,
+    *,
+    out: Path | None = None,
+    root: Path = Path("data"),
+    device: str = "auto",
+    resume: bool = True,
+    compile_parts: bool = False,
+    progress: Progress | None = None,
+) -> TrainedRun:
+    """Trains as the spec says and leaves a run folder; a finished run with the same spec is not trained again.
 
-
-def _attack_like(options: dict[str, Any], asked: dict[str, Any] | None) -> dict[str, Any]:
-    """Options of a PGD with the radius and steps of TRADES, looking where the attack asked for does."""
-    attack = training_attack(options["eps"], options["steps"], (asked or {}).get("on", "scores"))
-    return {**attack, "step_size": options["step_size"]}
-
-
-def train_run(request: TrainRequest, *, progress: Progress | None = None) -> TrainedRun:
-    """Trains as requested and leaves a run folder; a finished run with the same spec is not trained again."""
-    device = find_device(request.device)
-    data = load_data(
-        request.data, request.root, val_fraction=request.val_fraction, image_size=request.image_size
-    )
-    made = plan(request, data)
-    folder = request.out or Path("runs") / Path(data.name).name / request.kind / str(request.seed)
+    Args:
+        out: the run folder; None for runs/DATA/KIND/SEED.
+        root: where dataset files are.
+        device: auto, cpu, cuda, mps.
+        resume: goes on with what an earlier run left in the folder.
+        compile_parts: as in `fit`.
+    """
+    place = find_device(device)
+    data = load_spec_data(spec, root)
+    made = plan(spec, data)
+    folder = out or Path("runs") / Path(data.name).name / str(made.spec.model["kind"]) / str(spec.seed)
     files.check_writable(folder / runs.SPEC)
-    model = made.model.to(device)
+    model = made.model.to(place)
     if _is_first_process():
         runs.start_run(folder, made.spec, made.code)
     started = time.monotonic()
@@ -240,13 +238,13 @@ def train_run(request: TrainRequest, *, progress: Progress | None = None) -> Tra
         recipe=made.recipe,
         attack=made.attack,
         val_attack=made.val_attack,
-        seed=request.seed,
+        seed=spec.seed,
         run_dir=folder,
-        resume=request.resume,
-        compile_parts=request.compile_parts,
+        resume=resume,
+        compile_parts=compile_parts,
         progress=progress,
     )
-    _set_threshold(model, data.val.to(device), folder)
+    _set_threshold(model, data.val.to(place), folder)
     result = TrainedRun(
         folder=folder,
         parameters=sum(parameter.numel() for parameter in model.parameters()),
@@ -268,6 +266,17 @@ def train_run(request: TrainRequest, *, progress: Progress | None = None) -> Tra
     return result
 
 
+def load_spec_data(spec: Spec, root: Path, other: str | None = None) -> Dataset:
+    """The images that the spec asks for; or those of another dataset, which keep their size if it has a name."""
+    size = spec.data.image_size if other not in NAMES else None
+    return load_data(
+        other or spec.data.name,
+        root,
+        val_fraction=spec.data.val_fraction,
+        image_size=(size[0], size[1]) if isinstance(size, list) else size,
+    )
+
+
 def _set_threshold(model: nn.Module, val: Split, folder: Path) -> None:
     """Gives a detector its threshold, which is no matter of training, and the run folder the weights with it."""
     if not isinstance(model, FeatureSqueezing) or len(val) == 0:
@@ -276,20 +285,6 @@ def _set_threshold(model: nn.Module, val: Split, folder: Path) -> None:
     if _is_first_process() and (folder / BEST).exists():
         _, facts = load_checkpoint(folder / BEST)
         save_checkpoint(folder / BEST, model_tensors(model), facts)
-
-
-def _code_for(request: TrainRequest, data: Dataset) -> CodeMatrix | None:
-    if request.kind not in CODED:
-        if request.code is not None:
-            raise InputError(f"only {' and '.join(CODED)} take a code: leave it out for {request.kind}.")
-        return None
-    if request.code is not None:
-        return load_code(request.code)
-    shipped = [name for name in codebook() if name.startswith(f"{data.num_classes}x") and "-q" not in name]
-    if shipped:
-        return load_code(shipped[-1])
-    length = max(30, 2 * (data.num_classes - 1).bit_length())
-    return design_code(data.num_classes, length, objective="distance", steps=2_000_000, seed=request.seed)
 
 
 def join_processes() -> None:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from ecnn.backbones import eval_mode
 from ecnn.data import Augmentation, Split
 from ecnn.errors import InputError
-from ecnn.training.recipes import Recipe
+from ecnn.recipes import Recipe
 
 Objective = Callable[..., Tensor]
 Attack = Callable[..., Tensor]

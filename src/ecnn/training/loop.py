@@ -23,7 +23,9 @@ from ecnn import files
 from ecnn.backbones import eval_mode, without_tf32
 from ecnn.data import Split
 from ecnn.errors import InputError
+from ecnn.models import objective_of, resolve_recipe
 from ecnn.progress import Progress
+from ecnn.recipes import Recipe
 from ecnn.training.checkpoints import (
     load_checkpoint,
     load_model_tensors,
@@ -33,7 +35,6 @@ from ecnn.training.checkpoints import (
     save_checkpoint,
 )
 from ecnn.training.engine import Attack, Engine, Objective, craft
-from ecnn.training.recipes import Recipe, objective_of, resolve_recipe
 
 LAST, BEST, LOG = "last.safetensors", "model.safetensors", "train.jsonl"
 _ROBUST_VAL_IMAGES = 1000

@@ -1,15 +1,13 @@
-"""Recipes: everything that decides a training run, as data; `fit` fills what the caller does not say."""
+"""Recipes: everything that decides a training run, as data; those that suit any model, by name."""
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from dataclasses import dataclass, field
 from typing import Any
 
-from ecnn.baselines import TANH_DISTURBANCES, make_objective
+from ecnn.checks import check_choice, check_count, check_number
 from ecnn.errors import InputError
-from ecnn.objectives import Objective
 
 OPTIMIZERS = ("adam", "adamw", "sgd")
 SCHEDULES = ("authors", "steps", "onecycle", "cosine", "constant")
@@ -57,25 +55,17 @@ class Recipe:
     precision: str = "auto"
 
     def __post_init__(self) -> None:
-        for name, value, known in (
-            ("optimizer", self.optimizer, OPTIMIZERS),
-            ("schedule", self.schedule, SCHEDULES),
-            ("precision", self.precision, PRECISIONS),
-        ):
-            if value not in known:
-                raise InputError(f"{name} must be one of {', '.join(known)}, not {value!r}.")
-        if self.epochs < 0 or self.batch_size < 1:
-            raise InputError(
-                f"epochs and batch_size must be positive, not {self.epochs} and {self.batch_size}."
-            )
-        if not 0 < self.lr < math.inf or not 0 <= self.weight_decay < math.inf:
-            raise InputError(
-                f"lr must be above 0 and weight_decay from 0 up, not {self.lr}, {self.weight_decay}."
-            )
+        check_choice("optimizer", self.optimizer, OPTIMIZERS)
+        check_choice("schedule", self.schedule, SCHEDULES)
+        check_choice("precision", self.precision, PRECISIONS)
+        check_count("epochs", self.epochs, least=0)
+        check_count("batch_size", self.batch_size)
+        check_number("lr", self.lr, above=True)
+        check_number("weight_decay", self.weight_decay)
+        check_number("diversity_weight", self.diversity_weight)
+        check_number("adversarial_ratio", self.adversarial_ratio, above=True, most=1)
         if self.ema is not None and not 0 < self.ema < 1:
             raise InputError(f"ema must lie between 0 and 1, not {self.ema}.")
-        if not 0 < self.adversarial_ratio <= 1:
-            raise InputError(f"adversarial_ratio must lie in (0, 1], not {self.adversarial_ratio}.")
 
     def lr_at(self, progress: float) -> float:
         """The learning rate after that share (0 to 1) of all steps."""
@@ -91,30 +81,6 @@ class Recipe:
             return self.lr * 0.5 * (1 + math.cos(math.pi * progress))
         return self.lr
 
-
-_ADP = Recipe(
-    epochs=200,
-    batch_size=64,
-    optimizer="adam",
-    lr=1e-3,
-    weight_decay=2e-4,
-    schedule="steps",
-    objective="adp",
-    objective_options={"alpha": 2.0, "beta": 0.5},
-    shift=3,
-    flip=True,
-)
-_TANH_ENSEMBLE = Recipe(
-    epochs=400,
-    batch_size=200,
-    optimizer="adam",
-    lr=2e-4,
-    objective="tanh_ensemble",
-    objective_options=TANH_DISTURBANCES["cifar10"],
-    shift=4,
-    flip=True,
-    fill="zero",
-)
 
 RECIPES: dict[str, Recipe] = {
     # The authors' program (it covers the q-ary CIFAR-10 model): Adam, 200 epochs, batch 128, no weight decay, shifts
@@ -172,57 +138,4 @@ RECIPES: dict[str, Recipe] = {
         shift=1,
         ema=0.99,
     ),
-    # ADP's program (Pang et al. 2019) for CIFAR-10: its penalty of 1e-4 times the squared kernels is a decay of 2e-4.
-    # Departs: the head is decayed too; shifts are whole pixels.
-    "adp": _ADP,
-    # The same for MNIST, whose digits are neither shifted nor mirrored.
-    "adp_mnist": dataclasses.replace(_ADP, epochs=40, shift=0, flip=False),
-    # TanhEns16's program (Verma & Swami 2019) for CIFAR-10; noise, blending and turns are the objective's.
-    "tanh_ensemble": _TANH_ENSEMBLE,
-    "tanh_ensemble_mnist": dataclasses.replace(
-        _TANH_ENSEMBLE,
-        epochs=150,
-        lr=3e-4,
-        objective_options=TANH_DISTURBANCES["mnist"],
-        shift=0,
-        flip=False,
-    ),
 }
-
-
-def resolve_recipe(recipe: str | Recipe, **changes: Any) -> Recipe:
-    """The named recipe with every change that is not None."""
-    if isinstance(recipe, str):
-        if recipe not in RECIPES:
-            raise InputError(f"recipe must be one of {', '.join(RECIPES)}, not {recipe!r}.")
-        recipe = RECIPES[recipe]
-    known = {entry.name for entry in dataclasses.fields(Recipe)}
-    unknown = sorted(set(changes) - known)
-    if unknown:
-        raise InputError(f"a recipe has no {unknown[0]!r}; it has {', '.join(sorted(known))}.")
-    changes = {key: value for key, value in changes.items() if value is not None}
-    if (
-        changes.get("objective", recipe.objective) != recipe.objective
-    ):  # another one's options are not its own
-        changes = {"objective_options": {}, **changes}
-    return dataclasses.replace(recipe, **changes)
-
-
-def objective_of(recipe: Recipe) -> Objective:
-    """The recipe's objective as a callable."""
-    options = {key: getattr(recipe, key) for key in MEMBER_OPTIONS if recipe.objective.startswith("member")}
-    twice = sorted(options.keys() & recipe.objective_options.keys())
-    if twice:
-        raise InputError(f"{twice[0]} is an entry of the recipe itself, not of objective_options.")
-    return make_objective(recipe.objective, **options, **recipe.objective_options)
-
-
-def spell_out(recipe: Recipe) -> Recipe:
-    """The same recipe with every setting of its objective, so that later defaults cannot change an old run."""
-    objective: Any = objective_of(recipe)
-    options = {
-        entry.name: getattr(objective, entry.name)
-        for entry in dataclasses.fields(objective)
-        if entry.name not in ("kind", *MEMBER_OPTIONS)
-    }
-    return dataclasses.replace(recipe, objective_options=options)

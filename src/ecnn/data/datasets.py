@@ -95,13 +95,18 @@ class Split:
 
 @dataclass(frozen=True, eq=False)
 class Dataset:
-    """Images to train on, to choose by (`val`) and to report on (`test`), and the names of their classes."""
+    """Images to train on, to choose by (`val`) and to report on (`test`), and the names of their classes.
+
+    Attributes:
+        may_be_mirrored: whether a mirrored image still belongs to its class; of digits and road signs it may not.
+    """
 
     name: str
     train: Split
     val: Split
     test: Split
     class_names: tuple[str, ...]
+    may_be_mirrored: bool = True
 
     def __post_init__(self) -> None:
         if len(self.class_names) < 2:

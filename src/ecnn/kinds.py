@@ -1,0 +1,99 @@
+"""What a kind of model says of itself: how it is built, what trains it, and what its authors chose by dataset.
+
+Each kind has one entry, in the file of its model; `ecnn.models` lists them.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from ecnn.checks import check_options
+from ecnn.errors import InputError
+from ecnn.objectives import Objective
+from ecnn.recipes import Recipe
+
+
+@dataclass(frozen=True, kw_only=True)
+class Published:
+    """What suits a kind of model on images of one sort.
+
+    Attributes:
+        recipe: name of the recipe; None for the one that suits most models there.
+        options: of the model.
+        settings: of the kind's own objective.
+    """
+
+    recipe: str | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelKind:
+    """One kind of model, all there is to know to build and train it by name.
+
+    Attributes:
+        name: as a spec names it.
+        build: (num_classes, in_channels, mean, **options) -> module; takes `code=` too where a code is needed.
+        options: names of its options; `module.config` holds their values.
+        objectives: names of the objectives that can train it, its own first.
+        needs_code: whether it is made for one code.
+        own_objectives: objectives that it brings, by name.
+        own_recipes: recipes that it brings, by name.
+        published: by sort of images, see `sort_of_images`.
+    """
+
+    name: str
+    build: Callable[..., nn.Module]
+    options: tuple[str, ...]
+    objectives: tuple[str, ...]
+    needs_code: bool = False
+    own_objectives: Mapping[str, Callable[..., Objective]] = field(default_factory=dict)
+    own_recipes: Mapping[str, Recipe] = field(default_factory=dict)
+    published: Mapping[str, Published] = field(default_factory=dict)
+
+    def check(self, options: Iterable[str]) -> None:
+        """Raises InputError for an option that models of this kind do not have."""
+        check_options(f"the model {self.name!r}", options, self.options)
+
+    def suited_to(self, in_channels: int, image_size: tuple[int, int]) -> Published:
+        """What suits it on images of that form; the recipe is always named."""
+        sort = sort_of_images(in_channels, image_size)
+        found = self.published.get(sort, Published())
+        return Published(
+            recipe=found.recipe or ("small" if sort == "digits" else "paper"),
+            options=found.options,
+            settings=found.settings,
+        )
+
+
+def options_of(model: Callable[..., nn.Module]) -> tuple[str, ...]:
+    """Names of a model's keyword arguments that a spec may set: all that TOML can write, so not the mean or a trunk."""
+    parameters = inspect.signature(model).parameters.values()
+    return tuple(
+        entry.name
+        for entry in parameters
+        if entry.kind is entry.KEYWORD_ONLY and entry.name not in ("mean", "trunk", "threshold")
+    )
+
+
+def sort_of_images(in_channels: int, image_size: tuple[int, int]) -> str:
+    """The dataset whose settings suit these images, by their size, then by their channels: digits, mnist or cifar10."""
+    if image_size[0] < 20:
+        return "digits"
+    return "mnist" if in_channels == 1 else "cifar10"
+
+
+def check_classes(kind: str, code: Any, num_classes: int) -> None:
+    """Raises InputError unless there is a code, and one for so many classes."""
+    if code is None:
+        raise InputError(f"a model of kind {kind!r} needs a code.")
+    if code.num_classes != num_classes:
+        raise InputError(
+            f"the code has {code.num_classes} classes, but {num_classes} are wanted: use a code for {num_classes}."
+        )

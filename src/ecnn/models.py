@@ -1,0 +1,97 @@
+"""Every model, objective and recipe that has a name, and what is made of the names.
+
+A new kind of model is one file with its `KIND` and one line here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from ecnn import model, objectives, recipes
+from ecnn.backbones import Mean
+from ecnn.baselines import adp, ecoc, empir, resnet, specialists, squeezing, tanh_ensemble, trades
+from ecnn.checks import check_choice, check_options
+from ecnn.codes import CodeMatrix
+from ecnn.errors import InputError
+from ecnn.kinds import ModelKind
+from ecnn.objectives import Objective, make_objective
+from ecnn.recipes import MEMBER_OPTIONS, Recipe
+
+_FILES: tuple[Any, ...] = (model, resnet, adp, tanh_ensemble, ecoc, specialists, squeezing, empir)
+
+#: Kinds of models.
+MODELS: dict[str, ModelKind] = {file.KIND.name: file.KIND for file in _FILES}
+#: Objectives: those that train any model, or any with a code, and those that a kind brings.
+OBJECTIVES: dict[str, Callable[..., Objective]] = {
+    **objectives.OBJECTIVES,
+    "trades": trades.TRADESObjective,
+    **{name: made for kind in MODELS.values() for name, made in kind.own_objectives.items()},
+}
+#: Recipes, likewise.
+RECIPES: dict[str, Recipe] = {
+    **recipes.RECIPES,
+    **{name: recipe for kind in MODELS.values() for name, recipe in kind.own_recipes.items()},
+}
+
+
+def find_kind(name: str) -> ModelKind:
+    """The kind of model of that name."""
+    check_choice("model.kind", name, MODELS)
+    return MODELS[name]
+
+
+def build_model(
+    kind: str,
+    *,
+    code: CodeMatrix | None,
+    num_classes: int,
+    in_channels: int,
+    mean: Mean | None,
+    **options: Any,
+) -> nn.Module:
+    """A model by name, with weights drawn from torch's generator; options are its keyword arguments."""
+    entry = find_kind(kind)
+    entry.check(options)
+    coded = {"code": code} if entry.needs_code else {}
+    try:
+        return entry.build(num_classes, in_channels, mean, **coded, **options)
+    except TypeError as error:
+        raise InputError(f"the model {kind!r} cannot be built so: {error}.") from error
+
+
+def resolve_recipe(recipe: str | Recipe, **changes: Any) -> Recipe:
+    """The named recipe with every change that is not None."""
+    if isinstance(recipe, str):
+        check_choice("recipe", recipe, RECIPES)
+        recipe = RECIPES[recipe]
+    check_options("a recipe", changes, [entry.name for entry in dataclasses.fields(Recipe)])
+    changes = {key: value for key, value in changes.items() if value is not None}
+    if (
+        changes.get("objective", recipe.objective) != recipe.objective
+    ):  # another one's options are not its own
+        changes = {"objective_options": {}, **changes}
+    return dataclasses.replace(recipe, **changes)
+
+
+def objective_of(recipe: Recipe) -> Objective:
+    """The recipe's objective as a callable."""
+    options = {key: getattr(recipe, key) for key in MEMBER_OPTIONS if recipe.objective.startswith("member")}
+    twice = sorted(options.keys() & recipe.objective_options.keys())
+    if twice:
+        raise InputError(f"{twice[0]} is an entry of the recipe itself, not of objective_options.")
+    return make_objective(recipe.objective, known=OBJECTIVES, **options, **recipe.objective_options)
+
+
+def spell_out(recipe: Recipe) -> Recipe:
+    """The same recipe with every setting of its objective, so that later defaults cannot change an old run."""
+    objective: Any = objective_of(recipe)
+    options = {
+        entry.name: getattr(objective, entry.name)
+        for entry in dataclasses.fields(objective)
+        if entry.name not in ("kind", *MEMBER_OPTIONS)
+    }
+    return dataclasses.replace(recipe, objective_options=options)

@@ -1,0 +1,258 @@
+"""One spec: everything that decides a result, as a table that TOML can hold.
+
+The command line fills it, Python passes it, an experiment file holds several, and a run folder keeps the one it came
+from in spec.toml with every choice spelled out. Keys are the keyword arguments of the rooms that use them:
+
+    seed = 0
+    [data]         name, val_fraction, test_limit: which images
+    [code]         name of a shipped code or file, or code_length and other options of `design_code`
+    [model]        kind, a name of `ecnn.models.MODELS`, and options of that kind
+    [train]        recipe, a name of `ecnn.models.RECIPES`, and entries that replace its own; attack, val_attack
+    [attacks.NAME] kind, a name of `ecnn.attacks.ATTACKS`, and options of that kind; limit
+    [audit]        norm, eps, claim, limit, budget, seed: arguments of `ecnn.audit`
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+import tomllib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ecnn import files
+from ecnn.attacks import ATTACKS, Attack
+from ecnn.attacks.ball import check_norm
+from ecnn.checks import build, check_choice, check_count, check_options, parse_eps
+from ecnn.data import Dataset
+from ecnn.errors import InputError
+from ecnn.models import find_kind
+from ecnn.recipes import Recipe
+
+_ATTACK_KEYS = ("kind", "limit")
+_TRAIN_KEYS = ("recipe", "attack", "val_attack", *(entry.name for entry in dataclasses.fields(Recipe)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataTable:
+    """Which images; the last four are facts that a run writes down and later runs must meet.
+
+    Attributes:
+        name: of a dataset, or a folder of images by class.
+        val_fraction: share of the training images that chooses the epoch.
+        test_limit: attacks see the first so many test images; None for all.
+        image_size: [height, width]; of a folder of images, what they are resized to.
+        num_classes, in_channels: of the dataset.
+        fingerprint: of all its images and labels.
+    """
+
+    name: str
+    val_fraction: float = 0.1
+    test_limit: int | None = None
+    image_size: int | list[int] | None = None
+    num_classes: int | None = None
+    in_channels: int | None = None
+    fingerprint: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.test_limit is not None:
+            check_count("data.test_limit", self.test_limit)
+
+    def check_shape(self, data: Dataset) -> None:
+        """Raises InputError unless the dataset has the form that is written down here."""
+        size = [self.image_size] * 2 if isinstance(self.image_size, int) else self.image_size
+        for name, known, came in (
+            ("num_classes", self.num_classes, data.num_classes),
+            ("in_channels", self.in_channels, data.in_channels),
+            ("image_size", size, list(data.image_size)),
+        ):
+            if known is not None and known != came:
+                raise InputError(f"the model was trained on {name} = {known}, and {data.name} has {came}.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CodeTable:
+    """Which code: one that has a name, or one to be designed.
+
+    Attributes:
+        name: of a shipped code, or a code file.
+        code_length, arity, objective, steps, seed: of `design_code`, where there is no name. If not given: binary, the
+            largest distances ("distance"), the spec's seed.
+        doubled: each task twice, the second time complemented (the paper's M').
+        content_hash: of the code, a fact that a run writes down.
+    """
+
+    name: str | None = None
+    code_length: int | None = None
+    arity: int | None = None
+    objective: str | None = None
+    steps: int | None = None
+    seed: int | None = None
+    doubled: bool | None = None
+    content_hash: str | None = None
+
+    def __post_init__(self) -> None:
+        if (self.name is None) == (self.code_length is None):
+            raise InputError(
+                "[code] takes either the name of a code or the code_length of one to be designed."
+            )
+        if self.name is not None and (self.arity, self.objective, self.steps, self.seed) != (None,) * 4:
+            raise InputError(
+                "[code] with a name takes no arity, objective, steps or seed: those are for a code to be designed."
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class AuditTable:
+    """What is audited; arguments of `ecnn.audit`, which explains them."""
+
+    norm: str = "linf"
+    eps: float | str
+    claim: float | None = None
+    limit: int | None = None
+    budget: str = "standard"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        check_norm(self.norm)
+        parse_eps(self.eps)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spec:
+    """What is trained, attacked and audited; see the head of this file for its keys.
+
+    Unknown names are refused when it is made, with a guess which was meant. The tables are not to be changed in place:
+    `changed` makes another spec.
+    """
+
+    seed: int = 0
+    data: DataTable
+    code: CodeTable | None = None
+    model: Mapping[str, Any] = field(default_factory=lambda: {"kind": "ecnn"})
+    train: Mapping[str, Any] = field(default_factory=dict)
+    attacks: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    audit: AuditTable | None = None
+
+    def __post_init__(self) -> None:
+        check_count("seed", self.seed, least=0)
+        for name in ("model", "train", "attacks"):
+            _check_is_table(name, getattr(self, name))
+        kind = find_kind(self.model.get("kind", "ecnn"))
+        kind.check([name for name in self.model if name != "kind"])
+        check_options("[train]", self.train, _TRAIN_KEYS)
+        for name in ("attack", "val_attack"):
+            if self.train.get(name) is not None:
+                check_attack(f"train.{name}", self.train[name])
+        for name, attack in self.attacks.items():
+            check_attack(f"attacks.{name}", {"kind": name, **_checked_table(f"attacks.{name}", attack)})
+
+    @classmethod
+    def from_dict(cls, tables: Mapping[str, Any]) -> Spec:
+        """The spec that these nested tables describe."""
+        check_options("a spec", tables, [entry.name for entry in dataclasses.fields(cls)])
+        if "data" not in tables:
+            raise InputError("a spec needs the table [data] with a name.")
+        made: dict[str, Any] = dict(tables)
+        for name, kind in (("data", DataTable), ("code", CodeTable), ("audit", AuditTable)):
+            if name in tables:
+                made[name] = build(f"[{name}]", kind, _checked_table(name, tables[name]))
+        return cls(**made)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The spec as nested tables of plain values, as TOML holds them: what is None or empty is left out."""
+        plain = _plain(dataclasses.asdict(self))
+        return {name: value for name, value in plain.items() if value != {}}
+
+    @property
+    def content_hash(self) -> str:
+        """SHA-256 of everything in it."""
+        return hashlib.sha256(json.dumps(self.to_dict(), sort_keys=True).encode()).hexdigest()
+
+    def changed(self, values: Mapping[str, Any]) -> Spec:
+        """Another spec: `{"train.lr": 0.1}` replaces or adds entries by their dotted names; None changes nothing."""
+        return Spec.from_dict(with_values(self.to_dict(), values))
+
+
+def load_spec(path: str | os.PathLike[str]) -> Spec:
+    """The spec in a TOML file; whatever is wrong with it is an InputError that names the file."""
+    tables = files.read_toml(path)
+    try:
+        return Spec.from_dict(tables)
+    except InputError as error:
+        raise InputError(f"{path}: {error}") from error
+
+
+def save_spec(path: str | os.PathLike[str], spec: Spec) -> None:
+    """Writes the spec as TOML."""
+    files.write_toml(path, spec.to_dict())
+
+
+def with_values(tables: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
+    """The tables with entries replaced or added by their dotted names; values that are None are passed over."""
+    result = dict(tables)
+    for name, value in values.items():
+        if value is None:
+            continue
+        first, dot, rest = name.partition(".")
+        inner = result.get(first, {})
+        if dot and not isinstance(inner, Mapping):
+            raise InputError(f"{first} is a value, not a table: {name} cannot be set.")
+        result[first] = with_values(inner, {rest: value}) if dot else value
+    return result
+
+
+def parse_settings(settings: Iterable[str]) -> dict[str, Any]:
+    """`["train.lr=0.1"]` as {"train.lr": 0.1}; values are read as TOML reads them, or else taken as text."""
+    values: dict[str, Any] = {}
+    for setting in settings:
+        name, equals, text = setting.partition("=")
+        if not equals or not name.partition(".")[2]:
+            raise InputError(f"--set takes TABLE.NAME=VALUE such as train.lr=0.1, not {setting!r}.")
+        try:
+            values[name.strip()] = tomllib.loads(f"value = {text}")["value"]
+        except tomllib.TOMLDecodeError:
+            values[name.strip()] = text
+    return values
+
+
+def check_attack(owner: str, table: Any) -> None:
+    """Raises InputError unless the table names a kind of attack and only options that it has."""
+    options = _checked_table(owner, table)
+    check_choice(f"{owner}.kind", options.get("kind", "pgd"), ATTACKS)
+    known = attack_options(options.get("kind", "pgd"))
+    check_options(f"[{owner}]", options, [*_ATTACK_KEYS, *known])
+
+
+def attack_options(kind: str) -> list[str]:
+    """Names of the options that an attack of that kind has."""
+    check_choice("attack", kind, ATTACKS)
+    return [entry.name for entry in dataclasses.fields(ATTACKS[kind]) if entry.init]
+
+
+def make_attack(table: Mapping[str, Any]) -> Attack:
+    """The attack that a table describes by its kind and options."""
+    kind = table.get("kind", "pgd")
+    check_choice("attack", kind, ATTACKS)
+    options = {name: value for name, value in table.items() if name not in _ATTACK_KEYS}
+    return build(f"the attack {kind!r}", ATTACKS[kind], options)
+
+
+def _check_is_table(name: str, value: Any) -> None:
+    if not isinstance(value, Mapping):
+        raise InputError(f"[{name}] must be a table, not {value!r}.")
+
+
+def _checked_table(name: str, value: Any) -> dict[str, Any]:
+    _check_is_table(name, value)
+    return dict(value)
+
+
+def _plain(value: Any) -> Any:
+    """The value as TOML gives it back: without None, and with lists for tuples."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items() if item is not None}
+    return [_plain(item) for item in value] if isinstance(value, list | tuple) else value
