@@ -38,6 +38,7 @@ ROOMS = [
     "training",
     "auditing",
     "spec",
+    "experiment",
     "runs",
     "plots",
     "pipeline",

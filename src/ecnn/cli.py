@@ -434,6 +434,53 @@ def audit(
 
 @app.command()
 @one_sentence_errors
+def reproduce(
+    experiment: Annotated[str, typer.Argument(help="Name of a shipped experiment, or a TOML file.")],
+    arm: Annotated[list[str] | None, typer.Option(help="Only this column. Repeatable.")] = None,
+    seed: Annotated[list[int] | None, typer.Option(help="Only this seed. Repeatable.")] = None,
+    stage: Annotated[list[str] | None, typer.Option(help="Only train, attack or audit. Repeatable.")] = None,
+    jobs: Annotated[
+        int, typer.Option(help="Processes at a time; where there are several GPUs, one each.")
+    ] = 1,
+    root: Root = Path("data"),
+    out: Annotated[Path, typer.Option(help="Folder of all experiments.")] = Path("runs"),
+    device: Device = "auto",
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be run.")] = False,
+    table: Annotated[bool, typer.Option("--table", help="Only print the table of what is there.")] = False,
+    debug: DebugFlag = False,
+) -> None:
+    """Run every arm, seed and attack of an experiment, then print its table; what is finished is not run again."""
+    from ecnn import pipeline
+    from ecnn.checks import check_choice
+    from ecnn.experiment import load_experiment
+
+    found = load_experiment(experiment)
+    for name in stage or ():
+        check_choice("--stage", name, pipeline.STAGES)
+    tasks = pipeline.tasks_of(found, out, arms=arm or (), seeds=seed or ())
+    if dry_run:
+        for task in tasks:
+            typer.echo(f"{task.arm.name} seed {task.seed}: {', '.join(task.spec.attacks)}  -> {task.folder}")
+        return
+    if not table:
+        flags = [("--stage", name) for name in stage or ()]
+        flags += [("--root", str(root)), ("--out", str(out)), ("--device", device)]
+        failed = []
+        if jobs > 1:
+            failed = pipeline.run_tasks(tasks, jobs=jobs, arguments=[text for pair in flags for text in pair])
+        else:
+            for task in tasks:
+                with ecnn.progress_bar(f"{task.arm.name} seed {task.seed}") as progress:
+                    pipeline.run_task(
+                        task, root=root, device=device, stages=stage or pipeline.STAGES, progress=progress
+                    )
+        for task in failed:
+            typer.echo(f"failed: {task.folder}/log.txt says why", err=True)
+    typer.echo(pipeline.table_text(found, pipeline.read_cells(found, out)))
+
+
+@app.command()
+@one_sentence_errors
 def models(as_json: JsonFlag = False, debug: DebugFlag = False) -> None:
     """List the models that come with the package."""
     from ecnn import runs

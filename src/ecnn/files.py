@@ -6,6 +6,7 @@ import json
 import math
 import os
 import re
+import shutil
 import struct
 import tempfile
 import tomllib
@@ -74,6 +75,15 @@ def check_writable(path: str | os.PathLike[str]) -> None:
         folder = folder.parent
     if not folder.is_dir() or not os.access(folder, os.W_OK):
         raise InputError(f"cannot write {target}: {folder} is not a folder that can be written to.")
+
+
+def copy(source: str | os.PathLike[str], target: str | os.PathLike[str]) -> Path:
+    """Copies a file, all or nothing."""
+
+    def write(temporary: Path) -> None:
+        shutil.copyfile(source, temporary)
+
+    return write_atomically(target, write)
 
 
 def write_text(path: str | os.PathLike[str], text: str) -> Path:

@@ -47,6 +47,14 @@ def start_run(folder: Path, spec: Spec, code: CodeMatrix | None) -> None:
     files.write_json(folder / ENVIRONMENT, environment())
 
 
+def is_finished(folder: Path, spec: Spec) -> bool:
+    """Whether the folder holds a complete run of that spec."""
+    needed = (DONE, SPEC, BEST, RESULTS)
+    return (
+        all((folder / name).exists() for name in needed) and files.read_toml(folder / SPEC) == spec.to_dict()
+    )
+
+
 def finish_run(folder: Path) -> None:
     """Marks the run as complete."""
     files.write_text(folder / DONE, "")

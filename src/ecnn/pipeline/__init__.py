@@ -2,6 +2,16 @@
 
 from ecnn.pipeline.auditing import AuditPlan, audit_run, load_module, plan_audit
 from ecnn.pipeline.evaluating import attack_tables, evaluate_run
+from ecnn.pipeline.reproducing import (
+    STAGES,
+    Cell,
+    Task,
+    read_cells,
+    run_task,
+    run_tasks,
+    table_text,
+    tasks_of,
+)
 from ecnn.pipeline.training import (
     Plan,
     TrainedRun,
@@ -15,7 +25,10 @@ from ecnn.pipeline.training import (
 
 __all__ = [
     "AuditPlan",
+    "Cell",
     "Plan",
+    "STAGES",
+    "Task",
     "TrainedRun",
     "attack_tables",
     "audit_run",
@@ -26,6 +39,11 @@ __all__ = [
     "load_spec_data",
     "plan",
     "plan_audit",
+    "read_cells",
+    "run_task",
+    "run_tasks",
+    "table_text",
+    "tasks_of",
     "train_run",
     "training_attack",
 ]

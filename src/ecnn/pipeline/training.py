@@ -28,7 +28,7 @@ from ecnn.progress import Progress
 from ecnn.recipes import MEMBER_OPTIONS, Recipe
 from ecnn.spec import CodeTable, Spec, attack_options, make_attack
 from ecnn.training.checkpoints import load_checkpoint, model_tensors, save_checkpoint
-from ecnn.training.loop import BEST, accuracy, fit
+from ecnn.training.loop import BEST, LOG, accuracy, fit
 
 _FALSE_POSITIVE_RATE = 0.05
 # What a training attack does unless it is told otherwise; of these it takes what it has.
@@ -227,6 +227,8 @@ def train_run(
     made = plan(spec, data)
     folder = out or Path("runs") / Path(data.name).name / str(made.spec.model["kind"]) / str(spec.seed)
     files.check_writable(folder / runs.SPEC)
+    if resume and runs.is_finished(folder, made.spec):
+        return _finished_run(folder, made.model)
     model = made.model.to(place)
     if _is_first_process():
         runs.start_run(folder, made.spec, made.code)
@@ -264,6 +266,23 @@ def train_run(
         )
         runs.finish_run(folder)
     return result
+
+
+def _finished_run(folder: Path, model: nn.Module) -> TrainedRun:
+    """What came of a run that has ended, from its folder."""
+    _, facts = load_checkpoint(folder / BEST)
+    result = files.read_json(folder / runs.RESULTS)
+    return TrainedRun(
+        folder=folder,
+        parameters=sum(parameter.numel() for parameter in model.parameters()),
+        epochs=len((folder / LOG).read_text().splitlines()),
+        best_epoch=facts["best_epoch"],
+        val_accuracy=facts["best_accuracy"],
+        test_accuracy=result["test_accuracy"],
+        test_images=result["images"],
+        seconds=0.0,
+        notes=("finished before",),
+    )
 
 
 def load_spec_data(spec: Spec, root: Path, other: str | None = None) -> Dataset:

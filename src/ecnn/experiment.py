@@ -1,0 +1,162 @@
+"""Experiments as data: one TOML file per table or figure of the paper, each a list of specs with what varies.
+
+    title = "White-box attacks on CIFAR-10"
+    paper = "tab:adv_cifar10"                # the paper's label
+    rows = ["clean", "pgd", "cw"]            # what the table prints: names of attacks, and "clean"
+
+    [spec]                                   # a `Spec` that all arms share
+    [audited]                                # row -> "audit", or the attacks whose worst case is printed beside it
+    [[arms]]                                 # name, title, seeds, paper = { row = per cent, parameters = count }
+    [arms.spec]                              # what the arm changes, table by table
+
+Files that come with the package are known by their names (`experiments`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from ecnn import files
+from ecnn.checks import build, check_choice, check_count, check_options, did_you_mean
+from ecnn.errors import InputError
+from ecnn.spec import Spec
+
+CLEAN, AUDIT, PARAMETERS = "clean", "audit", "parameters"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arm:
+    """One column of a table: a spec, run once per seed.
+
+    Attributes:
+        name: of its folder.
+        title: as the table prints it.
+        spec: what is trained and attacked; its seed is replaced by each of `seeds`.
+        seeds: of training, and of a code that is designed.
+        paper: the paper's values by row in per cent, and the number of parameters.
+        note: what the reader must know, such as a shortened schedule.
+    """
+
+    name: str
+    title: str
+    spec: Spec
+    seeds: tuple[int, ...] = (0,)
+    paper: Mapping[str, float] = field(default_factory=dict)
+    note: str = ""
+
+    def spec_for(self, seed: int) -> Spec:
+        """The spec of one run."""
+        return dataclasses.replace(self.spec, seed=seed)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Experiment:
+    """A table or figure of the paper, as what has to be run for it.
+
+    Attributes:
+        name: of its folder.
+        title: of the table.
+        paper: the paper's label.
+        rows: what the table prints, in order: "clean" and names of attacks.
+        audited: row -> names of attacks whose worst case is the audited value; ("audit",) for the audit's.
+        arms: columns.
+        note: what the reader must know of all of them.
+    """
+
+    name: str
+    title: str
+    paper: str
+    rows: tuple[str, ...]
+    arms: tuple[Arm, ...]
+    audited: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    note: str = ""
+
+    def __post_init__(self) -> None:
+        names = [arm.name for arm in self.arms]
+        if len(set(names)) != len(names) or not names:
+            raise InputError(f"the experiment {self.name!r} needs arms, each with a name of its own.")
+        for arm in self.arms:
+            self._check(arm)
+
+    def _check(self, arm: Arm) -> None:
+        owner = f"the arm {arm.name!r}"
+        known = [CLEAN, *arm.spec.attacks]
+        for seed in arm.seeds:
+            check_count(f"{owner}: a seed", seed, least=0)
+        check_options(f"{owner}: paper", arm.paper, [PARAMETERS, *self.rows])
+        for row in (row for row in arm.paper if row != PARAMETERS):
+            check_choice(f"{owner}: a row with a value", row, known)
+        check_options("[audited]", self.audited, self.rows)
+        for row, sources in self.audited.items():
+            for source in sources if row in arm.spec.attacks else ():
+                check_choice(f"audited.{row}", source, [AUDIT, *arm.spec.attacks])
+
+    def arm(self, name: str) -> Arm:
+        """The arm of that name."""
+        by_name = {arm.name: arm for arm in self.arms}
+        check_choice("arm", name, by_name)
+        return by_name[name]
+
+
+def experiments() -> tuple[str, ...]:
+    """Names of the experiments that come with the package."""
+    entries = (resources.files("ecnn") / "experiments").iterdir()
+    return tuple(
+        sorted(entry.name.removesuffix(".toml") for entry in entries if entry.name.endswith(".toml"))
+    )
+
+
+def load_experiment(source: str) -> Experiment:
+    """An experiment by its name or from a TOML file; whatever is wrong with it is an InputError."""
+    path = Path(source)
+    if source in experiments():
+        path = Path(str(resources.files("ecnn") / "experiments" / f"{source}.toml"))
+    elif path.suffix != ".toml":
+        known = experiments()
+        raise InputError(
+            f"no experiment is called {source!r}; there are {', '.join(known)}{did_you_mean(source, known)}"
+        )
+    try:
+        return from_tables(path.stem, files.read_toml(path))
+    except InputError as error:
+        raise InputError(f"{path.name}: {error}") from error
+
+
+def from_tables(name: str, tables: Mapping[str, Any]) -> Experiment:
+    """The experiment that the tables of a file describe."""
+    whole = dict(tables)
+    shared = whole.pop("spec", {})
+    arms = tuple(_arm(shared, table) for table in whole.pop("arms", ()))
+    audited = {
+        row: (sources,) if isinstance(sources, str) else tuple(sources)
+        for row, sources in whole.pop("audited", {}).items()
+    }
+    if "rows" in whole:
+        whole["rows"] = tuple(whole["rows"])
+    fixed = {"name": name, "arms": arms, "audited": audited}
+    return build(f"the experiment {name!r}", Experiment, whole, fixed=fixed)
+
+
+def _arm(shared: Mapping[str, Any], table: Mapping[str, Any]) -> Arm:
+    own = dict(table)
+    spec = Spec.from_dict(merge(shared, own.pop("spec", {})))
+    if "seeds" in own:
+        own["seeds"] = tuple(own["seeds"])
+    return build(f"the arm {own.get('name', '')!r}", Arm, own, fixed={"spec": spec})
+
+
+def merge(shared: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+    """The shared tables with an arm's own entries: `false` takes a table away, and a [code] is replaced as a whole."""
+    result = dict(shared)
+    for name, value in own.items():
+        both = isinstance(value, Mapping) and isinstance(result.get(name), Mapping)
+        if value is False and isinstance(result.get(name), Mapping):
+            del result[name]
+        else:
+            result[name] = merge(result[name], value) if both and name != "code" else value
+    return result

@@ -1,0 +1,165 @@
+"""Experiments as data: every shipped file loads, counts what the paper counts, runs, resumes, and becomes a table."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from ecnn import files
+from ecnn.cli import app
+from ecnn.data import Dataset, Split
+from ecnn.errors import InputError
+from ecnn.experiment import PARAMETERS, Arm, experiments, from_tables, load_experiment
+from ecnn.pipeline import plan, read_cells, run_task, table_text, tasks_of
+from ecnn.pipeline.recording import read_record
+
+RESULTS = Path(__file__).parents[1] / "results"
+TINY: dict[str, Any] = {
+    "title": "Tiny",
+    "paper": "tab:none",
+    "rows": ["clean", "pgd", "cw"],
+    "audited": {"pgd": "audit", "cw": ["cw", "strong"]},
+    "spec": {
+        "data": {"name": "digits", "test_limit": 30},
+        "code": {"name": "10x10"},
+        "model": {"kind": "ecnn", "width": 4, "depth": 8},
+        "train": {"recipe": "small", "epochs": 1, "lr": 0.01},
+        "audit": {"eps": 0.1, "budget": "quick", "limit": 10},
+        "attacks": {
+            "pgd": {"norm": "linf", "eps": 0.1, "steps": 5, "step_size": 0.05, "keep": "last"},
+            "cw": {"steps": 5, "search_steps": 1, "initial_constant": 0.1, "limit": 10},
+            "strong": {"kind": "cw", "steps": 10, "search_steps": 2, "initial_constant": 1.0, "limit": 10},
+        },
+    },
+    "arms": [
+        {"name": "a", "title": "A", "seeds": [0, 1], "paper": {"clean": 90.0, "pgd": 50.0}},
+        {"name": "b", "title": "B", "spec": {"attacks": {"cw": False}}},
+    ],
+}
+
+
+def stand_in(name: str) -> Dataset:
+    """One random image per class, with the form of the dataset."""
+    classes, channels, size = {"mnist": (10, 1, 28), "cifar10": (10, 3, 32), "cifar100": (100, 3, 32)}[name]
+    images = torch.randint(256, (classes, channels, size, size), dtype=torch.uint8)
+    split = Split(images, torch.arange(classes))
+    return Dataset(name, split, split, split, tuple(map(str, range(classes))))
+
+
+def short_design(arm: Arm) -> Any:
+    """The arm's spec with a code that is found at once; its size is what counts here."""
+    code = arm.spec.code
+    quick = None if code is None or code.name is not None else {"code.steps": 2000}
+    return arm.spec.changed(quick or {})
+
+
+@pytest.mark.parametrize("name", experiments())
+def test_every_shipped_experiment_counts_what_the_paper_counts(name: str) -> None:
+    experiment = load_experiment(name)
+    assert experiment.title
+    assert experiment.rows[0] == "clean"
+    for arm in experiment.arms:
+        if PARAMETERS in arm.paper:
+            made = plan(short_design(arm), stand_in(arm.spec.data.name))
+            assert sum(parameter.numel() for parameter in made.model.parameters()) == arm.paper[PARAMETERS]
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "sentence"),
+    [
+        (("titel",), "x", "has no option 'titel'; .* did you mean 'title'"),
+        (("arms", 0, "nmae"), "x", "has no option 'nmae'; .* did you mean 'name'"),
+        (("arms", 0, "paper", "pdg"), 1.0, "has no option 'pdg'; .* did you mean 'pgd'"),
+        (("audited", "pgd"), "audti", "did you mean 'audit'"),
+        (("audited", "bim"), "audit", "has no option 'bim'"),
+        (("arms", 1, "name"), "a", "each with a name of its own"),
+        (("arms", 0, "seeds"), [-1], "a seed must be a whole number"),
+        (("spec", "attacks", "pgd", "epss"), 1, "did you mean 'eps'"),
+        (("spec", "model", "widht"), 1, "did you mean 'width'"),
+    ],
+)
+def test_what_is_wrong_is_named(path: tuple[Any, ...], value: Any, sentence: str) -> None:
+    tables: Any = json.loads(json.dumps(TINY))
+    inner = tables
+    for key in path[:-1]:
+        inner = inner[key]
+    inner[path[-1]] = value
+    with pytest.raises(InputError, match=sentence):
+        from_tables("tiny", tables)
+
+
+def test_an_unknown_name_is_guessed() -> None:
+    with pytest.raises(InputError, match="did you mean 'members'"):
+        load_experiment("member")
+
+
+def test_an_experiment_runs_resumes_and_becomes_a_table(tmp_path: Path) -> None:
+    """Nothing finished is done again, an equal run is adopted, and the numbers are those of the outcomes."""
+    experiment = from_tables("tiny", TINY)
+    tasks = tasks_of(experiment, tmp_path)
+    assert [(task.arm.name, task.seed) for task in tasks] == [("a", 0), ("b", 0), ("a", 1)]
+    for task in tasks:
+        run_task(task, device="cpu")
+    first, twin = (read_record(task.folder) for task in tasks[:2])
+    assert first is not None
+    assert twin is not None
+    assert not (tasks[1].folder / "last.safetensors").exists()  # it was trained once, for the other arm
+    assert np.array_equal(first.arrays["pgd.prediction"], twin.arrays["pgd.prediction"])
+    before = {
+        path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.npz") if path.name != "outcomes.npz"
+    }
+    for task in tasks:
+        run_task(task, device="cpu")
+    assert {path: path.stat().st_mtime_ns for path in before} == before
+    cells = {(cell.arm, cell.row): cell for cell in read_cells(experiment, tmp_path)}
+    assert list(cells) == [("a", "clean"), ("a", "pgd"), ("a", "cw"), ("b", "clean"), ("b", "pgd")]
+    pgd = cells["a", "pgd"]
+    assert pgd.paper == 50.0
+    assert [rate.n for rate in pgd.rates] == [30, 30]
+    summary = files.read_json(tasks[0].folder / "eval.json")["evaluation"]["attacks"]["pgd"]
+    assert pgd.rates[0].accuracy == summary["accuracy_after"]
+    assert pgd.audited[0] == files.read_json(tasks[0].folder / "audit.json")["accuracy"]
+    assert cells["a", "cw"].truth is not None
+    text = table_text(experiment, list(cells.values()))
+    assert text.startswith("Tiny (tab:none), per cent\narm  row")
+
+
+def test_the_command(tmp_path: Path) -> None:
+    arguments = ["reproduce", "members", "--out", str(tmp_path)]
+    planned = CliRunner().invoke(app, [*arguments, "--dry-run", "--arm", "ecnn10"])
+    assert planned.exit_code == 0
+    assert planned.stdout.startswith("ecnn10 seed 0: pgd, cw, cw-audited")
+    empty = CliRunner().invoke(app, [*arguments, "--table"])
+    assert "ecnn30  clean     -" in empty.stdout
+    wrong = CliRunner().invoke(app, [*arguments, "--arm", "ecnn11"])
+    assert wrong.exit_code == 2
+    assert "did you mean 'ecnn1" in wrong.stderr
+    wrong = CliRunner().invoke(app, [*arguments, "--stage", "attak"])
+    assert "did you mean 'attack'" in wrong.stderr
+
+
+@pytest.mark.parametrize("folder", sorted(RESULTS.glob("*/*/*")), ids=lambda path: "-".join(path.parts[-3:]))
+def test_committed_results_belong_to_their_experiment(folder: Path) -> None:
+    """Each record is of the arm whose folder it lies in, asks for what the arm asks, and holds all its attacks."""
+    experiment = load_experiment(folder.parts[-3])
+    arm = experiment.arm(folder.parts[-2])
+    record = read_record(folder)
+    assert record is not None
+    spec = arm.spec_for(int(folder.name))
+    assert record.facts["spec"]["seed"] == spec.seed
+    for name, value in spec.model.items():
+        assert record.facts["spec"]["model"][name] == value
+    for name, value in spec.train.items():
+        assert name == "recipe" or record.facts["spec"]["train"][name] == value
+    assert set(record.facts["attacks"]) == set(spec.attacks)
+    if PARAMETERS in arm.paper:
+        assert record.facts["parameters"] == arm.paper[PARAMETERS]
+    clean = record.rate("clean")
+    assert clean is not None
+    assert clean.n == 10_000
