@@ -767,13 +767,13 @@ def test_square_warns_when_gradients_are_masked() -> None:
     [
         (APGD, {"loss": "hate"}, "loss must be"),
         (APGD, {"steps": 0}, "steps must be"),
-        (APGD, {"on": "soul"}, "looks on="),
+        (APGD, {"on": "soul"}, "on must be"),
         (APGD, {"on": "members", "loss": "dlr"}, "no DLR"),
         (APGD, {"keep": "last", "targets": 2}, "one start"),
         (APGD, {"norm": "l1"}, "norm must be"),
         (APGD, {"targets": 2, "on": lambda model, images, labels: labels}, "no targets"),
         (FAB, {"targets": 0}, "targets must be"),
-        (FAB, {"on": "members"}, "looks on="),
+        (FAB, {"on": "members"}, "one score per class"),
         (FAB, {"bias": 2.0}, "bias must be"),
         (FAB, {"overshoot": 0.5}, "overshoot must be"),
         (FAB, {"retreat": -0.1}, "retreat must be"),
@@ -782,10 +782,10 @@ def test_square_warns_when_gradients_are_masked() -> None:
         (Square, {"loss": "dlr"}, "loss must be"),
         (Square, {"first_share": 0.0}, "first_share must be"),
         (Square, {"l2_moves": "jumps"}, "l2_moves must be"),
-        (Square, {"on": "members"}, "looks on="),
+        (Square, {"on": "members"}, "one score per class"),
         (AutoAttack, {"version": "plus"}, "version must be"),
         (AutoAttack, {"keep": "last"}, "keep="),
-        (AutoAttack, {"on": "members"}, "looks on="),
+        (AutoAttack, {"on": "members"}, "one score per class"),
     ],
 )
 def test_bad_settings_are_found_when_the_attack_is_made(

@@ -472,7 +472,7 @@ def test_search_returns_the_image_where_nothing_was_found() -> None:
         (CarliniWagnerL2, {"initial_constant": 0}, "initial_constant must be greater"),
         (CarliniWagnerL2, {"confidence": -1}, "confidence must be a finite number"),
         (CarliniWagnerL2, {"lr": float("nan")}, "lr must be a finite number"),
-        (CarliniWagnerL2, {"on": "members"}, "looks on="),
+        (CarliniWagnerL2, {"on": "members"}, "one score per class"),
         (CarliniWagnerL2, {"keep": "last"}, "keep must be"),
         (BlindSpot, {"shrink": 1.5}, "shrink must be at most 1"),
         (BlindSpot, {"shrink": 0}, "shrink must be greater"),

@@ -12,12 +12,12 @@ from torch import Tensor, nn
 
 from ecnn.attacks.apgd import APGD
 from ecnn.attacks.ball import Norm, check_norm, check_unit_range, l2_norm
-from ecnn.attacks.base import Attack, Attacked, Target, check_batch
+from ecnn.attacks.base import Attack, Attacked, Cost, Target, check_batch
 from ecnn.attacks.draws import Draws
 from ecnn.attacks.fab import FAB
 from ecnn.attacks.square import Square
 from ecnn.attacks.turns import Turn, take_turns
-from ecnn.attacks.views import SCORE_VIEWS, check_view, read_scores, score_loss
+from ecnn.attacks.views import View, find_score_view, score_loss
 from ecnn.backbones import without_tf32
 from ecnn.checks import parse_eps
 from ecnn.errors import InputError
@@ -77,7 +77,7 @@ class AutoAttack(Attack):
         eps: radius on the [0, 1] scale, or a fraction such as "8/255".
         version: the "standard" suite, or one of its attacks with the suite's settings: 100 steps, the nine best wrong
             classes, 5,000 queries, one start.
-        on: where all of them look, a name of `SCORE_VIEWS`; "scores" is the published suite.
+        on: where all of them look, "scores" (the published suite), "linear", "tempered" or another `ScoreView`.
 
     Departs: with fewer than four classes, where the targeted DLR loss is not defined, APGD-T raises the margin; with
         fewer than ten all wrong classes are targets. Both are where the authors' program fails.
@@ -86,13 +86,13 @@ class AutoAttack(Attack):
     norm: Norm
     eps: float | str
     version: Version = "standard"
-    on: str = "scores"
+    on: str | View = "scores"
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_norm(self.norm)
         parse_eps(self.eps)
-        check_view(self.on, SCORE_VIEWS)
+        find_score_view(self.on)
         if self.version not in get_args(Version):
             raise InputError(f"version must be one of {', '.join(get_args(Version))}, not {self.version!r}.")
         if self.keep == "last":
@@ -116,6 +116,9 @@ class AutoAttack(Attack):
             "square": Square(queries=_QUERIES, rescale=False, **common),
         }
         return suite if self.version == "standard" else {self.version: suite[self.version]}
+
+    def cost(self, num_classes: int) -> Cost:
+        return sum((member.cost(num_classes) for member in self.members(num_classes).values()), Cost(1, 0))
 
     def search(self, target: Target, images: Tensor, labels: Tensor, draws: Draws) -> Tensor:
         if not len(images):
@@ -209,7 +212,7 @@ class _Progress:
         return SuiteResult(attacked, tuple(self.names), self.broken_by, self.accuracies, warnings)
 
 
-def examine(target: Target, images: Tensor, on: str = "scores") -> tuple[int, tuple[str, ...]]:
+def examine(target: Target, images: Tensor, on: str | View = "scores") -> tuple[int, tuple[str, ...]]:
     """The number of classes, and a sentence for each reason to doubt what attacks will find on these images.
 
     The reasons are those that the authors of AutoAttack warn of: random scores, probabilities in place of logits,
@@ -260,11 +263,11 @@ def _warn_of_probabilities(scores: Tensor) -> str:
     return _PROBABILITIES
 
 
-def _warn_of_gradients(target: Target, images: Tensor, labels: Tensor, on: str) -> str:
+def _warn_of_gradients(target: Target, images: Tensor, labels: Tensor, on: str | View) -> str:
     """Looks at the gradient of the DLR loss (with two classes the margin), which no confidence makes vanish."""
     points = images.clone().requires_grad_(True)
     with torch.enable_grad(), target.autocast():
-        scores, _ = read_scores(target.model, points, on)
+        scores, _ = find_score_view(on).read(target.model, points)
         losses = score_loss(scores, labels, "dlr" if scores.shape[1] >= 3 else "margin")
     target.count(1, 1)
     gradient = None

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ecnn.attacks.ball import Norm, check_norm, l2_norm, per_image, project, random_start, steepest
-from ecnn.attacks.base import Attack, Attacked, Target
+from ecnn.attacks.base import Attack, Attacked, Cost, Target
 from ecnn.attacks.draws import Draws
 from ecnn.attacks.views import score_loss
 from ecnn.backbones import full_precision
@@ -65,6 +65,10 @@ class HopSkipJump(Attack):
             raise InputError(
                 f'HopSkipJump follows the border, which {self.precision} moves: use precision="float32".'
             )
+
+    def cost(self, num_classes: int) -> Cost:
+        asked = sum(int(self.samples * step**0.5) + 50 for step in range(1, self.steps + 1))
+        return Cost(self.init_tries + asked, 0)
 
     def search(self, target: Target, images: Tensor, labels: Tensor, draws: Draws) -> Tensor:
         found = images.clone()
@@ -246,6 +250,9 @@ class RandomNoise(Attack):
                 f'only a ball in "linf" has corners, not one in {self.norm!r}: use kind="uniform".'
             )
 
+    def cost(self, num_classes: int) -> Cost:
+        return Cost(2 + self.samples, 0)
+
     def search(self, target: Target, images: Tensor, labels: Tensor, draws: Draws) -> Tensor:
         found, broken = images.clone(), torch.zeros_like(labels, dtype=torch.bool)
         highest = torch.full(labels.shape, -math.inf, device=images.device, dtype=images.dtype)
@@ -303,6 +310,10 @@ class Transfer(Attack):
             )
         if not isinstance(self.attack, Attack):
             raise InputError(f"attack must be an Attack such as PGD, not {type(self.attack).__name__}.")
+
+    def cost(self, num_classes: int) -> Cost:
+        """What the source is asked, which is what takes time; the model itself is asked for two verdicts."""
+        return self.attack.cost(num_classes)
 
     def craft(
         self, images: Tensor, labels: Tensor, *, seed: int = 0, index: Tensor | None = None

@@ -7,17 +7,15 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ecnn.attacks.ball import per_image
-from ecnn.attacks.base import Target
+from ecnn.attacks.base import Cost, Target
 from ecnn.attacks.draws import Draws
 from ecnn.attacks.minimal import MinimumNormAttack, misclassified
 from ecnn.attacks.turns import Rows
-from ecnn.attacks.views import SCORE_VIEWS, Look, View, check_view, linear_scores, make_view, members_of
-from ecnn.attacks.views import _own_scores as own_scores
+from ecnn.attacks.views import Look, View, WeakestBit, decode_linearly, find_score_view, members_of
 from ecnn.errors import InputError
-from ecnn.objectives import member_margin, member_targets
 
 _BETAS, _TINY = (0.9, 0.999), 1e-8  # Adam's, as published
 _NO_PROGRESS = 0.999  # of the loss at the last check
@@ -44,6 +42,10 @@ class _TanhAttack(MinimumNormAttack):
         self._check_numbers("initial_constant", "lr")
         self._check_numbers("confidence", positive=False)
 
+    def cost(self, num_classes: int) -> Cost:
+        steps = self.steps * self.search_steps
+        return Cost(2 + steps + self.pull_steps, steps)
+
 
 @dataclass(frozen=True, kw_only=True)
 class CarliniWagnerL2(_TanhAttack):
@@ -65,7 +67,7 @@ class CarliniWagnerL2(_TanhAttack):
             loss by 0.1 %.
         pull_steps: how often, in the end, the line from the image to what was found is halved, since Adam comes only as
             near to the border as its steps are short; 0 as published.
-        on: where it looks, "scores", "linear" or "tempered".
+        on: where it looks, "scores", "linear", "tempered" or another `ScoreView`.
 
     Departs: x' is (tanh(w) + 1)/2 as in the original, where the paper's appendix prints x + (tanh(w) + 1)/2. Here the
         tanh is stretched by 1/0.9 and w kept where x' stays in [0, 1], so that black and white pixels are places to
@@ -77,14 +79,14 @@ class CarliniWagnerL2(_TanhAttack):
         goes on by itself.
     """
 
-    on: str = "scores"
+    on: str | View = "scores"
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_view(self.on, SCORE_VIEWS)
+        find_score_view(self.on)
 
     def search(self, target: Target, images: Tensor, labels: Tensor, draws: Draws) -> Tensor:
-        return _Descent(self, target, make_view(self.on, "margin"), self.confidence).run(images, labels).found
+        return _Descent(self, target, find_score_view(self.on), self.confidence).run(images, labels).found
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,28 +143,22 @@ class MemberCarliniWagner(_TanhAttack):
         super().__post_init__()
         self._check_whole(targets=1)
 
+    def cost(self, num_classes: int) -> Cost:
+        return super().cost(num_classes) * min(self.targets, num_classes - 1)
+
     def search(self, target: Target, images: Tensor, labels: Tensor, draws: Draws) -> Tensor:
         with torch.no_grad(), target.autocast():
-            scores = linear_scores(target.model, images).scatter(1, labels[:, None], -math.inf)
+            scores = decode_linearly(*members_of(target.model, images)).scatter(1, labels[:, None], -math.inf)
         target.count(1)
         goals = scores.topk(min(self.targets, scores.shape[1] - 1), dim=1).indices
         demanded = self.confidence if self.confidence > 0 else -math.inf
-        descent = _Descent(self, target, _codeword_view, demanded)
+        descent = _Descent(self, target, WeakestBit(), demanded)
         best: _State | None = None
         for goal in goals.unbind(dim=1):
             state = descent.run(images, labels, goal)
             best = state if best is None else _nearer(best, state)
         assert best is not None  # two classes at least
         return best.found
-
-
-def _codeword_view(model: nn.Module, images: Tensor, labels: Tensor, goals: Tensor | None) -> Look:
-    """How far the member that is furthest from its bit of the goal is on the right side; negative where it is not."""
-    logits, symbols = members_of(model, images)
-    assert goals is not None
-    margins = member_margin(logits, member_targets(symbols, goals))
-    # A logit is half the difference of two symbols' log odds in a tanh code, hence the 2.
-    return Look(margins.amin(dim=1) * (2 if logits.ndim == 2 else 1), own_scores(model, logits))
 
 
 @dataclass(kw_only=True)

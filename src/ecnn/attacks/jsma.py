@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from ecnn.attacks.ball import per_image
-from ecnn.attacks.base import Attack, Target
+from ecnn.attacks.base import Attack, Target, gradient_of
 from ecnn.attacks.draws import Draws
-from ecnn.attacks.views import SCORE_VIEWS, check_view, read_scores
+from ecnn.attacks.views import View, find_score_view
 from ecnn.errors import InputError
 
 _CUDA_DROPS_EVERY = 8
@@ -38,7 +38,8 @@ class JSMA(Attack):
         goal: a "random" wrong class for each image, its "least" likely, its "next" likely, or "each" wrong class from
             the next likely down; then the success that moved the fewest features is kept, with early_exit the first.
         theta: how far a move goes, from -1 to 1 and not 0; up to the bounds 0 and 1.
-        on: whose scores are differentiated, "scores", "linear" or "tempered"; success is the model's own word.
+        on: whose scores are differentiated, "scores", "linear", "tempered" or another `ScoreView`; success is the
+            model's own word.
         max_pairs: how many pairs are weighed at once; it bounds the memory and changes no result.
 
     Departs: the original removes a feature at its bound only after moving it in vain; here it is out from the start.
@@ -49,7 +50,7 @@ class JSMA(Attack):
     pixels: Literal["pair", "one"] = "pair"
     goal: Literal["random", "least", "next", "each"] = "random"
     theta: float = 1.0
-    on: str = "scores"
+    on: str | View = "scores"
     max_pairs: int = 2**22
 
     def __post_init__(self) -> None:
@@ -63,7 +64,7 @@ class JSMA(Attack):
             raise InputError(f"theta must be from -1 to 1 and not 0, not {self.theta}.")
         if self.max_pairs < 1:
             raise InputError(f"max_pairs must be from 1 up, not {self.max_pairs}.")
-        check_view(self.on, SCORE_VIEWS)
+        find_score_view(self.on)
         if self.keep == "last" and self.goal == "each":
             raise InputError('keep="last" returns one iterate, so it takes one goal, not goal="each".')
 
@@ -136,10 +137,9 @@ class JSMA(Attack):
         """(batch,) the model's classes; (batch, feature) how a move pushes the goal up, and the others down."""
         points = points.detach().requires_grad_(True)
         with torch.enable_grad(), target.autocast():
-            scores, own = read_scores(target.model, points, self.on)
-            others = scores.scatter(1, goals[:, None], 0.0).sum()
-            beta = _gradient(others, points, again=True)
-            alpha = _gradient(scores.gather(1, goals[:, None]).sum(), points, again=False)
+            scores, own = find_score_view(self.on).read(target.model, points)
+            beta = gradient_of(scores.scatter(1, goals[:, None], 0.0), points, again=True)
+            alpha = gradient_of(scores.gather(1, goals[:, None]), points)
         target.count(1, 2)
         if own is None:
             own = target.scores(points.detach())
@@ -159,14 +159,6 @@ class JSMA(Attack):
         stuck = saliency <= 0
         moved = features.scatter(1, chosen, (features.gather(1, chosen) + self.theta).clamp(0, 1))
         return torch.where(per_image(stuck, points), points, moved.view_as(points)), stuck
-
-
-def _gradient(total: Tensor, points: Tensor, *, again: bool) -> Tensor:
-    """Gradient in the points, zero where there is no dependence; `again` keeps what a second one needs."""
-    if not total.requires_grad:
-        return torch.zeros_like(points)
-    (gradient,) = torch.autograd.grad(total, points, retain_graph=again, allow_unused=True)
-    return torch.zeros_like(points) if gradient is None else gradient
 
 
 def best_one(toward: Tensor, away: Tensor) -> tuple[Tensor, Tensor]:

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from ecnn.attacks.ball import Norm, check_norm, l2_norm, length_of, per_image, steepest
-from ecnn.attacks.base import Attack, Target
+from ecnn.attacks.base import Attack, Cost, Target, gradient_of
 from ecnn.attacks.draws import Draws
-from ecnn.attacks.views import SCORE_VIEWS, check_view, make_view, read_scores
+from ecnn.attacks.views import View, find_score_view
 from ecnn.errors import InputError
 from ecnn.objectives import score_margin
 
@@ -83,7 +83,7 @@ class DeepFool(MinimumNormAttack):
         overshoot: the authors' 0.02.
         num_candidates: classes whose borders count, those with the highest scores of the clean image, the label among
             them; the authors' 10.
-        on: where it looks, "scores", "linear" or "tempered".
+        on: where it looks, "scores", "linear", "tempered" or another `ScoreView`.
 
     Departs: points are cut to [0, 1], and pixels that cannot move further count in no step. The authors' program adds
         0.0001 to the length of every step; here it is rounding.
@@ -93,14 +93,18 @@ class DeepFool(MinimumNormAttack):
     steps: int = 50
     overshoot: float = 0.02
     num_candidates: int = 10
-    on: str = "scores"
+    on: str | View = "scores"
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_norm(self.norm)
-        check_view(self.on, SCORE_VIEWS)
+        find_score_view(self.on)
         self._check_whole(steps=1, num_candidates=2)
         self._check_numbers("overshoot", positive=False)
+
+    def cost(self, num_classes: int) -> Cost:
+        borders = min(self.num_candidates, num_classes) - 1
+        return Cost(3 + 2 * self.steps, borders * self.steps)
 
     def search(self, target: Target, images: Tensor, labels: Tensor, draws: Draws) -> Tensor:
         found, points, moves = images.clone(), images, torch.zeros_like(images)
@@ -125,7 +129,7 @@ class DeepFool(MinimumNormAttack):
         """The shortest step to the border with a candidate, and the wrong candidates (batch, rank)."""
         points = points.detach().requires_grad_(True)
         with torch.enable_grad(), target.autocast():
-            scores, _ = read_scores(target.model, points, self.on)
+            scores, _ = find_score_view(self.on).read(target.model, points)
         if candidates is None:
             rivals = scores.detach().scatter(1, labels[:, None], -math.inf)
             candidates = rivals.topk(min(self.num_candidates, scores.shape[1]) - 1, dim=1).indices
@@ -138,21 +142,13 @@ class DeepFool(MinimumNormAttack):
             with torch.enable_grad():
                 pair = scores.gather(1, torch.stack([labels, candidates[:, rank]], dim=1))
                 gaps = pair[:, 0] - pair[:, 1]
-            gradient = -possible(-_row_gradients(gaps, points, retain=rank + 1 < count), points)
+            gradient = -possible(-gradient_of(gaps, points, again=rank + 1 < count), points)
             lengths, step = _step_to_border(gaps.detach().abs() + least, gradient, self.norm)
             nearer = lengths < nearest
             nearest = torch.where(nearer, lengths, nearest)
             shortest = torch.where(per_image(nearer, step), step, shortest)
         target.count(1, count)
         return shortest, candidates
-
-
-def _row_gradients(values: Tensor, points: Tensor, *, retain: bool) -> Tensor:
-    """Gradient of each value in its own image; zero where it does not depend on it."""
-    if not values.requires_grad:
-        return torch.zeros_like(points)
-    (gradient,) = torch.autograd.grad(values.sum(), points, retain_graph=retain, allow_unused=True)
-    return torch.zeros_like(points) if gradient is None else gradient
 
 
 def _step_to_border(gaps: Tensor, gradient: Tensor, norm: Norm) -> tuple[Tensor, Tensor]:
@@ -175,7 +171,7 @@ class FMN(MinimumNormAttack):
         steps: gradient steps; one more look is taken at the last point.
         step_size: first and last L2 length of a step, the authors' 1 and 0.01.
         radius_change: first and last share, the authors' 0.05 and 0.001.
-        on: where it looks, "scores", "linear" or "tempered".
+        on: where it looks, "scores", "linear", "tempered" or another `ScoreView`.
 
     Departs: the authors never look at the point of the last step. Pixel values at an end of [0, 1] that a step would
         leave by take no part in it: at a corner of the box they would use up the radius and hold the search there.
@@ -185,12 +181,12 @@ class FMN(MinimumNormAttack):
     steps: int
     step_size: tuple[float, float] = (1.0, 0.01)
     radius_change: tuple[float, float] = (0.05, 0.001)
-    on: str = "scores"
+    on: str | View = "scores"
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_norm(self.norm)
-        check_view(self.on, SCORE_VIEWS)
+        find_score_view(self.on)
         self._check_whole(steps=1)
         for name, top in (("step_size", math.inf), ("radius_change", 1.0)):
             value = getattr(self, name)
@@ -201,8 +197,11 @@ class FMN(MinimumNormAttack):
                     f"{name} must be two numbers between 0 and {top}, first and last, not {value!r}."
                 )
 
+    def cost(self, num_classes: int) -> Cost:
+        return Cost(3 + self.steps, self.steps)
+
     def search(self, target: Target, images: Tensor, labels: Tensor, draws: Draws) -> Tensor:
-        view = make_view(self.on, "margin")
+        view = find_score_view(self.on)
         points, found = images, images.clone()
         shortest = torch.full(images.shape[:1], math.inf, device=images.device, dtype=images.dtype)
         radius = shortest.clone()
@@ -211,7 +210,7 @@ class FMN(MinimumNormAttack):
                 look, gradient = target.look(view, points, labels), torch.zeros_like(points)
             else:
                 look, gradient = target.ascend(view, points, labels)
-            gradient = torch.where(_leaves(points, gradient), 0.0, gradient)
+            gradient = possible(gradient, points)
             scores = target.scores(points) if look.scores is None else look.scores
             broken = misclassified(target, scores, points, labels)
             lengths = length_of(points - images, self.norm)
@@ -229,11 +228,6 @@ class FMN(MinimumNormAttack):
             moves = points - images + length * steepest(gradient, "l2")
             points = (images + _cut(moves, self.norm, radius)).clamp(0, 1)
         return found
-
-
-def _leaves(points: Tensor, gradient: Tensor) -> Tensor:
-    """Which pixel values are at an end of [0, 1] and would leave it up the gradient."""
-    return ((points <= 0) & (gradient < 0)) | ((points >= 1) & (gradient > 0))
 
 
 def dual_norm(gradient: Tensor, norm: Norm) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from copy import copy
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Self, TypeVar
@@ -57,17 +57,14 @@ class Rows:
 AnyRows = TypeVar("AnyRows", bound=Rows)
 
 
-def advance_rows(
-    target: Target,
-    state: AnyRows,
-    steps: int,
-    advance: Callable[[Target, AnyRows, int], None],
-    *,
-    early_exit: bool,
-) -> AnyRows:
-    """The state after `advance(target, state, step)` has changed it `steps` times; broken rows drop out on the way."""
-    rows = torch.arange(len(state.broken), device=state.broken.device)
-    part, whole = state, state
+def iterate_rows(
+    target: Target, whole: AnyRows, steps: int, *, early_exit: bool
+) -> Iterator[tuple[int, Target, AnyRows]]:
+    """Yields (step, target, rows) `steps` times, with early exit without the rows that are broken.
+
+    The loop changes the rows that it is given; once it is over, `whole` has the results of all. Do not break out of it.
+    """
+    rows, part = torch.arange(len(whole.broken), device=whole.broken.device), whole
     for step in range(steps):
         kept = _standing(part.broken, step) if early_exit else None
         if kept is not None:
@@ -75,16 +72,15 @@ def advance_rows(
                 whole.put(rows, part)
             rows, part, target = rows[kept], part.take(kept), target.narrow(kept)
         if not len(rows):
-            return whole
+            return
         before = copy(part)
-        advance(target, part, step)
+        yield step, target, part
         if (
             early_exit and part.broken.is_cuda
-        ):  # rows that are broken and not yet dropped must not change any more
+        ):  # broken rows that are not yet dropped must not change any more
             part.hold(before)
     if part is not whole:
         whole.put(rows, part)
-    return whole
 
 
 def _standing(broken: Tensor, step: int) -> Tensor | None:
