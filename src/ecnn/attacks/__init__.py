@@ -1,7 +1,7 @@
 """Attacks: immutable objects called as attack(model, images, labels) -> images in the same ball, still in [0, 1]."""
 
 from ecnn.attacks.apgd import APGD
-from ecnn.attacks.auto import AutoAttack, SuiteResult
+from ecnn.attacks.auto import AutoAttack, Doubt, SuiteResult
 from ecnn.attacks.ball import project, random_start
 from ecnn.attacks.base import Attack, Attacked, Cost
 from ecnn.attacks.blackbox import HopSkipJump, RandomNoise, Transfer
@@ -45,6 +45,7 @@ __all__ = [
     "CarliniWagnerL2",
     "Cost",
     "DeepFool",
+    "Doubt",
     "Draws",
     "FAB",
     "FGSM",

@@ -29,21 +29,22 @@ _DIFFERENCE = 1e-4  # of two passes, relative to the length of the scores
 _SUM_TOLERANCE = 1e-5
 _SQUARE_SHARE = 0.002
 
-_DYNAMIC = (
-    "The model takes gradients while it classifies (a dynamic defence): these attacks do not see through that, so "
-    "attack the defence itself."
-)
-_FEW_CLASSES = (
-    "The targeted DLR loss needs 4 classes and the model has {}: APGD-T raised the margin, whose gradient may vanish "
-    "with the scale of the scores."
-)
-_PROBABILITIES = (
-    "The scores are probabilities (in [0, 1], summing to 1): attack the logits before the softmax, which do not "
-    "saturate."
-)
-_NO_GRADIENT = (
-    "No gradient reaches the pixels: the model is not differentiable, so that only Square has attacked it."
-)
+DoubtKind = Literal[
+    "random", "probabilities", "dynamic", "no_gradient", "zero_gradient", "few_classes", "square"
+]
+
+
+@dataclass(frozen=True)
+class Doubt:
+    """A reason to doubt what attacks find.
+
+    Attributes:
+        kind: which one, in a word that programs can rely on.
+        sentence: the same for people, with figures.
+    """
+
+    kind: DoubtKind
+    sentence: str
 
 
 @dataclass(frozen=True)
@@ -56,14 +57,14 @@ class SuiteResult:
         broken_by: (batch,) position in `names` of what broke each image, 0 if it was wrong before any attack; -1 if it
             still stands.
         accuracies: name -> share of all images that stand after it.
-        warnings: sentences, each a reason to doubt the last accuracy.
+        warnings: reasons to doubt the last accuracy.
     """
 
     attacked: Attacked
     names: tuple[str, ...]
     broken_by: Tensor
     accuracies: dict[str, float]
-    warnings: tuple[str, ...]
+    warnings: tuple[Doubt, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,7 +174,7 @@ class AutoAttack(Attack):
                 attacked = member.run(model, images[part], labels[part], seed=seed, index=index[part])
                 progress.take(name, part, attacked)
             progress.close(name)
-        return progress.result((*warnings, *_warn_of_square(progress.accuracies)))
+        return progress.result((*warnings, *_doubt_square(progress.accuracies)))
 
 
 class _Progress:
@@ -207,29 +208,28 @@ class _Progress:
         self.names.append(name)
         self.accuracies[name] = self.accuracy()
 
-    def result(self, warnings: tuple[str, ...]) -> SuiteResult:
+    def result(self, warnings: tuple[Doubt, ...]) -> SuiteResult:
         attacked = Attacked(self.images, self.predictions, self.broken_by >= 0, self.forwards, self.backwards)
         return SuiteResult(attacked, tuple(self.names), self.broken_by, self.accuracies, warnings)
 
 
-def examine(target: Target, images: Tensor, on: str | View = "scores") -> tuple[int, tuple[str, ...]]:
-    """The number of classes, and a sentence for each reason to doubt what attacks will find on these images.
+def examine(target: Target, images: Tensor, on: str | View = "scores") -> tuple[int, tuple[Doubt, ...]]:
+    """The number of classes, and the reasons to doubt what attacks will find on these images.
 
-    The reasons are those that the authors of AutoAttack warn of: random scores, probabilities in place of logits,
-    gradients taken while classifying, no gradient or exactly zero ones, and too few classes for a loss.
+    They are those that the authors of AutoAttack warn of: random scores, probabilities in place of logits, gradients
+    taken while classifying, no gradient or exactly zero ones, and too few classes for a loss.
     """
     with _noticing_gradients() as taken:
         scores = target.scores(images)
     again = target.scores(images)
-    num_classes = scores.shape[1]
-    sentences = (
-        _warn_of_randomness(scores, again),
-        _warn_of_probabilities(scores),
-        _DYNAMIC if taken else "",
-        _warn_of_gradients(target, images, scores.argmax(dim=1), on),
-        _FEW_CLASSES.format(num_classes) if num_classes < 4 else "",
+    doubts = (
+        _doubt_randomness(scores, again),
+        _doubt_probabilities(scores),
+        _doubt_dynamics(taken),
+        _doubt_gradients(target, images, scores.argmax(dim=1), on),
+        _doubt_classes(scores.shape[1]),
     )
-    return num_classes, tuple(sentence for sentence in sentences if sentence)
+    return scores.shape[1], tuple(doubt for doubt in doubts if doubt is not None)
 
 
 @contextmanager
@@ -245,25 +245,40 @@ def _noticing_gradients() -> Iterator[list[bool]]:
         yield taken
 
 
-def _warn_of_randomness(scores: Tensor, again: Tensor) -> str:
-    apart = (l2_norm(scores - again) / l2_norm(scores).clamp_min(1e-10)).amax()
-    if not float(apart) > _DIFFERENCE:
-        return ""
-    return (
-        f"Two passes over the same images gave different scores (up to {float(apart):.2g} of their length): the model "
-        "is random, so attack the average over its randomness."
+def _doubt_randomness(scores: Tensor, again: Tensor) -> Doubt | None:
+    apart = float((l2_norm(scores - again) / l2_norm(scores).clamp_min(1e-10)).amax())
+    if not apart > _DIFFERENCE:
+        return None
+    return Doubt(
+        "random",
+        f"Two passes over the same images gave different scores (up to {apart:.2g} of their length): the model is "
+        "random, so attack the average over its randomness.",
     )
 
 
-def _warn_of_probabilities(scores: Tensor) -> str:
+def _doubt_probabilities(scores: Tensor) -> Doubt | None:
     low, high = (float(bound) for bound in scores.aminmax())
     sums_to_one = bool(((scores.sum(dim=1) - 1).abs() < _SUM_TOLERANCE).all())
     if not (sums_to_one and low > -_SUM_TOLERANCE and high < 1 + _SUM_TOLERANCE):
-        return ""
-    return _PROBABILITIES
+        return None
+    return Doubt(
+        "probabilities",
+        "The scores are probabilities (in [0, 1], summing to 1): attack the logits before the softmax, which do not "
+        "saturate.",
+    )
 
 
-def _warn_of_gradients(target: Target, images: Tensor, labels: Tensor, on: str | View) -> str:
+def _doubt_dynamics(taken: list[bool]) -> Doubt | None:
+    if not taken:
+        return None
+    return Doubt(
+        "dynamic",
+        "The model takes gradients while it classifies (a dynamic defence): these attacks do not see through that, so "
+        "attack the defence itself.",
+    )
+
+
+def _doubt_gradients(target: Target, images: Tensor, labels: Tensor, on: str | View) -> Doubt | None:
     """Looks at the gradient of the DLR loss (with two classes the margin), which no confidence makes vanish."""
     points = images.clone().requires_grad_(True)
     with torch.enable_grad(), target.autocast():
@@ -274,24 +289,39 @@ def _warn_of_gradients(target: Target, images: Tensor, labels: Tensor, on: str |
     if losses.requires_grad:
         (gradient,) = torch.autograd.grad(losses.sum(), points, allow_unused=True)
     if gradient is None:
-        return _NO_GRADIENT
+        return Doubt(
+            "no_gradient",
+            "No gradient reaches the pixels: the model is not differentiable, so that only Square has attacked it.",
+        )
     zero = float((gradient.flatten(1) == 0).all(dim=1).double().mean())
     if not zero:
-        return ""
-    return (
+        return None
+    return Doubt(
+        "zero_gradient",
         f"The gradient is exactly zero for {zero:.1%} of the images: gradient attacks are blind there; look before the "
-        "layer that saturates or quantises."
+        "layer that saturates or quantises.",
     )
 
 
-def _warn_of_square(accuracies: dict[str, float]) -> tuple[str, ...]:
+def _doubt_classes(num_classes: int) -> Doubt | None:
+    if num_classes >= 4:
+        return None
+    return Doubt(
+        "few_classes",
+        f"The targeted DLR loss needs 4 classes and the model has {num_classes}: APGD-T raised the margin, whose "
+        "gradient may vanish with the scale of the scores.",
+    )
+
+
+def _doubt_square(accuracies: dict[str, float]) -> tuple[Doubt, ...]:
     """Only a suite can say this: Square must have followed something else."""
     if "square" not in accuracies or len(accuracies) < 3:
         return ()
     gain = min(value for name, value in accuracies.items() if name != "square") - accuracies["square"]
     if gain <= _SQUARE_SHARE:
         return ()
-    return (
+    sentence = (
         f"Square broke another {gain:.1%} of the images, without gradients, that the gradient attacks had left: the "
-        "gradients mislead, so attack with more queries and look for what masks them.",
+        "gradients mislead, so attack with more queries and look for what masks them."
     )
+    return (Doubt("square", sentence),)
