@@ -14,7 +14,7 @@ from ecnn.attacks.ball import Norm, check_norm, per_image, random_start, steepes
 from ecnn.attacks.base import Attack, Cost, Target
 from ecnn.attacks.draws import Draws
 from ecnn.attacks.projections import project_to_ball
-from ecnn.attacks.turns import Rows, Turn, best_wrong_classes, iterate_rows, take_turns
+from ecnn.attacks.turns import Attempts, Rows, best_wrong_classes, iterate_rows
 from ecnn.attacks.views import Look, Loss, LossFunction, View, find_view
 from ecnn.checks import parse_eps
 from ecnn.errors import InputError
@@ -89,24 +89,13 @@ class APGD(Attack):
         if self.targets:
             goals = list(best_wrong_classes(target.scores(images), labels, self.targets).unbind(dim=1))
         draws = draws.fold(_STREAM)
-
-        def turn_of(start: int, rank: int, goal: Tensor | None) -> Turn:
-            def turn(part: Target, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-                own_draws = draws.fold(start).fold(rank + 1 if self.targets else 0).take(rows)
-                own_goal = None if goal is None else goal[rows]
-                return self._climb(part, images[rows], labels[rows], own_goal, own_draws)
-
-            return turn
-
-        turns = (
-            turn_of(start, rank, goal)
-            for start, (rank, goal) in itertools.product(range(self.restarts), enumerate(goals))
-        )
-        return take_turns(turns, target, images, early_exit=self._drops_rows)
-
-    @property
-    def _drops_rows(self) -> bool:
-        return self.early_exit and self.keep == "best"
+        attempts = Attempts(target, images, early_exit=self._drops_rows)
+        settings = itertools.product(range(self.restarts), enumerate(goals))
+        for (start, (rank, goal)), part, rows in attempts.each(settings):
+            own_draws = draws.fold(start).fold(rank + 1 if self.targets else 0).take(rows)
+            own_goals = None if goal is None else goal[rows]
+            attempts.keep(*self._climb(part, images[rows], labels[rows], own_goals, own_draws))
+        return attempts.points
 
     def _climb(
         self, target: Target, images: Tensor, labels: Tensor, goals: Tensor | None, draws: Draws

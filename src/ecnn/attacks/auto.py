@@ -16,7 +16,7 @@ from ecnn.attacks.base import Attack, Attacked, Cost, Target, check_batch
 from ecnn.attacks.draws import Draws
 from ecnn.attacks.fab import FAB
 from ecnn.attacks.square import Square
-from ecnn.attacks.turns import Turn, take_turns
+from ecnn.attacks.turns import Attempts
 from ecnn.attacks.views import View, find_score_view, score_loss
 from ecnn.backbones import without_tf32
 from ecnn.checks import parse_eps
@@ -125,17 +125,12 @@ class AutoAttack(Attack):
         if not len(images):
             return images.clone()
         num_classes = target.scores(images).shape[1]
-
-        def turn_of(member: Attack) -> Turn:
-            def turn(part: Target, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-                points = member.search(part, images[rows], labels[rows], draws.take(rows))
-                broken = part.verdict(points) != labels[rows]
-                return points, broken, broken.to(images.dtype)
-
-            return turn
-
-        turns = (turn_of(member) for member in self.members(num_classes).values())
-        return take_turns(turns, target, images, early_exit=True)
+        attempts = Attempts(target, images, early_exit=True)
+        for member, part, rows in attempts.each(self.members(num_classes).values()):
+            points = member.search(part, images[rows], labels[rows], draws.take(rows))
+            broken = part.verdict(points) != labels[rows]
+            attempts.keep(points, broken, broken.to(images.dtype))
+        return attempts.points
 
     def run_suite(
         self,

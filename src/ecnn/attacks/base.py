@@ -238,6 +238,11 @@ class Attack:
             if getattr(self, name) not in known:
                 raise InputError(f'{name} must be "{known[0]}" or "{known[1]}", not {getattr(self, name)!r}.')
 
+    @property
+    def _drops_rows(self) -> bool:
+        """Whether a search is over for an image once it is broken."""
+        return self.early_exit and self.keep == "best"
+
     def search(self, target: Target, images: Tensor, labels: Tensor, draws: Draws) -> Tensor:
         """Where the attack ends: points of the same shape, allowed ones, successful or not.
 

@@ -256,7 +256,7 @@ class RandomNoise(Attack):
     def search(self, target: Target, images: Tensor, labels: Tensor, draws: Draws) -> Tensor:
         found, broken = images.clone(), torch.zeros_like(labels, dtype=torch.bool)
         highest = torch.full(labels.shape, -math.inf, device=images.device, dtype=images.dtype)
-        rows, drops = torch.arange(len(images), device=images.device), self.early_exit and self.keep == "best"
+        rows, drops = torch.arange(len(images), device=images.device), self._drops_rows
         for sample in range(self.samples):
             points = self._draw(images[rows], draws.take(rows).fold(sample))
             scores = target.scores(points)

@@ -14,7 +14,7 @@ from ecnn.attacks.ball import Norm, check_norm, length_of, per_image, project, r
 from ecnn.attacks.base import Attack, Cost, Target
 from ecnn.attacks.draws import Draws
 from ecnn.attacks.projections import move_to_hyperplane
-from ecnn.attacks.turns import Rows, Turn, best_wrong_classes, iterate_rows, take_turns
+from ecnn.attacks.turns import Attempts, Rows, best_wrong_classes, iterate_rows
 from ecnn.attacks.views import View, find_score_view
 from ecnn.checks import parse_eps
 from ecnn.errors import InputError
@@ -81,27 +81,17 @@ class FAB(Attack):
         scores = target.scores(images)
         leads, goals = -score_margin(scores, labels), best_wrong_classes(scores, labels, self.targets)
         draws = draws.fold(_STREAM)
-
-        def turn_of(start: int, rank: int) -> Turn:
-            def turn(part: Target, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-                own = images[rows]
-                points = own
-                if start:
-                    points = random_start(own, self.norm, eps / 2, draws.fold(start).fold(rank).take(rows))
-                hunt = _start_hunt(own, labels[rows], goals[rows, rank], points)
-                return self._hunt(part, hunt, leads[rows], eps)
-
-            return turn
-
-        starts = itertools.product(range(self.restarts), range(goals.shape[1]))
-        turns = (turn_of(start, rank) for start, rank in starts)
-        found = take_turns(turns, target, images, early_exit=self._drops_rows)
+        attempts = Attempts(target, images, early_exit=self._drops_rows)
+        settings = itertools.product(range(self.restarts), range(goals.shape[1]))
+        for (start, rank), part, rows in attempts.each(settings):
+            points = own = images[rows]
+            if start:
+                points = random_start(own, self.norm, eps / 2, draws.fold(start).fold(rank).take(rows))
+            hunt = _start_hunt(own, labels[rows], goals[rows, rank], points)
+            attempts.keep(*self._hunt(part, hunt, leads[rows], eps))
+        found = attempts.points
         near = per_image(length_of(found - images, self.norm) <= eps, images)
         return torch.where(near, found, project(found, images, self.norm, eps))
-
-    @property
-    def _drops_rows(self) -> bool:
-        return self.early_exit and self.keep == "best"
 
     def _hunt(self, target: Target, whole: _Hunt, leads: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
         """One start and target: the nearest misclassified points, whether they lie within eps, minus their distance."""

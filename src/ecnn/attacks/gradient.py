@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from ecnn.attacks.ball import Norm, check_norm, per_image, project, random_start, steepest
 from ecnn.attacks.base import Attack, Cost, Target
 from ecnn.attacks.draws import Draws
-from ecnn.attacks.turns import Rows, Turn, best_wrong_classes, iterate_rows, take_turns
+from ecnn.attacks.turns import Attempts, Rows, best_wrong_classes, iterate_rows
 from ecnn.attacks.views import SCORES, Look, Loss, LossFunction, ScoreView, View, find_view
 from ecnn.checks import parse_eps
 from ecnn.errors import InputError
@@ -89,17 +90,12 @@ class PGD(Attack):
         goals: list[Tensor | None] = [None]
         if self.targets:
             goals = list(best_wrong_classes(target.scores(images), labels, self.targets).unbind(dim=1))
-
-        def turn_of(start: int, goal: Tensor | None) -> Turn:
-            def turn(part: Target, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-                own, own_goal = images[rows], None if goal is None else goal[rows]
-                points = self._first(part, own, draws.fold(start).take(rows))
-                return self.climb(part, own, labels[rows], own_goal, points)
-
-            return turn
-
-        turns = (turn_of(start, goal) for start in range(self.restarts) for goal in goals)
-        return take_turns(turns, target, images, early_exit=self.early_exit)
+        attempts = Attempts(target, images, early_exit=self.early_exit)
+        for (start, goal), part, rows in attempts.each(itertools.product(range(self.restarts), goals)):
+            own, own_goals = images[rows], None if goal is None else goal[rows]
+            points = self._first(part, own, draws.fold(start).take(rows))
+            attempts.keep(*self.climb(part, own, labels[rows], own_goals, points))
+        return attempts.points
 
     def climb(
         self, target: Target, images: Tensor, labels: Tensor, goals: Tensor | None, points: Tensor

@@ -115,7 +115,7 @@ class JSMA(Attack):
             if move == moves:
                 break
             done = predictions == goals[rows]
-            if self.early_exit and self.keep == "best":
+            if self._drops_rows:
                 done = done | wrong
             moved, stuck = self._move(current, toward, away)
             points[rows] = torch.where(per_image(done, current), current, moved)

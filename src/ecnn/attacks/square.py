@@ -13,7 +13,7 @@ from torch import Tensor
 from ecnn.attacks.ball import Norm, check_norm, l2_norm, per_image, project
 from ecnn.attacks.base import Attack, Cost, Target
 from ecnn.attacks.draws import Draws
-from ecnn.attacks.turns import Rows, Turn, iterate_rows, take_turns
+from ecnn.attacks.turns import Attempts, Rows, iterate_rows
 from ecnn.attacks.views import Loss, View, find_score_view
 from ecnn.checks import parse_eps
 from ecnn.errors import InputError
@@ -102,19 +102,11 @@ class Square(Attack):
         if parse_eps(self.eps) == 0:
             return images.clone()
         draws = draws.fold(_STREAM)
-
-        def turn_of(start: int) -> Turn:
-            def turn(part: Target, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-                return self._wander(part, images[rows], labels[rows], draws.fold(start).take(rows))
-
-            return turn
-
-        turns = (turn_of(start) for start in range(self.restarts))
-        return take_turns(turns, target, images, early_exit=self._drops_rows)
-
-    @property
-    def _drops_rows(self) -> bool:
-        return self.early_exit and self.keep == "best"
+        attempts = Attempts(target, images, early_exit=self._drops_rows)
+        for start, part, rows in attempts.each(range(self.restarts)):
+            own_draws = draws.fold(start).take(rows)
+            attempts.keep(*self._wander(part, images[rows], labels[rows], own_draws))
+        return attempts.points
 
     def _wander(
         self, target: Target, images: Tensor, labels: Tensor, draws: Draws

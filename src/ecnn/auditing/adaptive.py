@@ -325,7 +325,7 @@ class Relay(Attack):
             better = broken | (losses >= worth[rows])
             best[rows] = torch.where(per_image(better, found), found, best[rows])
             worth[rows] = torch.where(better, losses, worth[rows])
-            if self.keep == "best" and self.early_exit:
+            if self._drops_rows:
                 rows = rows[~broken]
         return best
 
@@ -338,7 +338,7 @@ class Relay(Attack):
             step_size=eps / 4,
             schedule="cosine",
             on=view,
-            early_exit=self.early_exit and self.keep == "best",
+            early_exit=self._drops_rows,
         )
 
 
