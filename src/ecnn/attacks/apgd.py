@@ -16,7 +16,7 @@ from ecnn.attacks.draws import Draws
 from ecnn.attacks.projections import project_to_ball
 from ecnn.attacks.turns import Attempts, Rows, best_wrong_classes, iterate_rows
 from ecnn.attacks.views import Look, Loss, LossFunction, View, find_view
-from ecnn.checks import parse_eps
+from ecnn.checks import check_count, parse_eps
 from ecnn.errors import InputError
 
 _MOMENTUM = 0.75  # the paper's alpha, the share of a step that is new
@@ -69,9 +69,9 @@ class APGD(Attack):
         check_norm(self.norm)
         parse_eps(self.eps)
         find_view(self.on).check_loss(self.loss)
-        for name, least in (("steps", 1), ("restarts", 1), ("targets", 0)):
-            if getattr(self, name) < least:
-                raise InputError(f"{name} must be from {least} up, not {getattr(self, name)}.")
+        check_count("steps", self.steps)
+        check_count("restarts", self.restarts)
+        check_count("targets", self.targets, least=0)
         if self.keep == "last" and (self.restarts > 1 or self.targets):
             raise InputError('keep="last" returns one point, so it takes one start and no targets.')
         if self.targets and not find_view(self.on).has_goals:

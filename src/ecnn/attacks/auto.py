@@ -19,7 +19,7 @@ from ecnn.attacks.square import Square
 from ecnn.attacks.turns import Attempts
 from ecnn.attacks.views import View, find_score_view, score_loss
 from ecnn.backbones import without_tf32
-from ecnn.checks import parse_eps
+from ecnn.checks import check_choice, parse_eps
 from ecnn.errors import InputError
 
 Version = Literal["standard", "apgd-ce", "apgd-t", "fab-t", "square"]
@@ -94,8 +94,7 @@ class AutoAttack(Attack):
         check_norm(self.norm)
         parse_eps(self.eps)
         find_score_view(self.on)
-        if self.version not in get_args(Version):
-            raise InputError(f"version must be one of {', '.join(get_args(Version))}, not {self.version!r}.")
+        check_choice("version", self.version, get_args(Version))
         if self.keep == "last":
             raise InputError('AutoAttack keeps what breaks an image: keep="last" has no meaning here.')
 

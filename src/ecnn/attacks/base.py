@@ -17,6 +17,7 @@ from ecnn.attacks.passes import Recorder, Values, run_in_pieces
 from ecnn.attacks.quick import quick_copy
 from ecnn.attacks.views import Look, Loss, View
 from ecnn.backbones import full_precision, without_tf32
+from ecnn.checks import check_choice
 from ecnn.errors import InputError
 
 
@@ -230,13 +231,9 @@ class Attack:
     quick: bool = False
 
     def __post_init__(self) -> None:
-        for name, known in (
-            ("labels", ("true", "predicted")),
-            ("keep", ("best", "last")),
-            ("precision", ("float32", "bfloat16")),
-        ):
-            if getattr(self, name) not in known:
-                raise InputError(f'{name} must be "{known[0]}" or "{known[1]}", not {getattr(self, name)!r}.')
+        check_choice("labels", self.labels, ("true", "predicted"))
+        check_choice("keep", self.keep, ("best", "last"))
+        check_choice("precision", self.precision, ("float32", "bfloat16"))
 
     @property
     def _drops_rows(self) -> bool:

@@ -14,7 +14,7 @@ from ecnn.attacks.base import Attack, Attacked, Cost, Target
 from ecnn.attacks.draws import Draws
 from ecnn.attacks.views import score_loss
 from ecnn.backbones import full_precision
-from ecnn.checks import parse_eps
+from ecnn.checks import check_choice, check_count, parse_eps
 from ecnn.errors import InputError
 
 _CUDA_DROPS_EVERY = 8
@@ -58,9 +58,10 @@ class HopSkipJump(Attack):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_norm(self.norm)
-        for name, least in (("steps", 0), ("samples", 2), ("init_tries", 1), ("max_batch", 1)):
-            if getattr(self, name) < least:
-                raise InputError(f"{name} must be from {least} up, not {getattr(self, name)}.")
+        check_count("steps", self.steps, least=0)
+        check_count("samples", self.samples, least=2)
+        check_count("init_tries", self.init_tries)
+        check_count("max_batch", self.max_batch)
         if self.precision != "float32":
             raise InputError(
                 f'HopSkipJump follows the border, which {self.precision} moves: use precision="float32".'
@@ -241,10 +242,8 @@ class RandomNoise(Attack):
         super().__post_init__()
         check_norm(self.norm)
         parse_eps(self.eps)
-        if self.samples < 1:
-            raise InputError(f"samples must be from 1 up, not {self.samples}.")
-        if self.kind not in ("uniform", "corners"):
-            raise InputError(f"kind must be one of uniform, corners, not {self.kind!r}.")
+        check_count("samples", self.samples)
+        check_choice("kind", self.kind, ("uniform", "corners"))
         if self.kind == "corners" and self.norm != "linf":
             raise InputError(
                 f'only a ball in "linf" has corners, not one in {self.norm!r}: use kind="uniform".'

@@ -15,7 +15,7 @@ from ecnn.attacks.draws import Draws
 from ecnn.attacks.minimal import MinimumNormAttack, misclassified
 from ecnn.attacks.turns import Rows
 from ecnn.attacks.views import Look, View, WeakestBit, decode_linearly, find_score_view, members_of
-from ecnn.errors import InputError
+from ecnn.checks import check_count, check_number
 
 _BETAS, _TINY = (0.9, 0.999), 1e-8  # Adam's, as published
 _NO_PROGRESS = 0.999  # of the loss at the last check
@@ -38,9 +38,12 @@ class _TanhAttack(MinimumNormAttack):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._check_whole(steps=1, search_steps=1, pull_steps=0)
-        self._check_numbers("initial_constant", "lr")
-        self._check_numbers("confidence", positive=False)
+        check_count("steps", self.steps)
+        check_count("search_steps", self.search_steps)
+        check_count("pull_steps", self.pull_steps, least=0)
+        check_number("initial_constant", self.initial_constant, above=True)
+        check_number("lr", self.lr, above=True)
+        check_number("confidence", self.confidence)
 
     def cost(self, num_classes: int) -> Cost:
         steps = self.steps * self.search_steps
@@ -105,9 +108,7 @@ class BlindSpot(CarliniWagnerL2):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._check_numbers("shrink")
-        if self.shrink > 1:
-            raise InputError(f"shrink must be at most 1, not {self.shrink!r}.")
+        check_number("shrink", self.shrink, most=1, above=True)
 
     def search(self, target: Target, images: Tensor, labels: Tensor, draws: Draws) -> Tensor:
         points = 0.5 + self.shrink * (images - 0.5)
@@ -141,7 +142,7 @@ class MemberCarliniWagner(_TanhAttack):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._check_whole(targets=1)
+        check_count("targets", self.targets)
 
     def cost(self, num_classes: int) -> Cost:
         return super().cost(num_classes) * min(self.targets, num_classes - 1)

@@ -16,8 +16,7 @@ from ecnn.attacks.draws import Draws
 from ecnn.attacks.projections import move_to_hyperplane
 from ecnn.attacks.turns import Attempts, Rows, best_wrong_classes, iterate_rows
 from ecnn.attacks.views import View, find_score_view
-from ecnn.checks import parse_eps
-from ecnn.errors import InputError
+from ecnn.checks import check_count, check_number, parse_eps
 from ecnn.objectives import score_margin
 
 _FINAL_STEPS = 3
@@ -63,12 +62,12 @@ class FAB(Attack):
         check_norm(self.norm)
         parse_eps(self.eps)
         find_score_view(self.on)
-        for name in ("steps", "targets", "restarts"):
-            if getattr(self, name) < 1:
-                raise InputError(f"{name} must be from 1 up, not {getattr(self, name)}.")
-        for name, low, high in (("bias", 0, 1), ("overshoot", 1, math.inf), ("retreat", 0, 1)):
-            if not low <= getattr(self, name) <= high:
-                raise InputError(f"{name} must be from {low} to {high}, not {getattr(self, name)}.")
+        check_count("steps", self.steps)
+        check_count("targets", self.targets)
+        check_count("restarts", self.restarts)
+        check_number("bias", self.bias, most=1)
+        check_number("overshoot", self.overshoot, least=1)
+        check_number("retreat", self.retreat, most=1)
 
     def cost(self, num_classes: int) -> Cost:
         steps = self.steps * self.restarts * min(self.targets, num_classes - 1)

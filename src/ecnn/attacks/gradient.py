@@ -16,7 +16,7 @@ from ecnn.attacks.base import Attack, Cost, Target
 from ecnn.attacks.draws import Draws
 from ecnn.attacks.turns import Attempts, Rows, best_wrong_classes, iterate_rows
 from ecnn.attacks.views import SCORES, Look, Loss, LossFunction, ScoreView, View, find_view
-from ecnn.checks import parse_eps
+from ecnn.checks import check_choice, check_count, parse_eps
 from ecnn.errors import InputError
 
 _ODI_STEPS = 2
@@ -64,15 +64,14 @@ class PGD(Attack):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_norm(self.norm)
-        for length in (self.eps, self.step_size):
-            parse_eps(length)
+        parse_eps(self.eps)
+        parse_eps(self.step_size, "step_size")
         find_view(self.on).check_loss(self.loss)
-        for name, least in (("steps", 0), ("restarts", 1), ("targets", 0)):
-            if getattr(self, name) < least:
-                raise InputError(f"{name} must be from {least} up, not {getattr(self, name)}.")
-        for name, known in (("start", ("uniform", "image", "odi")), ("schedule", tuple(_SCHEDULES))):
-            if getattr(self, name) not in known:
-                raise InputError(f"{name} must be one of {', '.join(known)}, not {getattr(self, name)!r}.")
+        check_count("steps", self.steps, least=0)
+        check_count("restarts", self.restarts)
+        check_count("targets", self.targets, least=0)
+        check_choice("start", self.start, ("uniform", "image", "odi"))
+        check_choice("schedule", self.schedule, _SCHEDULES)
         if self.keep == "last" and (self.restarts > 1 or self.targets):
             raise InputError('keep="last" returns one iterate, so it takes one start and no targets.')
         if self.targets and not find_view(self.on).has_goals:

@@ -13,6 +13,7 @@ from ecnn.attacks.ball import per_image
 from ecnn.attacks.base import Attack, Target, gradient_of
 from ecnn.attacks.draws import Draws
 from ecnn.attacks.views import View, find_score_view
+from ecnn.checks import check_choice, check_count, check_number
 from ecnn.errors import InputError
 
 _CUDA_DROPS_EVERY = 8
@@ -55,15 +56,13 @@ class JSMA(Attack):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name, known in (("pixels", ("pair", "one")), ("goal", ("random", "least", "next", "each"))):
-            if getattr(self, name) not in known:
-                raise InputError(f"{name} must be one of {', '.join(known)}, not {getattr(self, name)!r}.")
-        if not 0 <= self.max_pixel_fraction <= 1:
-            raise InputError(f"max_pixel_fraction must be from 0 to 1, not {self.max_pixel_fraction}.")
-        if not 0 < abs(self.theta) <= 1:
-            raise InputError(f"theta must be from -1 to 1 and not 0, not {self.theta}.")
-        if self.max_pairs < 1:
-            raise InputError(f"max_pairs must be from 1 up, not {self.max_pairs}.")
+        check_choice("pixels", self.pixels, ("pair", "one"))
+        check_choice("goal", self.goal, ("random", "least", "next", "each"))
+        check_number("max_pixel_fraction", self.max_pixel_fraction, most=1)
+        check_number("theta", self.theta, least=-1, most=1)
+        if self.theta == 0:
+            raise InputError("theta must be a number from -1 to 1 other than 0: a move of 0 moves nothing.")
+        check_count("max_pairs", self.max_pairs)
         find_score_view(self.on)
         if self.keep == "last" and self.goal == "each":
             raise InputError('keep="last" returns one iterate, so it takes one goal, not goal="each".')

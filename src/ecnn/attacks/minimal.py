@@ -12,6 +12,7 @@ from ecnn.attacks.ball import Norm, check_norm, l2_norm, length_of, per_image, s
 from ecnn.attacks.base import Attack, Cost, Target, gradient_of
 from ecnn.attacks.draws import Draws
 from ecnn.attacks.views import View, find_score_view
+from ecnn.checks import check_count, check_number
 from ecnn.errors import InputError
 from ecnn.objectives import score_margin
 
@@ -35,20 +36,6 @@ class MinimumNormAttack(Attack):
                 f'a minimum-norm attack returns the nearest misclassified image: keep must be "best", not '
                 f"{self.keep!r}."
             )
-
-    def _check_whole(self, **least: int) -> None:
-        for name, low in least.items():
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < low:
-                raise InputError(f"{name} must be a whole number from {low} up, not {value!r}.")
-
-    def _check_numbers(self, *names: str, positive: bool = True) -> None:
-        for name in names:
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
-                raise InputError(f"{name} must be a finite number from 0 up, not {value!r}.")
-            if positive and value == 0:
-                raise InputError(f"{name} must be greater than 0.")
 
 
 def rounding(target: Target, scores: Tensor) -> Tensor:
@@ -99,8 +86,9 @@ class DeepFool(MinimumNormAttack):
         super().__post_init__()
         check_norm(self.norm)
         find_score_view(self.on)
-        self._check_whole(steps=1, num_candidates=2)
-        self._check_numbers("overshoot", positive=False)
+        check_count("steps", self.steps)
+        check_count("num_candidates", self.num_candidates, least=2)
+        check_number("overshoot", self.overshoot)
 
     def cost(self, num_classes: int) -> Cost:
         borders = min(self.num_candidates, num_classes) - 1
@@ -187,7 +175,7 @@ class FMN(MinimumNormAttack):
         super().__post_init__()
         check_norm(self.norm)
         find_score_view(self.on)
-        self._check_whole(steps=1)
+        check_count("steps", self.steps)
         for name, top in (("step_size", math.inf), ("radius_change", 1.0)):
             value = getattr(self, name)
             if not (

@@ -15,8 +15,7 @@ from ecnn.attacks.base import Attack, Cost, Target
 from ecnn.attacks.draws import Draws
 from ecnn.attacks.turns import Attempts, Rows, iterate_rows
 from ecnn.attacks.views import Loss, View, find_score_view
-from ecnn.checks import parse_eps
-from ecnn.errors import InputError
+from ecnn.checks import check_choice, check_count, check_number, parse_eps
 
 # After these queries of 10,000 the share of pixels in a square is halved.
 _HALVINGS = (10, 50, 200, 500, 1000, 2000, 4000, 6000, 8000)
@@ -85,15 +84,11 @@ class Square(Attack):
         check_norm(self.norm)
         parse_eps(self.eps)
         find_score_view(self.on)
-        if self.loss not in ("margin", "cross_entropy"):
-            raise InputError(f'loss must be "margin" or "cross_entropy" for Square, not {self.loss!r}.')
-        if self.l2_moves not in ("bumps", "turns"):
-            raise InputError(f'l2_moves must be "bumps" or "turns", not {self.l2_moves!r}.')
-        for name in ("queries", "restarts"):
-            if getattr(self, name) < 1:
-                raise InputError(f"{name} must be from 1 up, not {getattr(self, name)}.")
-        if not 0 < self.first_share <= 1:
-            raise InputError(f"first_share must be above 0 and at most 1, not {self.first_share}.")
+        check_choice("loss", self.loss, ("margin", "cross_entropy"))
+        check_choice("l2_moves", self.l2_moves, ("bumps", "turns"))
+        check_count("queries", self.queries)
+        check_count("restarts", self.restarts)
+        check_number("first_share", self.first_share, most=1, above=True)
 
     def cost(self, num_classes: int) -> Cost:
         return Cost(2 + self.queries * self.restarts, 0)
