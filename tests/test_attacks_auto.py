@@ -16,6 +16,7 @@ from scipy.optimize import linprog
 from torch import Tensor, nn
 
 from ecnn.attacks.apgd import _STREAM, APGD, checkpoints
+from ecnn.attacks.attempts import best_wrong_classes
 from ecnn.attacks.auto import AutoAttack, examine
 from ecnn.attacks.ball import Norm, random_start
 from ecnn.attacks.base import Attack, Target
@@ -23,7 +24,6 @@ from ecnn.attacks.draws import Draws
 from ecnn.attacks.fab import FAB
 from ecnn.attacks.projections import move_to_hyperplane, project_to_ball, solve_capped_sum
 from ecnn.attacks.square import Square, _two_bumps, square_share
-from ecnn.attacks.turns import best_wrong_classes
 from ecnn.codes import load_code
 from ecnn.constructions import random_code
 from ecnn.errors import InputError

@@ -10,11 +10,11 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from ecnn.attacks.attempts import Attempts, Rows, best_wrong_classes, iterate_rows
 from ecnn.attacks.ball import Norm, check_norm, per_image, random_start, steepest
 from ecnn.attacks.base import Attack, Cost, Target
 from ecnn.attacks.draws import Draws
 from ecnn.attacks.projections import project_to_ball
-from ecnn.attacks.turns import Attempts, Rows, best_wrong_classes, iterate_rows
 from ecnn.attacks.views import Look, Loss, LossFunction, View, find_view
 from ecnn.checks import check_count, parse_eps
 from ecnn.errors import InputError

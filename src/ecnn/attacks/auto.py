@@ -11,12 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from ecnn.attacks.apgd import APGD
+from ecnn.attacks.attempts import Attempts
 from ecnn.attacks.ball import Norm, check_norm, check_unit_range, l2_norm
 from ecnn.attacks.base import Attack, Attacked, Cost, Target, check_batch
 from ecnn.attacks.draws import Draws
 from ecnn.attacks.fab import FAB
 from ecnn.attacks.square import Square
-from ecnn.attacks.turns import Attempts
 from ecnn.attacks.views import View, find_score_view, score_loss
 from ecnn.backbones import without_tf32
 from ecnn.checks import check_choice, parse_eps

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from ecnn.attacks.ball import check_unit_range, per_image
 from ecnn.attacks.draws import Draws
-from ecnn.attacks.passes import Recorder, Values, run_in_pieces
-from ecnn.attacks.quick import quick_copy
+from ecnn.attacks.speed.quick_copy import quick_copy
+from ecnn.attacks.speed.replay import Recorder, Values, run_in_pieces
 from ecnn.attacks.views import Look, Loss, View
 from ecnn.backbones import full_precision, without_tf32
 from ecnn.checks import check_choice

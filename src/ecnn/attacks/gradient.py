@@ -11,10 +11,10 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
+from ecnn.attacks.attempts import Attempts, Rows, best_wrong_classes, iterate_rows
 from ecnn.attacks.ball import Norm, check_norm, per_image, project, random_start, steepest
 from ecnn.attacks.base import Attack, Cost, Target
 from ecnn.attacks.draws import Draws
-from ecnn.attacks.turns import Attempts, Rows, best_wrong_classes, iterate_rows
 from ecnn.attacks.views import SCORES, Look, Loss, LossFunction, ScoreView, View, find_view
 from ecnn.checks import check_choice, check_count, parse_eps
 from ecnn.errors import InputError

@@ -10,10 +10,10 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
+from ecnn.attacks.attempts import Attempts, Rows, iterate_rows
 from ecnn.attacks.ball import Norm, check_norm, l2_norm, per_image, project
 from ecnn.attacks.base import Attack, Cost, Target
 from ecnn.attacks.draws import Draws
-from ecnn.attacks.turns import Attempts, Rows, iterate_rows
 from ecnn.attacks.views import Loss, View, find_score_view
 from ecnn.checks import check_choice, check_count, check_number, parse_eps
 
