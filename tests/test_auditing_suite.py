@@ -462,6 +462,14 @@ def test_class_means_are_means_and_absent_classes_are_never_aimed_at() -> None:
         assert torch.isfinite(gradient).all()
 
 
+def test_views_with_other_tensors_are_never_equal() -> None:
+    """Recorded passes are found by their view: those of other means must not be replayed."""
+    assert FeatureDistance(means=torch.zeros(2, 3)) != FeatureDistance(means=torch.ones(2, 3))
+    assert InnerScores(num_classes=3) != InnerScores(num_classes=4)
+    assert InnerScores(num_classes=3) == InnerScores(num_classes=3)
+    assert Passing(view="scores") != Passing(view="linear")
+
+
 def test_features_are_found_by_name_or_by_listening() -> None:
     images = torch.rand(3, 2, 6, 6)
     coded = ECNN(random_code(5, 7, seed=0), 2, width=4, depth=8).eval()

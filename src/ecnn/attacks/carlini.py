@@ -169,11 +169,12 @@ class _State(Rows):
     Attributes:
         place, mean, square: w, and Adam's averages of the gradient and of its square.
         constant, low, high: c, the largest that failed and the smallest that succeeded.
-        age, tried: steps with this constant, constants done.
+        age, tried: steps taken with this constant, and how many constants are done.
         lowest, checked: the lowest loss with this constant, now and at the last check.
-        won: whether a step since the last check gave an image as asked for.
-        idle: whether the last step needed no gradient of the view, the image being far enough over the border.
-        found, nearest, sure: the best image so far, its squared distance, and whether it is as asked for.
+        won: True once a step since the last check gave a point that is misclassified by the required margin.
+        idle: True when the last point was so far over the border that the loss had no weight.
+        found, nearest: the best point so far and its squared distance.
+        sure: True once `found` is misclassified by the required margin.
     """
 
     results: ClassVar[tuple[str, ...]] = ("broken", "found", "nearest", "sure")
@@ -199,7 +200,7 @@ class _State(Rows):
 
 
 def _nearer(one: _State, other: _State) -> _State:
-    """Of two searches for the same images, row by row what is as asked for, or else what is nearer."""
+    """Of two searches for the same images, row by row the one that is sure, or else the nearer one."""
     wins = torch.where(one.sure == other.sure, other.nearest < one.nearest, other.sure)
     one.found = torch.where(per_image(wins, one.found), other.found, one.found)
     one.nearest, one.sure = torch.where(wins, other.nearest, one.nearest), one.sure | other.sure
@@ -214,7 +215,7 @@ class _Descent:
 
     Args:
         view: its loss is raised up to the attack's confidence.
-        demanded: the loss that an image must have to be as asked for, besides being misclassified.
+        demanded: the required margin: the loss that a point must reach, besides being misclassified.
     """
 
     def __init__(self, attack: _TanhAttack, target: Target, view: View, demanded: float) -> None:
@@ -311,7 +312,7 @@ class _Descent:
         return Look(losses, scores), torch.cat([torch.zeros_like(points[quiet]), gradient])[order]
 
     def _note(self, points: Tensor, distances: Tensor, broken: Tensor, sure: Tensor) -> None:
-        """Keeps what is nearer; what is as asked for comes before what is only misclassified."""
+        """Keeps the nearest point; one that is sure comes before one that is only misclassified."""
         state = self.state
         better = torch.where(sure == state.sure, broken & (distances < state.nearest), sure)
         state.found = torch.where(per_image(better, points), points, state.found)
@@ -356,7 +357,7 @@ class _Descent:
         return whole
 
     def _pull(self, whole: _State) -> None:
-        """Halves the line from each image to what was found, as often as asked, and keeps what is still as it was."""
+        """Moves what was found back towards its image by bisection, as long as it stays misclassified (and sure)."""
         found = torch.nonzero(torch.isfinite(whole.nearest)).squeeze(1)
         if not (len(found) and self.attack.pull_steps):
             return

@@ -44,7 +44,7 @@ class PGD(Attack):
         loss_slack: the margin is not pushed beyond this, the paper's c.
         start: a "uniform" point of the ball, the "image", or a point that the scores disperse to from a uniform one
             ("odi", Tashiro et al. 2020).
-        restarts: independent starts; with "image" only the first one differs from nothing.
+        restarts: how many starts, each with its own random numbers; starts at the "image" are all the same.
         targets: 0 moves away from the label; k tries each of the k best wrong classes in turn, from every start.
         schedule: the step size stays ("constant") or falls to zero ("linear", "cosine").
     """

@@ -38,12 +38,12 @@ class Look:
     scores: Tensor | None
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, eq=False, kw_only=True)
 class View:
     """Where an attack looks and which loss it raises there. Derive from this, or from `ScoreView`, for one of your own.
 
-    Views are small frozen dataclasses: two that are equal look at the same place, by which recorded passes are found
-    again, and their fields are what records say of them.
+    A view is a small frozen dataclass. Its fields are what records say of it. Two equal ones must look at the same
+    place: recorded passes are found again by that. One with tensors takes `eq=False`, and is equal to itself alone.
 
     Attributes:
         name: of the place, for records.
@@ -78,7 +78,7 @@ class View:
         raise NotImplementedError
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, eq=False, kw_only=True)
 class ScoreView(View):
     """A view that shows one score per class, as many attacks need; its losses are those of any scores."""
 

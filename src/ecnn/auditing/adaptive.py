@@ -1,7 +1,7 @@
-"""Attacks made for what they attack: where else to look at a model, and the searches that need a loop of their own.
+"""Attacks made for the model that they attack: more views to look at it, and searches that need a loop of their own.
 
 Tramer et al. (2020) broke thirteen defences, two of them ensembles and one a code, by attacking the part that matters
-in place of the scores. A view here is such a place; the attacks take any of them.
+in place of the scores. A view here is such a part; any attack takes it as `on=`.
 """
 
 from __future__ import annotations
@@ -180,7 +180,7 @@ def last_layers(model: nn.Module, num_classes: int) -> list[nn.Module]:
 
 @contextmanager
 def _overhearing(layers: list[nn.Module], heard: list[Tensor], *, inputs: bool) -> Iterator[None]:
-    """What the layers say, or what they are told, is put into a list as long as this lasts."""
+    """While this lasts, the outputs of the layers, or their inputs, are appended to the list."""
 
     def hear(module: nn.Module, told: tuple[Any, ...], said: Any) -> None:
         heard.append(told[0] if inputs else said)
@@ -379,7 +379,9 @@ class OwnTransfer(Transfer):
 
 @dataclass(frozen=True, kw_only=True)
 class Within(Attack):
-    """What an attack without a ball finds, where it lies in the ball; elsewhere its projection, for what it is worth.
+    """An attack without a ball, made to obey one: points outside the ball are projected onto it.
+
+    The projection may no longer be misclassified; then the attack has failed.
 
     Attributes:
         norm, eps: of the ball.

@@ -86,7 +86,10 @@ class Traits:
 
 
 def find_traits(model: nn.Module, images: Tensor, num_classes: int) -> Traits:
-    """What a look at the first of these images, which should be where the model is, tells of the model."""
+    """Classifies a few of the images and reports what decides the choice of attacks.
+
+    Images and model must be on one device.
+    """
     images = images[:_PROBED]
     with eval_mode(model), without_tf32():
         with torch.no_grad():

@@ -14,8 +14,8 @@ def quick_copy(model: nn.Module, precision: str) -> nn.Module:
     """A copy whose scores differ from the model's, in eval mode, by rounding.
 
     Batch norms are merged into convolutions; on a CPU and in bfloat16 channels come last; in float32 on CUDA narrow
-    convolutions run on tensor cores (see `ecnn.attacks.speed.tensor_cores`) where Triton is installed. Merging and tensor cores
-    need a `ConvUnit`, whose order of layers is known.
+    convolutions run on tensor cores (see `tensor_cores`) where Triton is installed. Merging and tensor cores need a
+    `ConvUnit`, whose order of layers is known.
     """
     quick = without_batch_norms(model)
     on_cuda = any(parameter.is_cuda for parameter in model.parameters())
