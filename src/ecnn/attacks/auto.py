@@ -32,6 +32,22 @@ _SQUARE_SHARE = 0.002
 DoubtKind = Literal[
     "random", "probabilities", "dynamic", "no_gradient", "zero_gradient", "few_classes", "square"
 ]
+_SENTENCES: dict[DoubtKind, str] = {
+    "random": "Two passes over the same images gave different scores (up to {:.2g} of their length): the model is "
+    "random, so attack the average over its randomness.",
+    "probabilities": "The scores are probabilities (in [0, 1], summing to 1): attack the logits before the softmax, "
+    "which do not saturate.",
+    "dynamic": "The model takes gradients while it classifies (a dynamic defence): these attacks do not see through "
+    "that, so attack the defence itself.",
+    "no_gradient": "No gradient reaches the pixels: the model is not differentiable, so that only Square has attacked "
+    "it.",
+    "zero_gradient": "The gradient is exactly zero for {:.1%} of the images: gradient attacks are blind there; look "
+    "before the layer that saturates or quantises.",
+    "few_classes": "The targeted DLR loss needs 4 classes and the model has {}: APGD-T raised the margin, whose "
+    "gradient may vanish with the scale of the scores.",
+    "square": "Square broke another {:.1%} of the images, without gradients, that the gradient attacks had left: the "
+    "gradients mislead, so attack with more queries and look for what masks them.",
+}
 
 
 @dataclass(frozen=True)
@@ -45,6 +61,11 @@ class Doubt:
 
     kind: DoubtKind
     sentence: str
+
+    @classmethod
+    def of(cls, kind: DoubtKind, figure: float = 0.0) -> Doubt:
+        """The doubt with its usual sentence, in which there may be a figure."""
+        return cls(kind, _SENTENCES[kind].format(figure))
 
 
 @dataclass(frozen=True)
@@ -215,15 +236,23 @@ def examine(target: Target, images: Tensor, on: str | View = "scores") -> tuple[
     """
     with _noticing_gradients() as taken:
         scores = target.scores(images)
-    again = target.scores(images)
-    doubts = (
-        _doubt_randomness(scores, again),
-        _doubt_probabilities(scores),
-        _doubt_dynamics(taken),
-        _doubt_gradients(target, images, scores.argmax(dim=1), on),
-        _doubt_classes(scores.shape[1]),
-    )
-    return scores.shape[1], tuple(doubt for doubt in doubts if doubt is not None)
+    again, num_classes = target.scores(images), scores.shape[1]
+    doubts: list[Doubt] = []
+    apart = float((l2_norm(scores - again) / l2_norm(scores).clamp_min(1e-10)).amax())
+    if apart > _DIFFERENCE:
+        doubts.append(Doubt.of("random", apart))
+    if _are_probabilities(scores):
+        doubts.append(Doubt.of("probabilities"))
+    if taken:
+        doubts.append(Doubt.of("dynamic"))
+    blind = _share_of_zero_gradients(target, images, scores.argmax(dim=1), on)
+    if blind is None:
+        doubts.append(Doubt.of("no_gradient"))
+    elif blind:
+        doubts.append(Doubt.of("zero_gradient", blind))
+    if num_classes < 4:
+        doubts.append(Doubt.of("few_classes", num_classes))
+    return num_classes, tuple(doubts)
 
 
 @contextmanager
@@ -239,41 +268,17 @@ def _noticing_gradients() -> Iterator[list[bool]]:
         yield taken
 
 
-def _doubt_randomness(scores: Tensor, again: Tensor) -> Doubt | None:
-    apart = float((l2_norm(scores - again) / l2_norm(scores).clamp_min(1e-10)).amax())
-    if not apart > _DIFFERENCE:
-        return None
-    return Doubt(
-        "random",
-        f"Two passes over the same images gave different scores (up to {apart:.2g} of their length): the model is "
-        "random, so attack the average over its randomness.",
-    )
-
-
-def _doubt_probabilities(scores: Tensor) -> Doubt | None:
+def _are_probabilities(scores: Tensor) -> bool:
     low, high = (float(bound) for bound in scores.aminmax())
     sums_to_one = bool(((scores.sum(dim=1) - 1).abs() < _SUM_TOLERANCE).all())
-    if not (sums_to_one and low > -_SUM_TOLERANCE and high < 1 + _SUM_TOLERANCE):
-        return None
-    return Doubt(
-        "probabilities",
-        "The scores are probabilities (in [0, 1], summing to 1): attack the logits before the softmax, which do not "
-        "saturate.",
-    )
+    return sums_to_one and low > -_SUM_TOLERANCE and high < 1 + _SUM_TOLERANCE
 
 
-def _doubt_dynamics(taken: list[bool]) -> Doubt | None:
-    if not taken:
-        return None
-    return Doubt(
-        "dynamic",
-        "The model takes gradients while it classifies (a dynamic defence): these attacks do not see through that, so "
-        "attack the defence itself.",
-    )
+def _share_of_zero_gradients(target: Target, images: Tensor, labels: Tensor, on: str | View) -> float | None:
+    """The share of images whose gradient is exactly zero; None when none reaches the pixels.
 
-
-def _doubt_gradients(target: Target, images: Tensor, labels: Tensor, on: str | View) -> Doubt | None:
-    """Looks at the gradient of the DLR loss (with two classes the margin), which no confidence makes vanish."""
+    It is the gradient of the DLR loss (with two classes of the margin), which no confidence makes vanish.
+    """
     points = images.clone().requires_grad_(True)
     with torch.enable_grad(), target.autocast():
         scores, _ = find_score_view(on).read(target.model, points)
@@ -282,29 +287,7 @@ def _doubt_gradients(target: Target, images: Tensor, labels: Tensor, on: str | V
     gradient = None
     if losses.requires_grad:
         (gradient,) = torch.autograd.grad(losses.sum(), points, allow_unused=True)
-    if gradient is None:
-        return Doubt(
-            "no_gradient",
-            "No gradient reaches the pixels: the model is not differentiable, so that only Square has attacked it.",
-        )
-    zero = float((gradient.flatten(1) == 0).all(dim=1).double().mean())
-    if not zero:
-        return None
-    return Doubt(
-        "zero_gradient",
-        f"The gradient is exactly zero for {zero:.1%} of the images: gradient attacks are blind there; look before the "
-        "layer that saturates or quantises.",
-    )
-
-
-def _doubt_classes(num_classes: int) -> Doubt | None:
-    if num_classes >= 4:
-        return None
-    return Doubt(
-        "few_classes",
-        f"The targeted DLR loss needs 4 classes and the model has {num_classes}: APGD-T raised the margin, whose "
-        "gradient may vanish with the scale of the scores.",
-    )
+    return None if gradient is None else float((gradient.flatten(1) == 0).all(dim=1).double().mean())
 
 
 def _doubt_square(accuracies: dict[str, float]) -> tuple[Doubt, ...]:
@@ -312,10 +295,4 @@ def _doubt_square(accuracies: dict[str, float]) -> tuple[Doubt, ...]:
     if "square" not in accuracies or len(accuracies) < 3:
         return ()
     gain = min(value for name, value in accuracies.items() if name != "square") - accuracies["square"]
-    if gain <= _SQUARE_SHARE:
-        return ()
-    sentence = (
-        f"Square broke another {gain:.1%} of the images, without gradients, that the gradient attacks had left: the "
-        "gradients mislead, so attack with more queries and look for what masks them."
-    )
-    return (Doubt("square", sentence),)
+    return (Doubt.of("square", gain),) if gain > _SQUARE_SHARE else ()

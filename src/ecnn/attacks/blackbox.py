@@ -9,6 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from ecnn.attacks.attempts import Attempts
 from ecnn.attacks.ball import Norm, check_norm, l2_norm, per_image, project, random_start, steepest
 from ecnn.attacks.base import Attack, Attacked, Cost, Target
 from ecnn.attacks.draws import Draws
@@ -17,7 +18,6 @@ from ecnn.backbones import full_precision
 from ecnn.checks import check_choice, check_count, parse_eps
 from ecnn.errors import InputError
 
-_CUDA_DROPS_EVERY = 8
 _BLEND_HALVINGS = 10
 _JUMP_HALVINGS = 25
 #: Directions drawn together, a fixed number, so that the size of an evaluation batch changes no result.
@@ -253,27 +253,13 @@ class RandomNoise(Attack):
         return Cost(2 + self.samples, 0)
 
     def search(self, target: Target, images: Tensor, labels: Tensor, draws: Draws) -> Tensor:
-        found, broken = images.clone(), torch.zeros_like(labels, dtype=torch.bool)
-        highest = torch.full(labels.shape, -math.inf, device=images.device, dtype=images.dtype)
-        rows, drops = torch.arange(len(images), device=images.device), self._drops_rows
-        for sample in range(self.samples):
+        attempts = Attempts(target, images, early_exit=self._drops_rows)
+        for sample, part, rows in attempts.each(range(self.samples)):
             points = self._draw(images[rows], draws.take(rows).fold(sample))
-            scores = target.scores(points)
-            losses = score_loss(scores, labels[rows], "margin").to(highest.dtype)
-            now, before = scores.argmax(dim=1) != labels[rows], broken[rows]
-            wins = (now & ~before) | ((now == before) & (losses > highest[rows]))
-            if drops:
-                wins = wins & ~before
-            found[rows] = torch.where(per_image(wins, points), points, found[rows])
-            highest[rows] = torch.where(wins, losses, highest[rows])
-            broken[rows] = before | now
-            if drops and (not images.is_cuda or sample % _CUDA_DROPS_EVERY == _CUDA_DROPS_EVERY - 1):
-                left = torch.nonzero(~broken[rows]).squeeze(1)
-                if len(left) < len(rows):
-                    target, rows = target.narrow(left), rows[left]
-                if not len(rows):
-                    break
-        return found
+            scores = part.scores(points)
+            broken = scores.argmax(dim=1) != labels[rows]
+            attempts.keep(points, broken, score_loss(scores, labels[rows], "margin"))
+        return attempts.points
 
     def _draw(self, images: Tensor, draws: Draws) -> Tensor:
         eps = parse_eps(self.eps)

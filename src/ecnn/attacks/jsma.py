@@ -9,6 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from ecnn.attacks.attempts import Attempts
 from ecnn.attacks.ball import per_image
 from ecnn.attacks.base import Attack, Target, gradient_of
 from ecnn.attacks.draws import Draws
@@ -71,21 +72,12 @@ class JSMA(Attack):
         goals = self._goals(target.scores(images), labels, draws)
         if self.keep == "last":
             return self._walk(target, images, labels, goals[:, 0])[0]
-        found, features = images.clone(), images[0].numel() if len(images) else 0
-        fewest = torch.full_like(labels, features + 1)
-        rows = torch.arange(len(images), device=images.device)
-        for rank in range(goals.shape[1]):
-            _, points, broken = self._walk(target, images[rows], labels[rows], goals[rows, rank])
+        attempts = Attempts(target, images, early_exit=self.early_exit)
+        for rank, part, rows in attempts.each(range(goals.shape[1])):
+            _, points, broken = self._walk(part, images[rows], labels[rows], goals[rows, rank])
             moved = (points != images[rows]).flatten(1).sum(dim=1)
-            better = broken & (moved < fewest[rows])
-            found[rows] = torch.where(per_image(better, points), points, found[rows])
-            fewest[rows] = torch.where(better, moved, fewest[rows])
-            if self.early_exit and rank + 1 < goals.shape[1]:
-                left = torch.nonzero(~broken).squeeze(1)
-                target, rows = target.narrow(left), rows[left]
-                if not len(rows):
-                    break
-        return found
+            attempts.keep(points, broken, -moved)
+        return attempts.points
 
     def _goals(self, scores: Tensor, labels: Tensor, draws: Draws) -> Tensor:
         """(batch, goal) the classes to move to, one after the other."""
