@@ -239,6 +239,8 @@ def test_averages_are_counted_and_described() -> None:
     assert Averaged(view=view, passes=2).passes_per_look == 6
     with pytest.raises(InputError, match="passes must be"):
         Averaged(view="scores", passes=0)
+    with pytest.raises(InputError, match="no DLR"):
+        PGD(norm="linf", eps=0.1, steps=1, step_size=0.1, loss="dlr", on=Averaged(view="members", passes=2))
     told = describe(PGD(norm="linf", eps=0.1, steps=1, step_size=0.1, on=view))["on"]
     assert (told["name"], told["view"], told["passes"]) == ("averaged", "scores", 3)
 

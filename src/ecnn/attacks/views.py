@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 import torch.nn.functional as F  # noqa: N812 the name everybody knows
@@ -51,8 +51,10 @@ class View:
 
     name: str
 
-    #: Whether the view can move to given classes; one that cannot only moves away from the labels.
-    has_goals: ClassVar[bool] = True
+    @property
+    def has_goals(self) -> bool:
+        """Whether it can move to given classes, and not only away from the labels."""
+        return True
 
     @property
     def passes_per_look(self) -> int:
@@ -300,7 +302,9 @@ class OwnLoss(View):
     name: str = "own"
     function: LossFunction
 
-    has_goals: ClassVar[bool] = False
+    @property
+    def has_goals(self) -> bool:
+        return False
 
     def look(
         self, model: nn.Module, images: Tensor, labels: Tensor, goals: Tensor | None, loss: Loss, slack: float
@@ -308,26 +312,49 @@ class OwnLoss(View):
         return Look(self.function(model, images, labels), None)
 
 
+@dataclass(frozen=True, eq=False, kw_only=True)
+class WrappedView(View):
+    """Another view, looked at in another way; it can do what that view can.
+
+    Attributes:
+        view: that one, a name of `VIEWS` or a view.
+    """
+
+    view: str | View
+
+    def __post_init__(self) -> None:
+        find_view(self.view)
+
+    @property
+    def has_goals(self) -> bool:
+        return find_view(self.view).has_goals
+
+    @property
+    def passes_per_look(self) -> int:
+        return find_view(self.view).passes_per_look
+
+    def check_loss(self, loss: str) -> None:
+        find_view(self.view).check_loss(loss)
+
+
 @dataclass(frozen=True, kw_only=True)
-class Averaged(View):
+class Averaged(WrappedView):
     """The mean of another view over several passes of a random model (EOT, Athalye et al. 2018).
 
     Attributes:
-        view: what is averaged, a name of `VIEWS` or a view.
         passes: how many.
     """
 
     name: str = "averaged"
-    view: str | View
     passes: int
 
     def __post_init__(self) -> None:
-        find_view(self.view)
+        super().__post_init__()
         check_count("passes", self.passes)
 
     @property
     def passes_per_look(self) -> int:
-        return self.passes * find_view(self.view).passes_per_look
+        return self.passes * super().passes_per_look
 
     def look(
         self, model: nn.Module, images: Tensor, labels: Tensor, goals: Tensor | None, loss: Loss, slack: float
@@ -341,7 +368,7 @@ class Averaged(View):
 
 #: The views that can be asked for by name.
 VIEWS: dict[str, View] = {view.name: view for view in (Scores(), Linear(), Tempered(), Members())}
-SCORES = Scores()
+SCORES: ScoreView = Scores()
 
 
 def find_view(on: str | View | LossFunction) -> View:

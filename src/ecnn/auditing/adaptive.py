@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -159,7 +159,10 @@ class MeanProbability(View):
     """Minus the probability of the label: averaged over passes it is what a random model is judged by."""
 
     name: str = "mean probability"
-    has_goals: ClassVar[bool] = False
+
+    @property
+    def has_goals(self) -> bool:
+        return False
 
     def look(
         self, model: nn.Module, images: Tensor, labels: Tensor, goals: Tensor | None, loss: Loss, slack: float

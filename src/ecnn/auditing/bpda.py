@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from ecnn.attacks.views import Look, Loss, View, find_view
+from ecnn.attacks.views import Look, Loss, WrappedView, find_view
 
 _SOFTNESS = (
     0.1  # width of the step that stands for a comparison on the way back, in units of what is compared
@@ -191,19 +191,10 @@ def can_pass_through(model: nn.Module, images: Tensor) -> bool:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Passing(View):
-    """Another view, with the gradient that nothing hides.
-
-    Attributes:
-        view: what is looked at, a name of `VIEWS` or a view.
-    """
+class Passing(WrappedView):
+    """Another view, with the gradient that nothing hides."""
 
     name: str = "straight through"
-    view: str | View
-
-    @property
-    def passes_per_look(self) -> int:
-        return find_view(self.view).passes_per_look
 
     def look(
         self, model: nn.Module, images: Tensor, labels: Tensor, goals: Tensor | None, loss: Loss, slack: float
