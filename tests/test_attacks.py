@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import sys
 from typing import Any
 
 import pytest
@@ -13,13 +14,31 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import ecnn
-from ecnn.attacks import PGD, VIEWS, Draws, project, random_start
-from ecnn.attacks.views import linear_scores, member_margins
+from ecnn.attacks import (
+    APGD,
+    FAB,
+    FGSM,
+    FMN,
+    JSMA,
+    PGD,
+    VIEWS,
+    Attack,
+    Averaged,
+    CarliniWagnerL2,
+    DeepFool,
+    Draws,
+    Square,
+    project,
+    random_start,
+)
+from ecnn.attacks.views import Linear as LinearView
+from ecnn.attacks.views import Members, decode_linearly, member_margins, members_of
 from ecnn.checks import parse_eps
 from ecnn.codes import load_code
 from ecnn.constructions import random_code
 from ecnn.data import Dataset
 from ecnn.errors import InputError
+from ecnn.evaluation.provenance import describe
 from ecnn.model import ECNN
 from ecnn.objectives import score_margin
 
@@ -148,6 +167,84 @@ def test_contract(on: Any, keep: Any) -> None:
     assert torch.equal(identity(model, images, labels), images)
 
 
+ON_SCORES: list[tuple[type[Attack], dict[str, Any]]] = [
+    (PGD, {"norm": "l2", "eps": 0.5, "steps": 3, "step_size": 0.2}),
+    (FGSM, {"norm": "linf", "eps": 0.1}),
+    (APGD, {"norm": "linf", "eps": 0.1, "steps": 3, "loss": "dlr"}),
+    (FAB, {"norm": "linf", "eps": 0.1, "steps": 3}),
+    (Square, {"norm": "linf", "eps": 0.1, "queries": 5}),
+    (JSMA, {"max_pixel_fraction": 0.5}),
+    (CarliniWagnerL2, {"steps": 3, "search_steps": 1, "initial_constant": 1.0}),
+    (DeepFool, {"norm": "l2", "steps": 3}),
+    (FMN, {"norm": "l2", "steps": 3}),
+]
+
+
+@pytest.mark.parametrize(("kind", "settings"), ON_SCORES)
+def test_a_view_is_as_good_as_its_name(kind: Any, settings: dict[str, Any]) -> None:
+    model = tiny_ecnn()
+    images, _ = images_and_labels(batch=8, dtype=torch.float32)
+    labels = model(images).argmax(1)
+    named, given = (kind(**settings, on=on)(model, images, labels) for on in ("linear", LinearView()))
+    assert torch.equal(named, given)
+    assert LinearView() == VIEWS["linear"]  # equal views share what is recorded of their passes
+
+
+def test_a_model_that_cannot_decode_is_asked_in_the_end() -> None:
+    """Neither PGD nor APGD takes an image for unbroken because its view does not show the scores."""
+
+    class Undecoded(nn.Module):
+        def __init__(self, model: ECNN) -> None:
+            super().__init__()
+            self.model, self.code, self.member_logits = model, model.code, model.member_logits
+
+        def forward(self, images: Tensor) -> Tensor:
+            scores: Tensor = self.model(images)
+            return scores
+
+    model = tiny_ecnn().double()
+    images, _ = images_and_labels(batch=30)
+    labels = model(images).argmax(1)
+    ball: dict[str, Any] = {"norm": "linf", "eps": 0.3, "loss": "margin", "targets": 3}
+    attacks = (PGD(on=Members(), step_size=0.1, steps=9, **ball), APGD(on="linear", steps=9, **ball))
+    for attack in attacks:
+        known, asked = (attack.run(each, images, labels) for each in (model, Undecoded(model)))
+        assert known.success.any()
+        assert asked.success.sum() >= 0.8 * known.success.sum()
+        # An image broken by the first goal is not attacked with the others.
+        assert int(asked.backwards.min()) < int(asked.backwards.max())
+
+
+def test_the_way_from_the_search_to_the_model_is_short() -> None:
+    """Whoever reads PGD in a debugger passes so many of our functions before the model answers."""
+    ways: list[list[str]] = []
+
+    class Deep(Linear):
+        def forward(self, images: Tensor) -> Tensor:
+            frame, names = sys._getframe(), []
+            while frame.f_back is not None:
+                if "ecnn" in frame.f_code.co_filename:
+                    names.append(frame.f_code.co_name)
+                frame = frame.f_back
+            ways.append(names)
+            return super().forward(images)
+
+    PGD(norm="linf", eps=0.1, steps=2, step_size=0.1, early_exit=False)(Deep(), *images_and_labels())
+    assert max(names.index("search") for names in ways if "search" in names) <= 8
+
+
+def test_averages_are_counted_and_described() -> None:
+    view = Averaged(view="scores", passes=3)
+    assert view.passes_per_look == 3
+    assert Averaged(view=view, passes=2).passes_per_look == 6
+    with pytest.raises(InputError, match="passes must be"):
+        Averaged(view="scores", passes=0)
+    with pytest.raises(InputError, match="no DLR"):
+        PGD(norm="linf", eps=0.1, steps=1, step_size=0.1, loss="dlr", on=Averaged(view="members", passes=2))
+    told = describe(PGD(norm="linf", eps=0.1, steps=1, step_size=0.1, on=view))["on"]
+    assert (told["name"], told["view"], told["passes"]) == ("averaged", "scores", 3)
+
+
 def test_a_row_does_not_depend_on_the_others() -> None:
     model = tiny_ecnn().double()
     images, labels = images_and_labels()
@@ -208,7 +305,7 @@ def test_slack_stops_pushing() -> None:
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"on": "soul"}, "looks on="),
+        ({"on": "soul"}, "on must be"),
         ({"loss": "hate"}, "loss must be"),
         ({"keep": "none"}, "keep must be"),
         ({"steps": -1}, "steps must be"),
@@ -249,7 +346,8 @@ def test_a_common_level_of_symbols_moves_no_view() -> None:
     shifted = _Shifted(model, 7.0)
     images, labels = images_and_labels(dtype=torch.float32)
     with torch.no_grad():
-        assert torch.allclose(linear_scores(shifted, images), linear_scores(model, images), atol=1e-4)
+        moved, plain = (decode_linearly(*members_of(each, images)) for each in (shifted, model))
+        assert torch.allclose(moved, plain, atol=1e-4)
         assert torch.allclose(
             member_margins(shifted, images, labels), member_margins(model, images, labels), atol=1e-4
         )

@@ -16,6 +16,7 @@ from scipy.optimize import linprog
 from torch import Tensor, nn
 
 from ecnn.attacks.apgd import _STREAM, APGD, checkpoints
+from ecnn.attacks.attempts import best_wrong_classes
 from ecnn.attacks.auto import AutoAttack, examine
 from ecnn.attacks.ball import Norm, random_start
 from ecnn.attacks.base import Attack, Target
@@ -23,7 +24,6 @@ from ecnn.attacks.draws import Draws
 from ecnn.attacks.fab import FAB
 from ecnn.attacks.projections import move_to_hyperplane, project_to_ball, solve_capped_sum
 from ecnn.attacks.square import Square, _two_bumps, square_share
-from ecnn.attacks.turns import best_wrong_classes
 from ecnn.codes import load_code
 from ecnn.constructions import random_code
 from ecnn.errors import InputError
@@ -661,7 +661,7 @@ def test_any_number_of_classes(num_classes: int) -> None:
     labels = model(images).argmax(dim=1)
     suite = AutoAttack(norm="linf", eps=0.3).run_suite(model, images, labels)
     assert suite.accuracies["square"] == 0
-    assert any("4 classes" in warning for warning in suite.warnings) == (num_classes < 4)
+    assert ("few_classes" in [doubt.kind for doubt in suite.warnings]) == (num_classes < 4)
     for version in ("apgd-t", "fab-t"):
         attack = AutoAttack(norm="l2", eps=2.0, version=version)
         assert attack.run(model, images, labels).success.all()
@@ -705,22 +705,22 @@ def round_pixels(images: Tensor) -> Tensor:
 
 FLAWED: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor], str]] = {
     "random": (same, lambda scores: scores + 0.01 * torch.rand_like(scores), "random"),
-    "softmax": (same, lambda scores: scores.softmax(dim=1), "probabilities"),
-    "rounded": (round_pixels, same, "exactly zero for 100.0%"),
-    "detached": (lambda images: images.detach(), same, "No gradient reaches"),
+    "probabilities": (same, lambda scores: scores.softmax(dim=1), "probabilities"),
+    "zero_gradient": (round_pixels, same, "exactly zero for 100.0%"),
+    "no_gradient": (lambda images: images.detach(), same, "No gradient reaches"),
     "dynamic": (purify, same, "takes gradients while it classifies"),
-    "few": (same, lambda scores: scores[:, :3], "needs 4 classes"),
+    "few_classes": (same, lambda scores: scores[:, :3], "needs 4 classes"),
 }
 
 
-@pytest.mark.parametrize("name", FLAWED)
-def test_each_warning_has_its_model(name: str) -> None:
-    before, after, words = FLAWED[name]
+@pytest.mark.parametrize("kind", FLAWED)
+def test_each_doubt_has_its_model(kind: str) -> None:
+    before, after, words = FLAWED[kind]
     model, images = Wrapped(before, after), some_images(8, 3, 5, 5)
-    _, warnings = examine(Target(model, len(images), images.device), images)
-    assert len(warnings) == 1
-    assert words in warnings[0]
-    assert warnings[0].endswith(".")
+    _, (doubt,) = examine(Target(model, len(images), images.device), images)
+    assert doubt.kind == kind
+    assert words in doubt.sentence
+    assert doubt.sentence.endswith(".")
 
 
 def test_the_share_of_zero_gradients() -> None:
@@ -732,17 +732,16 @@ def test_the_share_of_zero_gradients() -> None:
         bright = (images[:, :1, :1, :1] > 0.5).to(images.dtype)
         return bright * images.detach() + (1 - bright) * images
 
-    _, warnings = examine(Target(Wrapped(stop_some, same), 8, images.device), images)
-    assert len(warnings) == 1
-    assert "exactly zero for 50.0%" in warnings[0]
+    _, (doubt,) = examine(Target(Wrapped(stop_some, same), 8, images.device), images)
+    assert "exactly zero for 50.0%" in doubt.sentence
 
 
 @pytest.mark.parametrize("model", [Curved(), Curved(10), Linear(75, 4), Curved(sharpness=1e4)])
 def test_an_honest_model_gets_no_warning(model: nn.Module) -> None:
     images = some_images(8, 3, 5, 5)
-    num_classes, warnings = examine(Target(model, len(images), images.device), images)
+    num_classes, doubts = examine(Target(model, len(images), images.device), images)
     assert num_classes == model(images).shape[1]
-    assert warnings == ()
+    assert doubts == ()
 
 
 @pytest.mark.slow
@@ -751,7 +750,7 @@ def test_square_warns_when_gradients_are_masked() -> None:
     labels = model(images).argmax(dim=1)
     suite = AutoAttack(norm="linf", eps=0.4).run_suite(model, images, labels)
     assert suite.accuracies["square"] < suite.accuracies["fab-t"]
-    assert any("Square broke another" in warning for warning in suite.warnings)
+    assert "square" in [doubt.kind for doubt in suite.warnings]
     honest = AutoAttack(norm="linf", eps=0.4).run_suite(
         model.model, images, model.model(images).argmax(dim=1)
     )
@@ -767,13 +766,13 @@ def test_square_warns_when_gradients_are_masked() -> None:
     [
         (APGD, {"loss": "hate"}, "loss must be"),
         (APGD, {"steps": 0}, "steps must be"),
-        (APGD, {"on": "soul"}, "looks on="),
+        (APGD, {"on": "soul"}, "on must be"),
         (APGD, {"on": "members", "loss": "dlr"}, "no DLR"),
         (APGD, {"keep": "last", "targets": 2}, "one start"),
         (APGD, {"norm": "l1"}, "norm must be"),
         (APGD, {"targets": 2, "on": lambda model, images, labels: labels}, "no targets"),
         (FAB, {"targets": 0}, "targets must be"),
-        (FAB, {"on": "members"}, "looks on="),
+        (FAB, {"on": "members"}, "one score per class"),
         (FAB, {"bias": 2.0}, "bias must be"),
         (FAB, {"overshoot": 0.5}, "overshoot must be"),
         (FAB, {"retreat": -0.1}, "retreat must be"),
@@ -782,10 +781,10 @@ def test_square_warns_when_gradients_are_masked() -> None:
         (Square, {"loss": "dlr"}, "loss must be"),
         (Square, {"first_share": 0.0}, "first_share must be"),
         (Square, {"l2_moves": "jumps"}, "l2_moves must be"),
-        (Square, {"on": "members"}, "looks on="),
+        (Square, {"on": "members"}, "one score per class"),
         (AutoAttack, {"version": "plus"}, "version must be"),
         (AutoAttack, {"keep": "last"}, "keep="),
-        (AutoAttack, {"on": "members"}, "looks on="),
+        (AutoAttack, {"on": "members"}, "one score per class"),
     ],
 )
 def test_bad_settings_are_found_when_the_attack_is_made(

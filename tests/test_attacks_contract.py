@@ -183,6 +183,18 @@ def test_every_image_that_goes_through_the_model_is_counted(name: str) -> None:
     assert found.forwards[1] == 2  # wrong from the start: the first verdict and the last
 
 
+@pytest.mark.parametrize("name", [name for name in EVERY if name != "jsma"])
+def test_what_it_costs_is_known_beforehand(name: str) -> None:
+    """By an image that is never broken. How far JSMA goes depends on the image; HopSkipJump gives up here."""
+    images, _ = batch(2)
+    found = make(name).run(Constant(), images, torch.zeros(2, dtype=torch.int64))
+    stated = make(name).cost(num_classes=5)
+    assert int(found.backwards.max()) <= 1.3 * stated.backwards
+    assert int(found.forwards.max()) <= 1.3 * stated.forwards + 6
+    if name != "hopskipjump":
+        assert int(found.forwards.max()) >= 0.4 * stated.forwards
+
+
 @pytest.mark.parametrize("name", EVERY)
 def test_its_own_label_may_be_attacked(name: str) -> None:
     model, (images, labels) = coded_model(), batch(3)

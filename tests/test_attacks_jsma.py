@@ -517,7 +517,7 @@ def test_a_model_that_cannot_decode_is_asked_again() -> None:
         ({"theta": 1.5}, "theta must be"),
         ({"theta": math.nan}, "theta must be"),
         ({"max_pairs": 0}, "max_pairs must be"),
-        ({"on": "members"}, "looks on="),
+        ({"on": "members"}, "one score per class"),
         ({"goal": "each", "keep": "last"}, "one goal"),
         ({"keep": "none"}, "keep must be"),
     ],

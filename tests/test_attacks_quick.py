@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ecnn.attacks import PGD
-from ecnn.attacks.quick import quick_copy
+from ecnn.attacks.speed.quick_copy import quick_copy
 from ecnn.backbones import ConvUnit, ResNet, without_tf32
 from ecnn.codes import load_code
 from ecnn.model import ECNN
@@ -72,7 +72,7 @@ def test_a_quick_copy_is_asked_in_pieces(monkeypatch: pytest.MonkeyPatch) -> Non
     whole = attack.run(model, images, labels, seed=1)
     assert max(asked) == 50
     asked.clear()
-    monkeypatch.setattr("ecnn.attacks.passes._PIXELS_AT_ONCE", 20 * images[0].numel())
+    monkeypatch.setattr("ecnn.attacks.speed.replay._PIXELS_AT_ONCE", 20 * images[0].numel())
     pieces = attack.run(model, images, labels, seed=1)
     assert sorted(set(asked))[-2:] == [17, 50]  # 17, 17 and 16; the model's own verdicts stay whole
     assert torch.equal(pieces.success, whole.success)
@@ -96,7 +96,7 @@ def test_a_quick_copy_is_asked_in_pieces(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_tensor_cores_convolve_in_float32(
     channels: Any, kernel: int, stride: int, size: Any, relu: bool
 ) -> None:
-    from ecnn.attacks.kernels import QuickConvolution
+    from ecnn.attacks.speed.tensor_cores import QuickConvolution
 
     torch.manual_seed(0)
     plain = nn.Conv2d(channels[0], channels[1], kernel, stride=stride, padding=kernel // 2).cuda()
@@ -114,7 +114,7 @@ def test_tensor_cores_convolve_in_float32(
 
 @pytest.mark.gpu
 def test_other_convolutions_stay() -> None:
-    from ecnn.attacks.kernels import QuickConvolution
+    from ecnn.attacks.speed.tensor_cores import QuickConvolution
 
     refused = (
         nn.Conv2d(16, 16, 3, groups=2),

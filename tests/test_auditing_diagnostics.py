@@ -483,11 +483,8 @@ def test_planted_points_are_in_the_ball_and_inner_ones_are_not_called_wrong(
     assert place == ("scores" if build is Linear else "features")
     planted = plant(probe, rows, features)
     assert len(planted.rows) > 0.7 * len(rows)
-    look = planted.view_of(planted.rows)(
-        case.model, probe.images[planted.rows], probe.labels[planted.rows] * 0, None
-    )
-    assert look.scores is not None
-    assert bool((look.scores[:, 0] > look.scores[:, 1]).all())
+    scores, _ = planted.view_of(planted.rows).read(case.model, probe.images[planted.rows])
+    assert bool((scores[:, 0] > scores[:, 1]).all())
 
 
 def test_binarization_rates() -> None:
@@ -594,7 +591,7 @@ def test_read_evidence_finds_who_broke_what() -> None:
         entropy=outcomes("entropy", order >= 40, 9, kind="PGD", on="scores", loss="cross_entropy"),
         margin=outcomes("margin", order >= 80, 9, kind="PGD", on="scores", loss="margin"),
         square=outcomes("square", (order < 100) | (order >= 120), 0, kind="Square", on="scores"),
-        members=outcomes("members", order >= 200, 9, kind="Pursuit", view={"function": "a.b.cheapest_bits"}),
+        members=outcomes("members", order >= 200, 9, kind="PGD", on={"name": "cheapest bits"}),
     )
     found = {finding.name: finding for finding in read_evidence(evaluation)}
     assert {name: finding.level for name, finding in found.items()} == {
@@ -624,9 +621,7 @@ def test_surrogates_and_functions_are_placed() -> None:
     order = np.arange(100)
     evaluation = evaluation_of(
         pgd=outcomes("pgd", order >= 0, 9, kind="PGD", on="scores", loss="margin"),
-        averaged=outcomes(
-            "averaged", order >= 0, 9, view={"kind": "x.Averaged", "view": {"function": "x.<locals>.scores"}}
-        ),
+        averaged=outcomes("averaged", order >= 0, 9, on={"kind": "x.Averaged", "view": "scores"}),
         transfer=outcomes("transfer", order >= 50, 0, source={"kind": "x"}, attack={"on": "scores"}),
     )
     found = {finding.name: finding for finding in read_evidence(evaluation)}

@@ -2,37 +2,34 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from ecnn.attacks import APGD, PGD, Attack, AutoAttack, HopSkipJump, Transfer
-from ecnn.attacks.views import make_view
+from ecnn.attacks import APGD, PGD, Attack, AutoAttack, Cost, HopSkipJump, Transfer
+from ecnn.attacks.views import SCORES, Averaged, Look, View, WeakestBit
 from ecnn.auditing.adaptive import (
-    Averaged,
+    CheapestBits,
     Coded,
     FeatureDistance,
     InDouble,
     InnerScores,
+    LogScores,
+    MeanMembers,
     OwnTransfer,
-    Pursuit,
     Relay,
+    ScaledCrossEntropy,
     Voting,
     Within,
-    cheapest_bits,
+    WorstMembers,
     features_of,
-    linear_margin,
-    log_margin,
-    mean_margin,
-    scaled_cross_entropy,
-    weakest_bit,
-    worst_members,
 )
 from ecnn.auditing.bpda import Passing, can_pass_through, straight_through
 from ecnn.auditing.budgets import BUDGETS, Budget
-from ecnn.auditing.suite import Cost, cost_per_image, estimate_cost, find_traits, suite
+from ecnn.auditing.suite import estimate_cost, find_traits, suite
 from ecnn.auditing.surrogates import Examples, all_features, class_means, train_head, train_student
 from ecnn.baselines import EMPIR, Ensemble
 from ecnn.codes import CodeMatrix
@@ -102,6 +99,10 @@ def broken(attack: Attack, model: nn.Module, images: Tensor, labels: Tensor) -> 
     return float(fresh.double().mean())
 
 
+def see(view: View, model: nn.Module, images: Tensor, labels: Tensor, goals: Tensor | None = None) -> Look:
+    return view.look(model, images, labels, goals, "margin", math.inf)
+
+
 def blind_attacks() -> list[Attack]:
     """What looks at scores alone, as a usual evaluation does."""
     return [
@@ -133,9 +134,9 @@ CODED: dict[str, Attack] = {
     "members": PGD(on="members", loss="margin", **WALK),
     "tempered": PGD(on="tempered", loss="margin", **WALK),
     "codewords": PGD(on="members", loss="margin", targets=3, **WALK),
-    "cheapest-bits": Pursuit(view=cheapest_bits, place="members", **WALK),
-    "min-bit": Pursuit(view=weakest_bit, place="members", targets=3, **WALK),
-    "relay": Relay(steps=10, views=(cheapest_bits, linear_margin, make_view("scores", "margin")), **BALL),
+    "cheapest-bits": PGD(on=CheapestBits(), **WALK),
+    "min-bit": PGD(on=WeakestBit(), targets=3, **WALK),
+    "relay": Relay(steps=10, views=(CheapestBits(), "linear", "scores"), **BALL),
 }
 
 
@@ -188,15 +189,16 @@ def test_cheapest_bits_counts_half_of_the_difference() -> None:
 
     # Symbol 0 is right for class 0: margins are minus the logits.
     logits = torch.tensor([[-1.0, -2.0, -3.0, -50.0, -9.0, -9.0]]).view(1, 1, 1, 6)
-    look = cheapest_bits(Says(), logits, torch.tensor([0]), None)
+    labels = torch.tensor([0])
+    look = see(CheapestBits(), Says(), logits, labels)
     assert float(look.losses) == -(1 + 2 + 3)
-    towards = cheapest_bits(Says(), logits, torch.tensor([0]), torch.tensor([2]))
+    towards = see(CheapestBits(), Says(), logits, labels, torch.tensor([2]))
     assert float(towards.losses) == -(2 + 3 + 9)
     assert look.scores is None
     # Three members have changed sides: they are pushed on, but no further than the mean size of all six.
     turned = torch.tensor([[1.0, 2.0, 90.0, -50.0, -9.0, -9.0]]).view(1, 1, 1, 6)
     mean = (1 + 2 + 90 + 50 + 9 + 9) / 6
-    look = cheapest_bits(Says(), turned, torch.tensor([0]), None)
+    look = see(CheapestBits(), Says(), turned, labels)
     assert float(look.losses) == pytest.approx(1 + 2 + mean)
 
 
@@ -209,9 +211,8 @@ def test_the_weakest_bit_is_the_one_furthest_from_the_goal() -> None:
 
     logits = torch.tensor([[2.0, -3.0, 1.0]]).view(1, 1, 1, 3)
     labels = torch.tensor([0])
-    assert float(weakest_bit(Says(), logits, labels, torch.tensor([1])).losses) == -3
-    assert float(weakest_bit(Says(), logits, labels, torch.tensor([2])).losses) == -1
-    assert float(weakest_bit(Says(), logits, labels, None).losses) == -1
+    for goals, weakest in ((torch.tensor([1]), -3), (torch.tensor([2]), -1), (None, -1)):
+        assert float(see(WeakestBit(), Says(), logits, labels, goals).losses) == 2 * weakest
 
 
 class Vote(Sees):
@@ -228,14 +229,14 @@ class Vote(Sees):
         return votes - 0.1 * torch.arange(4)
 
 
-@pytest.mark.parametrize("view", [mean_margin, worst_members])
-def test_a_vote_falls_with_its_members(view: Any) -> None:
+@pytest.mark.parametrize("view", [MeanMembers(), WorstMembers()])
+def test_a_vote_falls_with_its_members(view: View) -> None:
     model = Vote()
     images, labels = firm_images(model)
     assert isinstance(model, Voting)
     assert max(broken(attack, model, images, labels) for attack in blind_attacks()) <= 0.3
-    assert broken(Pursuit(view=view, place="members", **WALK), model, images, labels) >= 0.9
-    assert broken(Pursuit(view=view, place="members", targets=3, **WALK), model, images, labels) >= 0.9
+    assert broken(PGD(on=view, **WALK), model, images, labels) >= 0.9
+    assert broken(PGD(on=view, targets=3, **WALK), model, images, labels) >= 0.9
 
 
 class Steep(Sees):
@@ -246,7 +247,7 @@ class Steep(Sees):
 
 
 STEEP: dict[str, Attack] = {
-    "inner-scores": Pursuit(view=InnerScores(4), place="layers", **WALK),
+    "inner-scores": PGD(on=InnerScores(num_classes=4), **WALK),
     "float64": InDouble(attack=APGD(loss="margin", steps=20, **BALL), **BALL),
     "student": Transfer(source=Sees(), attack=APGD(loss="cross_entropy", steps=20, keep="last", **BALL)),
 }
@@ -270,10 +271,10 @@ def test_logarithms_undo_a_softmax() -> None:
     model = Warm()
     images, labels = firm_images(model)
     points = images.clone().requires_grad_(True)
-    look = log_margin(model, points, labels, None)
-    expected = make_view("scores", "margin")(Sees(), points, labels, None).losses * 8
+    look = see(LogScores(), model, points, labels)
+    expected = see(SCORES, Sees(), points, labels).losses * 8
     assert torch.allclose(look.losses, expected, rtol=1e-3)
-    assert broken(Pursuit(view=log_margin, place="scores", **WALK), model, images, labels) == 1
+    assert broken(PGD(on=LogScores(), **WALK), model, images, labels) == 1
 
 
 def test_cross_entropy_on_scaled_scores_is_free_of_their_scale() -> None:
@@ -282,11 +283,12 @@ def test_cross_entropy_on_scaled_scores_is_free_of_their_scale() -> None:
             return 1e6 * self.logits(images)
 
     images, labels = firm_images(Sees())
-    losses = [scaled_cross_entropy(model, images, labels, None).losses for model in (Sees(), Loud())]
+    view = ScaledCrossEntropy()
+    losses = [see(view, model, images, labels).losses for model in (Sees(), Loud())]
     assert torch.allclose(losses[0], losses[1], rtol=1e-4)
     plain = broken(PGD(loss="cross_entropy", **WALK), Loud(), images, labels)
     assert plain <= 0.6
-    assert broken(Pursuit(view=scaled_cross_entropy, place="scores", **WALK), Loud(), images, labels) == 1
+    assert broken(PGD(on=view, **WALK), Loud(), images, labels) == 1
 
 
 class _Silent(torch.autograd.Function):
@@ -367,8 +369,8 @@ def test_gradients_pass_through_what_hides_them(how: str) -> None:
     images, labels = firm_images(model)
     assert max(broken(attack, model, images, labels) for attack in blind_attacks()) <= 0.75
     assert can_pass_through(model, images[:3])
-    view = Passing(make_view("scores", "margin"))
-    assert broken(Pursuit(view=view, place="straight through", **WALK), model, images, labels) >= 0.9
+    view = Passing(view="scores")
+    assert broken(PGD(on=view, **WALK), model, images, labels) >= 0.9
 
 
 def test_passing_through_changes_no_value_and_leaves_torch_alone() -> None:
@@ -424,8 +426,8 @@ def test_features_are_attacked_where_nothing_after_them_speaks() -> None:
     images, labels = firm_images(model)
     assert max(broken(attack, model, images, labels) for attack in blind_attacks()) <= 0.6
     examples = examples_of(model)
-    view = FeatureDistance(class_means(all_features(model, examples.images), examples.labels, 4))
-    assert broken(Pursuit(view=view, place="features", targets=3, **WALK), model, images, labels) >= 0.9
+    view = FeatureDistance(means=class_means(all_features(model, examples.images), examples.labels, 4))
+    assert broken(PGD(on=view, targets=3, **WALK), model, images, labels) >= 0.9
     craft = APGD(loss="cross_entropy", steps=20, keep="last", **BALL)
     head = train_head(model, all_features(model, examples.images), examples.labels, 4)
     with torch.no_grad():
@@ -454,10 +456,18 @@ def test_class_means_are_means_and_absent_classes_are_never_aimed_at() -> None:
     assert torch.isnan(means[3]).all()
     points = some.images[:5].clone().requires_grad_(True)
     for goals in (None, torch.full((5,), 3)):
-        look = FeatureDistance(means)(model, points, some.labels[:5], goals)
+        look = see(FeatureDistance(means=means), model, points, some.labels[:5], goals)
         (gradient,) = torch.autograd.grad(look.losses.sum(), points)
         assert torch.isfinite(look.losses).all()
         assert torch.isfinite(gradient).all()
+
+
+def test_views_with_other_tensors_are_never_equal() -> None:
+    """Recorded passes are found by their view: those of other means must not be replayed."""
+    assert FeatureDistance(means=torch.zeros(2, 3)) != FeatureDistance(means=torch.ones(2, 3))
+    assert InnerScores(num_classes=3) != InnerScores(num_classes=4)
+    assert InnerScores(num_classes=3) == InnerScores(num_classes=3)
+    assert Passing(view="scores") != Passing(view="linear")
 
 
 def test_features_are_found_by_name_or_by_listening() -> None:
@@ -495,12 +505,13 @@ class Shy(nn.Module):
 def test_a_relay_goes_on_from_the_best_point() -> None:
     images = torch.full((4, 1, 1, 2), 0.5)
     labels = torch.zeros(4, dtype=torch.int64)
-    members, scores = make_view("members", "margin"), make_view("scores", "margin")
-    for view in (members, scores):
-        assert broken(Pursuit(view=view, place="", start="image", **WALK), Shy(), images, labels) == 0
-    assert broken(Relay(steps=20, views=(members, scores), **BALL), Shy(), images, labels) == 1
-    assert broken(Relay(steps=20, views=(scores, members), **BALL), Shy(), images, labels) == 0
-    assert broken(Relay(steps=20, views=(scores, members), restarts=2, **BALL), Shy(), images, labels) == 1
+    for view in ("members", "scores"):
+        assert broken(PGD(on=view, start="image", **WALK), Shy(), images, labels) == 0
+    assert broken(Relay(steps=20, views=("members", "scores"), **BALL), Shy(), images, labels) == 1
+    assert broken(Relay(steps=20, views=("scores", "members"), **BALL), Shy(), images, labels) == 0
+    assert (
+        broken(Relay(steps=20, views=("scores", "members"), restarts=2, **BALL), Shy(), images, labels) == 1
+    )
 
 
 class Coin(Sees):
@@ -516,10 +527,8 @@ def test_averaging_finds_the_direction_that_one_pass_hides() -> None:
     model = Coin()
     images, labels = firm_images(Sees())
     assert find_traits(model, images, 4).is_random
-    view = make_view("scores", "margin")
     single, averaged = (
-        Pursuit(view=Averaged(view, passes), passes=passes, place="scores", keep="last", **WALK)
-        for passes in (1, 100)
+        PGD(on=Averaged(view="scores", passes=passes), keep="last", **WALK) for passes in (1, 100)
     )
     torch.manual_seed(0)
     assert float(averaged.run(model, images, labels).success.double().mean()) >= 0.9
@@ -535,9 +544,7 @@ def test_passes_are_counted() -> None:
         seen += len(inputs[0])
 
     handle = model.register_forward_pre_hook(count)
-    attack = Pursuit(
-        view=Averaged(make_view("scores", "margin"), 7), passes=7, place="scores", keep="last", **WALK
-    )
+    attack = PGD(on=Averaged(view="scores", passes=7), keep="last", **WALK)
     found = attack.run(model, images, labels)
     handle.remove()
     assert int(found.forwards.sum()) == seen
@@ -707,7 +714,7 @@ def test_costs_are_what_is_asked_at_most() -> None:
         if name == "hopskipjump":
             continue  # it gives up when no noise is misclassified
         found = attack.run(model, images, labels)
-        stated = cost_per_image(attack, 5)
+        stated = attack.cost(5)
         forwards, backwards = int(found.forwards.max()), int(found.backwards.max())
         assert forwards <= stated.forwards * 1.3 + 6, name
         assert forwards >= stated.forwards * 0.5, name

@@ -1,9 +1,9 @@
 """Attacks: immutable objects called as attack(model, images, labels) -> images in the same ball, still in [0, 1]."""
 
 from ecnn.attacks.apgd import APGD
-from ecnn.attacks.auto import AutoAttack, SuiteResult
+from ecnn.attacks.auto import AutoAttack, Doubt, SuiteResult
 from ecnn.attacks.ball import project, random_start
-from ecnn.attacks.base import Attack, Attacked
+from ecnn.attacks.base import Attack, Attacked, Cost
 from ecnn.attacks.blackbox import HopSkipJump, RandomNoise, Transfer
 from ecnn.attacks.carlini import BlindSpot, CarliniWagnerL2, MemberCarliniWagner
 from ecnn.attacks.draws import Draws
@@ -12,7 +12,7 @@ from ecnn.attacks.gradient import BIM, FGSM, PGD
 from ecnn.attacks.jsma import JSMA
 from ecnn.attacks.minimal import FMN, DeepFool
 from ecnn.attacks.square import Square
-from ecnn.attacks.views import VIEWS
+from ecnn.attacks.views import VIEWS, Averaged, Look, ScoreView, View, WeakestBit
 
 #: The attacks that can be asked for by name; `Transfer` needs a model and is built by hand.
 ATTACKS: dict[str, type[Attack]] = {
@@ -39,23 +39,30 @@ __all__ = [
     "Attack",
     "Attacked",
     "AutoAttack",
+    "Averaged",
     "BIM",
     "BlindSpot",
     "CarliniWagnerL2",
+    "Cost",
     "DeepFool",
+    "Doubt",
     "Draws",
     "FAB",
     "FGSM",
     "FMN",
     "HopSkipJump",
     "JSMA",
+    "Look",
     "MemberCarliniWagner",
     "PGD",
     "RandomNoise",
+    "ScoreView",
     "Square",
     "SuiteResult",
     "Transfer",
     "VIEWS",
+    "View",
+    "WeakestBit",
     "project",
     "random_start",
 ]

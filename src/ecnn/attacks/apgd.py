@@ -10,13 +10,13 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from ecnn.attacks.attempts import Attempts, Rows, best_wrong_classes, iterate_rows
 from ecnn.attacks.ball import Norm, check_norm, per_image, random_start, steepest
-from ecnn.attacks.base import Attack, Target
+from ecnn.attacks.base import Attack, Cost, Target
 from ecnn.attacks.draws import Draws
 from ecnn.attacks.projections import project_to_ball
-from ecnn.attacks.turns import Rows, Turn, advance_rows, best_wrong_classes, take_turns
-from ecnn.attacks.views import Look, Loss, LossFunction, View, make_view
-from ecnn.checks import parse_eps
+from ecnn.attacks.views import Look, Loss, LossFunction, View, find_view
+from ecnn.checks import check_count, parse_eps
 from ecnn.errors import InputError
 
 _MOMENTUM = 0.75  # the paper's alpha, the share of a step that is new
@@ -49,7 +49,7 @@ class APGD(Attack):
         targets: 0 moves away from the label; k moves to each of the k best wrong classes in turn (APGD-T; 9 in
             AutoAttack), or to all if there are fewer.
         restarts: independent uniform starts.
-        on: where it looks, a name of `VIEWS` or a callable (model, images, labels) -> (batch,) loss to raise.
+        on: where it looks, a name of `VIEWS`, a `View`, or a loss (model, images, labels) -> (batch,) of your own.
 
     Departs: the authors' program scales to the L2 ball and then cuts to [0, 1]; this is the projection onto both that
         the paper asks for. Their program compares the first loss after a review with the last before it, ours with
@@ -62,20 +62,25 @@ class APGD(Attack):
     loss: Loss
     targets: int = 0
     restarts: int = 1
-    on: str | LossFunction = "scores"
+    on: str | View | LossFunction = "scores"
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_norm(self.norm)
         parse_eps(self.eps)
-        make_view(self.on, self.loss)
-        for name, least in (("steps", 1), ("restarts", 1), ("targets", 0)):
-            if getattr(self, name) < least:
-                raise InputError(f"{name} must be from {least} up, not {getattr(self, name)}.")
+        find_view(self.on).check_loss(self.loss)
+        check_count("steps", self.steps)
+        check_count("restarts", self.restarts)
+        check_count("targets", self.targets, least=0)
         if self.keep == "last" and (self.restarts > 1 or self.targets):
             raise InputError('keep="last" returns one point, so it takes one start and no targets.')
-        if self.targets and callable(self.on):
-            raise InputError("a loss function of your own has no targets: name a view, or use targets=0.")
+        if self.targets and not find_view(self.on).has_goals:
+            raise InputError("this loss has no targets: look elsewhere (on=), or use targets=0.")
+
+    def cost(self, num_classes: int) -> Cost:
+        climbs = self.restarts * max(1, min(self.targets, num_classes - 1))
+        passes = climbs * find_view(self.on).passes_per_look
+        return Cost(2 + passes * (self.steps + 1), passes * self.steps)
 
     def search(self, target: Target, images: Tensor, labels: Tensor, draws: Draws) -> Tensor:
         if parse_eps(self.eps) == 0:
@@ -84,54 +89,40 @@ class APGD(Attack):
         if self.targets:
             goals = list(best_wrong_classes(target.scores(images), labels, self.targets).unbind(dim=1))
         draws = draws.fold(_STREAM)
-
-        def turn_of(start: int, rank: int, goal: Tensor | None) -> Turn:
-            def turn(part: Target, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-                own_draws = draws.fold(start).fold(rank + 1 if self.targets else 0).take(rows)
-                own_goal = None if goal is None else goal[rows]
-                return self._climb(part, images[rows], labels[rows], own_goal, own_draws)
-
-            return turn
-
-        turns = (
-            turn_of(start, rank, goal)
-            for start, (rank, goal) in itertools.product(range(self.restarts), enumerate(goals))
-        )
-        return take_turns(turns, target, images, early_exit=self._drops_rows)
-
-    @property
-    def _drops_rows(self) -> bool:
-        return self.early_exit and self.keep == "best"
+        attempts = Attempts(target, images, early_exit=self._drops_rows)
+        settings = itertools.product(range(self.restarts), enumerate(goals))
+        for (start, (rank, goal)), part, rows in attempts.each(settings):
+            own_draws = draws.fold(start).fold(rank + 1 if self.targets else 0).take(rows)
+            own_goals = None if goal is None else goal[rows]
+            attempts.keep(*self._climb(part, images[rows], labels[rows], own_goals, own_draws))
+        return attempts.points
 
     def _climb(
         self, target: Target, images: Tensor, labels: Tensor, goals: Tensor | None, draws: Draws
     ) -> tuple[Tensor, Tensor, Tensor]:
         """One start: the point kept for each image, whether it is broken, and the loss there."""
-        view, eps = make_view(self.on, self.loss), parse_eps(self.eps)
+        view, eps = find_view(self.on), parse_eps(self.eps)
         widths = {now: now - before for before, now in itertools.pairwise(checkpoints(self.steps))}
         points = random_start(images, self.norm, eps, draws)
-        look, gradient = target.ascend(view, points, labels, goals)
-        climb = _start_climb(images, labels, goals, points, look, gradient, 2 * eps)
-
-        def advance(part: Target, climb: _Climb, step: int) -> None:
-            climb.move(self.norm, eps, share=_MOMENTUM if step else 1.0)
-            climb.look_around(part, view, last=step == self.steps - 1)
+        look, gradient = target.ascend(view, points, labels, goals, loss=self.loss)
+        whole = _start(images, labels, goals, points, look, gradient, 2 * eps)
+        for step, part, state in iterate_rows(target, whole, self.steps, early_exit=self._drops_rows):
+            state.move(self.norm, eps, share=_MOMENTUM if step else 1.0)
+            state.look_around(part, view, self.loss, last=step == self.steps - 1)
             if step + 1 in widths:
-                climb.review(widths[step + 1])
-
-        climb = advance_rows(target, climb, self.steps, advance, early_exit=self._drops_rows)
+                state.review(widths[step + 1])
         if self.keep == "last":
-            return climb.best, torch.zeros_like(climb.broken), climb.best_losses
+            return whole.best, torch.zeros_like(whole.broken), whole.best_losses
         if look.scores is None:
             # The view does not find out what the model says, so that it is asked in the end.
-            broken = target.scores(climb.best).argmax(dim=1) != labels
-            return climb.best, broken, climb.best_losses
-        points = torch.where(per_image(climb.broken, images), climb.found, climb.best)
-        return points, climb.broken, torch.where(climb.broken, climb.found_losses, climb.best_losses)
+            broken = target.scores(whole.best).argmax(dim=1) != labels
+            return whole.best, broken, whole.best_losses
+        points = torch.where(per_image(whole.broken, images), whole.found, whole.best)
+        return points, whole.broken, torch.where(whole.broken, whole.found_losses, whole.best_losses)
 
 
 @dataclass(kw_only=True)
-class _Climb(Rows):
+class _APGDState(Rows):
     """Where one start of APGD stands; every tensor belongs to the images that are left.
 
     Attributes:
@@ -170,12 +161,13 @@ class _Climb(Rows):
             moved = project_to_ball(mixed, self.images, norm, eps)
         self.previous, self.points = self.points, moved
 
-    def look_around(self, target: Target, view: View, *, last: bool) -> None:
+    def look_around(self, target: Target, view: View, loss: Loss, *, last: bool) -> None:
         """Asks the model about the new point and remembers what is better than before."""
+        where = (view, self.points, self.labels, self.goals)
         if last:
-            look, gradient = target.look(view, self.points, self.labels, self.goals), self.gradient
+            look, gradient = target.look(*where, loss=loss), self.gradient
         else:
-            look, gradient = target.ascend(view, self.points, self.labels, self.goals)
+            look, gradient = target.ascend(*where, loss=loss)
         losses = look.losses.to(self.losses.dtype)
         self.rises = self.rises + (losses > self.losses)
         self.losses, self.gradient = losses, gradient
@@ -206,7 +198,7 @@ class _Climb(Rows):
         self.reviewed_losses, self.rises = self.best_losses, torch.zeros_like(self.rises)
 
 
-def _start_climb(
+def _start(
     images: Tensor,
     labels: Tensor,
     goals: Tensor | None,
@@ -214,9 +206,9 @@ def _start_climb(
     look: Look,
     gradient: Tensor,
     step: float,
-) -> _Climb:
+) -> _APGDState:
     losses, never = look.losses.to(images.dtype), torch.zeros_like(labels, dtype=torch.bool)
-    climb = _Climb(
+    state = _APGDState(
         images=images,
         labels=labels,
         goals=goals,
@@ -235,5 +227,5 @@ def _start_climb(
         halved=~never,  # the first review asks only how often the loss rose
         broken=never,
     )
-    climb.note_broken(look)
-    return climb
+    state.note_broken(look)
+    return state

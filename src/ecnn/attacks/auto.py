@@ -11,15 +11,15 @@ import torch
 from torch import Tensor, nn
 
 from ecnn.attacks.apgd import APGD
+from ecnn.attacks.attempts import Attempts
 from ecnn.attacks.ball import Norm, check_norm, check_unit_range, l2_norm
-from ecnn.attacks.base import Attack, Attacked, Target, check_batch
+from ecnn.attacks.base import Attack, Attacked, Cost, Target, check_batch
 from ecnn.attacks.draws import Draws
 from ecnn.attacks.fab import FAB
 from ecnn.attacks.square import Square
-from ecnn.attacks.turns import Turn, take_turns
-from ecnn.attacks.views import SCORE_VIEWS, check_view, read_scores, score_loss
+from ecnn.attacks.views import View, find_score_view, score_loss
 from ecnn.backbones import without_tf32
-from ecnn.checks import parse_eps
+from ecnn.checks import check_choice, parse_eps
 from ecnn.errors import InputError
 
 Version = Literal["standard", "apgd-ce", "apgd-t", "fab-t", "square"]
@@ -29,21 +29,43 @@ _DIFFERENCE = 1e-4  # of two passes, relative to the length of the scores
 _SUM_TOLERANCE = 1e-5
 _SQUARE_SHARE = 0.002
 
-_DYNAMIC = (
-    "The model takes gradients while it classifies (a dynamic defence): these attacks do not see through that, so "
-    "attack the defence itself."
-)
-_FEW_CLASSES = (
-    "The targeted DLR loss needs 4 classes and the model has {}: APGD-T raised the margin, whose gradient may vanish "
-    "with the scale of the scores."
-)
-_PROBABILITIES = (
-    "The scores are probabilities (in [0, 1], summing to 1): attack the logits before the softmax, which do not "
-    "saturate."
-)
-_NO_GRADIENT = (
-    "No gradient reaches the pixels: the model is not differentiable, so that only Square has attacked it."
-)
+DoubtKind = Literal[
+    "random", "probabilities", "dynamic", "no_gradient", "zero_gradient", "few_classes", "square"
+]
+_SENTENCES: dict[DoubtKind, str] = {
+    "random": "Two passes over the same images gave different scores (up to {:.2g} of their length): the model is "
+    "random, so attack the average over its randomness.",
+    "probabilities": "The scores are probabilities (in [0, 1], summing to 1): attack the logits before the softmax, "
+    "which do not saturate.",
+    "dynamic": "The model takes gradients while it classifies (a dynamic defence): these attacks do not see through "
+    "that, so attack the defence itself.",
+    "no_gradient": "No gradient reaches the pixels: the model is not differentiable, so that only Square has attacked "
+    "it.",
+    "zero_gradient": "The gradient is exactly zero for {:.1%} of the images: gradient attacks are blind there; look "
+    "before the layer that saturates or quantises.",
+    "few_classes": "The targeted DLR loss needs 4 classes and the model has {}: APGD-T raised the margin, whose "
+    "gradient may vanish with the scale of the scores.",
+    "square": "Square broke another {:.1%} of the images, without gradients, that the gradient attacks had left: the "
+    "gradients mislead, so attack with more queries and look for what masks them.",
+}
+
+
+@dataclass(frozen=True)
+class Doubt:
+    """A reason to doubt what attacks find.
+
+    Attributes:
+        kind: which one, in a word that programs can rely on.
+        sentence: the same for people, with figures.
+    """
+
+    kind: DoubtKind
+    sentence: str
+
+    @classmethod
+    def of(cls, kind: DoubtKind, figure: float = 0.0) -> Doubt:
+        """The doubt with its usual sentence, in which there may be a figure."""
+        return cls(kind, _SENTENCES[kind].format(figure))
 
 
 @dataclass(frozen=True)
@@ -56,14 +78,14 @@ class SuiteResult:
         broken_by: (batch,) position in `names` of what broke each image, 0 if it was wrong before any attack; -1 if it
             still stands.
         accuracies: name -> share of all images that stand after it.
-        warnings: sentences, each a reason to doubt the last accuracy.
+        warnings: reasons to doubt the last accuracy.
     """
 
     attacked: Attacked
     names: tuple[str, ...]
     broken_by: Tensor
     accuracies: dict[str, float]
-    warnings: tuple[str, ...]
+    warnings: tuple[Doubt, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +99,7 @@ class AutoAttack(Attack):
         eps: radius on the [0, 1] scale, or a fraction such as "8/255".
         version: the "standard" suite, or one of its attacks with the suite's settings: 100 steps, the nine best wrong
             classes, 5,000 queries, one start.
-        on: where all of them look, a name of `SCORE_VIEWS`; "scores" is the published suite.
+        on: where all of them look, "scores" (the published suite), "linear", "tempered" or another `ScoreView`.
 
     Departs: with fewer than four classes, where the targeted DLR loss is not defined, APGD-T raises the margin; with
         fewer than ten all wrong classes are targets. Both are where the authors' program fails.
@@ -88,15 +110,14 @@ class AutoAttack(Attack):
     norm: Norm
     eps: float | str
     version: Version = "standard"
-    on: str = "scores"
+    on: str | View = "scores"
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_norm(self.norm)
         parse_eps(self.eps)
-        check_view(self.on, SCORE_VIEWS)
-        if self.version not in get_args(Version):
-            raise InputError(f"version must be one of {', '.join(get_args(Version))}, not {self.version!r}.")
+        find_score_view(self.on)
+        check_choice("version", self.version, get_args(Version))
         if self.keep == "last":
             raise InputError('AutoAttack keeps what breaks an image: keep="last" has no meaning here.')
 
@@ -119,21 +140,19 @@ class AutoAttack(Attack):
         }
         return suite if self.version == "standard" else {self.version: suite[self.version]}
 
+    def cost(self, num_classes: int) -> Cost:
+        return sum((member.cost(num_classes) for member in self.members(num_classes).values()), Cost(1, 0))
+
     def search(self, target: Target, images: Tensor, labels: Tensor, draws: Draws) -> Tensor:
         if not len(images):
             return images.clone()
         num_classes = target.scores(images).shape[1]
-
-        def turn_of(member: Attack) -> Turn:
-            def turn(part: Target, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-                points = member.search(part, images[rows], labels[rows], draws.take(rows))
-                broken = part.verdict(points) != labels[rows]
-                return points, broken, broken.to(images.dtype)
-
-            return turn
-
-        turns = (turn_of(member) for member in self.members(num_classes).values())
-        return take_turns(turns, target, images, early_exit=True)
+        attempts = Attempts(target, images, early_exit=True)
+        for member, part, rows in attempts.each(self.members(num_classes).values()):
+            points = member.search(part, images[rows], labels[rows], draws.take(rows))
+            broken = part.verdict(points) != labels[rows]
+            attempts.keep(points, broken, broken.to(images.dtype))
+        return attempts.points
 
     def run_suite(
         self,
@@ -172,7 +191,7 @@ class AutoAttack(Attack):
                 attacked = member.run(model, images[part], labels[part], seed=seed, index=index[part])
                 progress.take(name, part, attacked)
             progress.close(name)
-        return progress.result((*warnings, *_warn_of_square(progress.accuracies)))
+        return progress.result((*warnings, *_doubt_square(progress.accuracies)))
 
 
 class _Progress:
@@ -206,29 +225,36 @@ class _Progress:
         self.names.append(name)
         self.accuracies[name] = self.accuracy()
 
-    def result(self, warnings: tuple[str, ...]) -> SuiteResult:
+    def result(self, warnings: tuple[Doubt, ...]) -> SuiteResult:
         attacked = Attacked(self.images, self.predictions, self.broken_by >= 0, self.forwards, self.backwards)
         return SuiteResult(attacked, tuple(self.names), self.broken_by, self.accuracies, warnings)
 
 
-def examine(target: Target, images: Tensor, on: str = "scores") -> tuple[int, tuple[str, ...]]:
-    """The number of classes, and a sentence for each reason to doubt what attacks will find on these images.
+def examine(target: Target, images: Tensor, on: str | View = "scores") -> tuple[int, tuple[Doubt, ...]]:
+    """The number of classes, and the reasons to doubt what attacks will find on these images.
 
-    The reasons are those that the authors of AutoAttack warn of: random scores, probabilities in place of logits,
-    gradients taken while classifying, no gradient or exactly zero ones, and too few classes for a loss.
+    They are those that the authors of AutoAttack warn of: random scores, probabilities in place of logits, gradients
+    taken while classifying, no gradient or exactly zero ones, and too few classes for a loss.
     """
     with _noticing_gradients() as taken:
         scores = target.scores(images)
-    again = target.scores(images)
-    num_classes = scores.shape[1]
-    sentences = (
-        _warn_of_randomness(scores, again),
-        _warn_of_probabilities(scores),
-        _DYNAMIC if taken else "",
-        _warn_of_gradients(target, images, scores.argmax(dim=1), on),
-        _FEW_CLASSES.format(num_classes) if num_classes < 4 else "",
-    )
-    return num_classes, tuple(sentence for sentence in sentences if sentence)
+    again, num_classes = target.scores(images), scores.shape[1]
+    doubts: list[Doubt] = []
+    apart = float((l2_norm(scores - again) / l2_norm(scores).clamp_min(1e-10)).amax())
+    if apart > _DIFFERENCE:
+        doubts.append(Doubt.of("random", apart))
+    if _are_probabilities(scores):
+        doubts.append(Doubt.of("probabilities"))
+    if taken:
+        doubts.append(Doubt.of("dynamic"))
+    blind = _share_of_zero_gradients(target, images, scores.argmax(dim=1), on)
+    if blind is None:
+        doubts.append(Doubt.of("no_gradient"))
+    elif blind:
+        doubts.append(Doubt.of("zero_gradient", blind))
+    if num_classes < 4:
+        doubts.append(Doubt.of("few_classes", num_classes))
+    return num_classes, tuple(doubts)
 
 
 @contextmanager
@@ -244,53 +270,31 @@ def _noticing_gradients() -> Iterator[list[bool]]:
         yield taken
 
 
-def _warn_of_randomness(scores: Tensor, again: Tensor) -> str:
-    apart = (l2_norm(scores - again) / l2_norm(scores).clamp_min(1e-10)).amax()
-    if not float(apart) > _DIFFERENCE:
-        return ""
-    return (
-        f"Two passes over the same images gave different scores (up to {float(apart):.2g} of their length): the model "
-        "is random, so attack the average over its randomness."
-    )
-
-
-def _warn_of_probabilities(scores: Tensor) -> str:
+def _are_probabilities(scores: Tensor) -> bool:
     low, high = (float(bound) for bound in scores.aminmax())
     sums_to_one = bool(((scores.sum(dim=1) - 1).abs() < _SUM_TOLERANCE).all())
-    if not (sums_to_one and low > -_SUM_TOLERANCE and high < 1 + _SUM_TOLERANCE):
-        return ""
-    return _PROBABILITIES
+    return sums_to_one and low > -_SUM_TOLERANCE and high < 1 + _SUM_TOLERANCE
 
 
-def _warn_of_gradients(target: Target, images: Tensor, labels: Tensor, on: str) -> str:
-    """Looks at the gradient of the DLR loss (with two classes the margin), which no confidence makes vanish."""
+def _share_of_zero_gradients(target: Target, images: Tensor, labels: Tensor, on: str | View) -> float | None:
+    """The share of images whose gradient is exactly zero; None when none reaches the pixels.
+
+    It is the gradient of the DLR loss (with two classes of the margin), which no confidence makes vanish.
+    """
     points = images.clone().requires_grad_(True)
     with torch.enable_grad(), target.autocast():
-        scores, _ = read_scores(target.model, points, on)
+        scores, _ = find_score_view(on).read(target.model, points)
         losses = score_loss(scores, labels, "dlr" if scores.shape[1] >= 3 else "margin")
     target.count(1, 1)
     gradient = None
     if losses.requires_grad:
         (gradient,) = torch.autograd.grad(losses.sum(), points, allow_unused=True)
-    if gradient is None:
-        return _NO_GRADIENT
-    zero = float((gradient.flatten(1) == 0).all(dim=1).double().mean())
-    if not zero:
-        return ""
-    return (
-        f"The gradient is exactly zero for {zero:.1%} of the images: gradient attacks are blind there; look before the "
-        "layer that saturates or quantises."
-    )
+    return None if gradient is None else float((gradient.flatten(1) == 0).all(dim=1).double().mean())
 
 
-def _warn_of_square(accuracies: dict[str, float]) -> tuple[str, ...]:
+def _doubt_square(accuracies: dict[str, float]) -> tuple[Doubt, ...]:
     """Only a suite can say this: Square must have followed something else."""
     if "square" not in accuracies or len(accuracies) < 3:
         return ()
     gain = min(value for name, value in accuracies.items() if name != "square") - accuracies["square"]
-    if gain <= _SQUARE_SHARE:
-        return ()
-    return (
-        f"Square broke another {gain:.1%} of the images, without gradients, that the gradient attacks had left: the "
-        "gradients mislead, so attack with more queries and look for what masks them.",
-    )
+    return (Doubt.of("square", gain),) if gain > _SQUARE_SHARE else ()

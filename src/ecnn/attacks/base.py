@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+import math
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
@@ -12,10 +13,11 @@ from torch import Tensor, nn
 
 from ecnn.attacks.ball import check_unit_range, per_image
 from ecnn.attacks.draws import Draws
-from ecnn.attacks.passes import Recorder, Values, run_in_pieces
-from ecnn.attacks.quick import quick_copy
-from ecnn.attacks.views import Look, View
+from ecnn.attacks.speed.quick_copy import quick_copy
+from ecnn.attacks.speed.replay import Recorder, Values, run_in_pieces
+from ecnn.attacks.views import Look, Loss, View
 from ecnn.backbones import full_precision, without_tf32
+from ecnn.checks import check_choice
 from ecnn.errors import InputError
 
 
@@ -36,6 +38,25 @@ class Attacked:
     success: Tensor
     forwards: Tensor
     backwards: Tensor
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Images that go through the model, at most: what breaks early costs less.
+
+    Attributes:
+        forwards: passes.
+        backwards: gradients.
+    """
+
+    forwards: int
+    backwards: int
+
+    def __add__(self, other: Cost) -> Cost:
+        return Cost(self.forwards + other.forwards, self.backwards + other.backwards)
+
+    def __mul__(self, count: int) -> Cost:
+        return Cost(self.forwards * count, self.backwards * count)
 
 
 class Target:
@@ -84,12 +105,6 @@ class Target:
         """(batch,) gradients asked for each image so far, on the CPU."""
         return self._root._counts[1] + self._root._all_counts[1]
 
-    @property
-    def asked(self) -> tuple[Tensor, Tensor]:
-        """(n,) passes and gradients asked so far for each image of this target, on the CPU."""
-        rows = slice(None) if self._rows is None else self._rows
-        return self.forwards[rows], self.backwards[rows]
-
     def count(self, forwards: int | Tensor, backwards: int | Tensor = 0) -> None:
         """Books questions that an attack asked of the model by itself: a number for all images, or (n,) of each."""
         for kind, number in enumerate((forwards, backwards)):
@@ -101,33 +116,55 @@ class Target:
                 self._root._counts[kind][self._rows] += number
 
     def ascend(
-        self, view: View, points: Tensor, labels: Tensor, goals: Tensor | None = None
+        self,
+        view: View,
+        points: Tensor,
+        labels: Tensor,
+        goals: Tensor | None = None,
+        *,
+        loss: Loss = "margin",
+        slack: float = math.inf,
     ) -> tuple[Look, Tensor]:
         """What the view shows at the points, and the gradient of each row's loss in its own pixels."""
 
         def compute(points: Tensor, labels: Tensor, goals: Tensor | None) -> Values:
             points = points.detach().requires_grad_(True)
             with torch.enable_grad(), self.autocast():
-                look = view(self.model, points, labels, goals)
+                look = view.look(self.model, points, labels, goals, loss, slack)
                 gradient = gradient_of(look.losses, points)
             return look.losses.detach(), look.scores, gradient
 
-        losses, scores, gradient = self._pass(("ascend", view), compute, points, labels, goals)
-        self.count(1, 1)
+        if self.run is None:
+            losses, scores, gradient = compute(points, labels, goals)
+        else:
+            losses, scores, gradient = self.run(("ascend", view, loss, slack), compute, points, labels, goals)
+        self.count(view.passes_per_look, view.passes_per_look)
         assert losses is not None
         assert gradient is not None
         return Look(losses, scores), gradient
 
-    def look(self, view: View, points: Tensor, labels: Tensor, goals: Tensor | None = None) -> Look:
+    def look(
+        self,
+        view: View,
+        points: Tensor,
+        labels: Tensor,
+        goals: Tensor | None = None,
+        *,
+        loss: Loss = "margin",
+        slack: float = math.inf,
+    ) -> Look:
         """What the view shows at the points, without a gradient."""
 
         def compute(points: Tensor, labels: Tensor, goals: Tensor | None) -> Values:
             with torch.no_grad(), self.autocast():
-                look = view(self.model, points, labels, goals)
+                look = view.look(self.model, points, labels, goals, loss, slack)
             return look.losses, look.scores
 
-        losses, scores = self._pass(("look", view), compute, points, labels, goals)
-        self.count(1)
+        if self.run is None:
+            losses, scores = compute(points, labels, goals)
+        else:
+            losses, scores = self.run(("look", view, loss, slack), compute, points, labels, goals)
+        self.count(view.passes_per_look)
         assert losses is not None
         return Look(losses, scores)
 
@@ -138,13 +175,10 @@ class Target:
             with torch.no_grad(), self.autocast():
                 return (full_precision(self.model(points)),)
 
-        (scores,) = self._pass("scores", compute, points)
+        (scores,) = compute(points) if self.run is None else self.run("scores", compute, points)
         self.count(1)
         assert scores is not None
         return scores
-
-    def _pass(self, name: Hashable, compute: Callable[..., Values], *inputs: Tensor | None) -> Values:
-        return compute(*inputs) if self.run is None else self.run(name, compute, *inputs)
 
     def verdict(self, points: Tensor) -> Tensor:
         """(batch,) the model's classes, always in full precision: the only question whose answer counts."""
@@ -160,11 +194,15 @@ class Target:
         return torch.autocast(self.device.type, dtype=torch.bfloat16)
 
 
-def gradient_of(losses: Tensor, points: Tensor) -> Tensor:
-    """Gradient of the summed losses in the points; zero where the losses do not depend on them."""
+def gradient_of(losses: Tensor, points: Tensor, *, again: bool = False) -> Tensor:
+    """Gradient of the summed losses in the points; zero where they do not depend on them.
+
+    Args:
+        again: keeps what another gradient of the same losses needs.
+    """
     if not losses.requires_grad:
         return torch.zeros_like(points)
-    (gradient,) = torch.autograd.grad(losses.sum(), points, allow_unused=True)
+    (gradient,) = torch.autograd.grad(losses.sum(), points, retain_graph=again, allow_unused=True)
     return torch.zeros_like(points) if gradient is None else gradient
 
 
@@ -196,13 +234,14 @@ class Attack:
     quick: bool = False
 
     def __post_init__(self) -> None:
-        for name, known in (
-            ("labels", ("true", "predicted")),
-            ("keep", ("best", "last")),
-            ("precision", ("float32", "bfloat16")),
-        ):
-            if getattr(self, name) not in known:
-                raise InputError(f'{name} must be "{known[0]}" or "{known[1]}", not {getattr(self, name)!r}.')
+        check_choice("labels", self.labels, ("true", "predicted"))
+        check_choice("keep", self.keep, ("best", "last"))
+        check_choice("precision", self.precision, ("float32", "bfloat16"))
+
+    @property
+    def _drops_rows(self) -> bool:
+        """Whether a search is over for an image once it is broken."""
+        return self.early_exit and self.keep == "best"
 
     def search(self, target: Target, images: Tensor, labels: Tensor, draws: Draws) -> Tensor:
         """Where the attack ends: points of the same shape, allowed ones, successful or not.
@@ -211,6 +250,13 @@ class Attack:
         influence each other; questions go through `target`, randomness comes from `draws`.
         """
         raise NotImplementedError
+
+    def cost(self, num_classes: int) -> Cost:
+        """About what one image costs that is right at first and never broken, the two verdicts included.
+
+        Unless a subclass knows better, these verdicts alone.
+        """
+        return Cost(2, 0)
 
     def __call__(
         self,

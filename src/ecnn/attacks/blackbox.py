@@ -9,15 +9,15 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from ecnn.attacks.attempts import Attempts
 from ecnn.attacks.ball import Norm, check_norm, l2_norm, per_image, project, random_start, steepest
-from ecnn.attacks.base import Attack, Attacked, Target
+from ecnn.attacks.base import Attack, Attacked, Cost, Target
 from ecnn.attacks.draws import Draws
 from ecnn.attacks.views import score_loss
 from ecnn.backbones import full_precision
-from ecnn.checks import parse_eps
+from ecnn.checks import check_choice, check_count, parse_eps
 from ecnn.errors import InputError
 
-_CUDA_DROPS_EVERY = 8
 _BLEND_HALVINGS = 10
 _JUMP_HALVINGS = 25
 #: Directions drawn together, a fixed number, so that the size of an evaluation batch changes no result.
@@ -58,13 +58,18 @@ class HopSkipJump(Attack):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_norm(self.norm)
-        for name, least in (("steps", 0), ("samples", 2), ("init_tries", 1), ("max_batch", 1)):
-            if getattr(self, name) < least:
-                raise InputError(f"{name} must be from {least} up, not {getattr(self, name)}.")
+        check_count("steps", self.steps, least=0)
+        check_count("samples", self.samples, least=2)
+        check_count("init_tries", self.init_tries)
+        check_count("max_batch", self.max_batch)
         if self.precision != "float32":
             raise InputError(
                 f'HopSkipJump follows the border, which {self.precision} moves: use precision="float32".'
             )
+
+    def cost(self, num_classes: int) -> Cost:
+        asked = sum(int(self.samples * step**0.5) + 50 for step in range(1, self.steps + 1))
+        return Cost(self.init_tries + asked, 0)
 
     def search(self, target: Target, images: Tensor, labels: Tensor, draws: Draws) -> Tensor:
         found = images.clone()
@@ -237,37 +242,24 @@ class RandomNoise(Attack):
         super().__post_init__()
         check_norm(self.norm)
         parse_eps(self.eps)
-        if self.samples < 1:
-            raise InputError(f"samples must be from 1 up, not {self.samples}.")
-        if self.kind not in ("uniform", "corners"):
-            raise InputError(f"kind must be one of uniform, corners, not {self.kind!r}.")
+        check_count("samples", self.samples)
+        check_choice("kind", self.kind, ("uniform", "corners"))
         if self.kind == "corners" and self.norm != "linf":
             raise InputError(
                 f'only a ball in "linf" has corners, not one in {self.norm!r}: use kind="uniform".'
             )
 
+    def cost(self, num_classes: int) -> Cost:
+        return Cost(2 + self.samples, 0)
+
     def search(self, target: Target, images: Tensor, labels: Tensor, draws: Draws) -> Tensor:
-        found, broken = images.clone(), torch.zeros_like(labels, dtype=torch.bool)
-        highest = torch.full(labels.shape, -math.inf, device=images.device, dtype=images.dtype)
-        rows, drops = torch.arange(len(images), device=images.device), self.early_exit and self.keep == "best"
-        for sample in range(self.samples):
+        attempts = Attempts(target, images, early_exit=self._drops_rows)
+        for sample, part, rows in attempts.each(range(self.samples)):
             points = self._draw(images[rows], draws.take(rows).fold(sample))
-            scores = target.scores(points)
-            losses = score_loss(scores, labels[rows], "margin").to(highest.dtype)
-            now, before = scores.argmax(dim=1) != labels[rows], broken[rows]
-            wins = (now & ~before) | ((now == before) & (losses > highest[rows]))
-            if drops:
-                wins = wins & ~before
-            found[rows] = torch.where(per_image(wins, points), points, found[rows])
-            highest[rows] = torch.where(wins, losses, highest[rows])
-            broken[rows] = before | now
-            if drops and (not images.is_cuda or sample % _CUDA_DROPS_EVERY == _CUDA_DROPS_EVERY - 1):
-                left = torch.nonzero(~broken[rows]).squeeze(1)
-                if len(left) < len(rows):
-                    target, rows = target.narrow(left), rows[left]
-                if not len(rows):
-                    break
-        return found
+            scores = part.scores(points)
+            broken = scores.argmax(dim=1) != labels[rows]
+            attempts.keep(points, broken, score_loss(scores, labels[rows], "margin"))
+        return attempts.points
 
     def _draw(self, images: Tensor, draws: Draws) -> Tensor:
         eps = parse_eps(self.eps)
@@ -303,6 +295,10 @@ class Transfer(Attack):
             )
         if not isinstance(self.attack, Attack):
             raise InputError(f"attack must be an Attack such as PGD, not {type(self.attack).__name__}.")
+
+    def cost(self, num_classes: int) -> Cost:
+        """What the source is asked, which is what takes time; the model itself is asked for two verdicts."""
+        return self.attack.cost(num_classes)
 
     def craft(
         self, images: Tensor, labels: Tensor, *, seed: int = 0, index: Tensor | None = None

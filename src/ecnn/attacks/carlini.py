@@ -7,17 +7,15 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from ecnn.attacks.attempts import Rows
 from ecnn.attacks.ball import per_image
-from ecnn.attacks.base import Target
+from ecnn.attacks.base import Cost, Target
 from ecnn.attacks.draws import Draws
 from ecnn.attacks.minimal import MinimumNormAttack, misclassified
-from ecnn.attacks.turns import Rows
-from ecnn.attacks.views import SCORE_VIEWS, Look, View, check_view, linear_scores, make_view, members_of
-from ecnn.attacks.views import _own_scores as own_scores
-from ecnn.errors import InputError
-from ecnn.objectives import member_margin, member_targets
+from ecnn.attacks.views import Look, View, WeakestBit, decode_linearly, find_score_view, members_of
+from ecnn.checks import check_count, check_number
 
 _BETAS, _TINY = (0.9, 0.999), 1e-8  # Adam's, as published
 _NO_PROGRESS = 0.999  # of the loss at the last check
@@ -40,9 +38,16 @@ class _TanhAttack(MinimumNormAttack):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._check_whole(steps=1, search_steps=1, pull_steps=0)
-        self._check_numbers("initial_constant", "lr")
-        self._check_numbers("confidence", positive=False)
+        check_count("steps", self.steps)
+        check_count("search_steps", self.search_steps)
+        check_count("pull_steps", self.pull_steps, least=0)
+        check_number("initial_constant", self.initial_constant, above=True)
+        check_number("lr", self.lr, above=True)
+        check_number("confidence", self.confidence)
+
+    def cost(self, num_classes: int) -> Cost:
+        steps = self.steps * self.search_steps
+        return Cost(2 + steps + self.pull_steps, steps)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +70,7 @@ class CarliniWagnerL2(_TanhAttack):
             loss by 0.1 %.
         pull_steps: how often, in the end, the line from the image to what was found is halved, since Adam comes only as
             near to the border as its steps are short; 0 as published.
-        on: where it looks, "scores", "linear" or "tempered".
+        on: where it looks, "scores", "linear", "tempered" or another `ScoreView`.
 
     Departs: x' is (tanh(w) + 1)/2 as in the original, where the paper's appendix prints x + (tanh(w) + 1)/2. Here the
         tanh is stretched by 1/0.9 and w kept where x' stays in [0, 1], so that black and white pixels are places to
@@ -77,14 +82,14 @@ class CarliniWagnerL2(_TanhAttack):
         goes on by itself.
     """
 
-    on: str = "scores"
+    on: str | View = "scores"
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_view(self.on, SCORE_VIEWS)
+        find_score_view(self.on)
 
     def search(self, target: Target, images: Tensor, labels: Tensor, draws: Draws) -> Tensor:
-        return _Descent(self, target, make_view(self.on, "margin"), self.confidence).run(images, labels).found
+        return _Descent(self, target, find_score_view(self.on), self.confidence).run(images, labels).found
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,9 +108,7 @@ class BlindSpot(CarliniWagnerL2):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._check_numbers("shrink")
-        if self.shrink > 1:
-            raise InputError(f"shrink must be at most 1, not {self.shrink!r}.")
+        check_number("shrink", self.shrink, most=1, above=True)
 
     def search(self, target: Target, images: Tensor, labels: Tensor, draws: Draws) -> Tensor:
         points = 0.5 + self.shrink * (images - 0.5)
@@ -139,30 +142,24 @@ class MemberCarliniWagner(_TanhAttack):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._check_whole(targets=1)
+        check_count("targets", self.targets)
+
+    def cost(self, num_classes: int) -> Cost:
+        return super().cost(num_classes) * min(self.targets, num_classes - 1)
 
     def search(self, target: Target, images: Tensor, labels: Tensor, draws: Draws) -> Tensor:
         with torch.no_grad(), target.autocast():
-            scores = linear_scores(target.model, images).scatter(1, labels[:, None], -math.inf)
+            scores = decode_linearly(*members_of(target.model, images)).scatter(1, labels[:, None], -math.inf)
         target.count(1)
         goals = scores.topk(min(self.targets, scores.shape[1] - 1), dim=1).indices
         demanded = self.confidence if self.confidence > 0 else -math.inf
-        descent = _Descent(self, target, _codeword_view, demanded)
+        descent = _Descent(self, target, WeakestBit(), demanded)
         best: _State | None = None
         for goal in goals.unbind(dim=1):
             state = descent.run(images, labels, goal)
             best = state if best is None else _nearer(best, state)
         assert best is not None  # two classes at least
         return best.found
-
-
-def _codeword_view(model: nn.Module, images: Tensor, labels: Tensor, goals: Tensor | None) -> Look:
-    """How far the member that is furthest from its bit of the goal is on the right side; negative where it is not."""
-    logits, symbols = members_of(model, images)
-    assert goals is not None
-    margins = member_margin(logits, member_targets(symbols, goals))
-    # A logit is half the difference of two symbols' log odds in a tanh code, hence the 2.
-    return Look(margins.amin(dim=1) * (2 if logits.ndim == 2 else 1), own_scores(model, logits))
 
 
 @dataclass(kw_only=True)
@@ -172,11 +169,12 @@ class _State(Rows):
     Attributes:
         place, mean, square: w, and Adam's averages of the gradient and of its square.
         constant, low, high: c, the largest that failed and the smallest that succeeded.
-        age, tried: steps with this constant, constants done.
+        age, tried: steps taken with this constant, and how many constants are done.
         lowest, checked: the lowest loss with this constant, now and at the last check.
-        won: whether a step since the last check gave an image as asked for.
-        idle: whether the last step needed no gradient of the view, the image being far enough over the border.
-        found, nearest, sure: the best image so far, its squared distance, and whether it is as asked for.
+        won: True once a step since the last check gave a point that is misclassified by the required margin.
+        idle: True when the last point was so far over the border that the loss had no weight.
+        found, nearest: the best point so far and its squared distance.
+        sure: True once `found` is misclassified by the required margin.
     """
 
     results: ClassVar[tuple[str, ...]] = ("broken", "found", "nearest", "sure")
@@ -202,7 +200,7 @@ class _State(Rows):
 
 
 def _nearer(one: _State, other: _State) -> _State:
-    """Of two searches for the same images, row by row what is as asked for, or else what is nearer."""
+    """Of two searches for the same images, row by row the one that is sure, or else the nearer one."""
     wins = torch.where(one.sure == other.sure, other.nearest < one.nearest, other.sure)
     one.found = torch.where(per_image(wins, one.found), other.found, one.found)
     one.nearest, one.sure = torch.where(wins, other.nearest, one.nearest), one.sure | other.sure
@@ -217,7 +215,7 @@ class _Descent:
 
     Args:
         view: its loss is raised up to the attack's confidence.
-        demanded: the loss that an image must have to be as asked for, besides being misclassified.
+        demanded: the required margin: the loss that a point must reach, besides being misclassified.
     """
 
     def __init__(self, attack: _TanhAttack, target: Target, view: View, demanded: float) -> None:
@@ -314,7 +312,7 @@ class _Descent:
         return Look(losses, scores), torch.cat([torch.zeros_like(points[quiet]), gradient])[order]
 
     def _note(self, points: Tensor, distances: Tensor, broken: Tensor, sure: Tensor) -> None:
-        """Keeps what is nearer; what is as asked for comes before what is only misclassified."""
+        """Keeps the nearest point; one that is sure comes before one that is only misclassified."""
         state = self.state
         better = torch.where(sure == state.sure, broken & (distances < state.nearest), sure)
         state.found = torch.where(per_image(better, points), points, state.found)
@@ -359,7 +357,7 @@ class _Descent:
         return whole
 
     def _pull(self, whole: _State) -> None:
-        """Halves the line from each image to what was found, as often as asked, and keeps what is still as it was."""
+        """Moves what was found back towards its image by bisection, as long as it stays misclassified (and sure)."""
         found = torch.nonzero(torch.isfinite(whole.nearest)).squeeze(1)
         if not (len(found) and self.attack.pull_steps):
             return

@@ -10,14 +10,13 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from ecnn.attacks.attempts import Attempts, Rows, best_wrong_classes, iterate_rows
 from ecnn.attacks.ball import Norm, check_norm, length_of, per_image, project, random_start
-from ecnn.attacks.base import Attack, Target
+from ecnn.attacks.base import Attack, Cost, Target
 from ecnn.attacks.draws import Draws
 from ecnn.attacks.projections import move_to_hyperplane
-from ecnn.attacks.turns import Rows, Turn, advance_rows, best_wrong_classes, take_turns
-from ecnn.attacks.views import SCORE_VIEWS, check_view, make_view
-from ecnn.checks import parse_eps
-from ecnn.errors import InputError
+from ecnn.attacks.views import View, find_score_view
+from ecnn.checks import check_count, check_number, parse_eps
 from ecnn.objectives import score_margin
 
 _FINAL_STEPS = 3
@@ -42,7 +41,7 @@ class FAB(Attack):
         bias: largest weight of the step from the image itself (the paper's alpha_max).
         overshoot: how far beyond the border a step goes (eta).
         retreat: where between image (0) and misclassified point (1) the search goes on (beta).
-        on: where it looks, a name of `SCORE_VIEWS`.
+        on: where it looks, "scores", "linear", "tempered" or another `ScoreView`.
 
     Departs: the authors' program leaves out the final search of the paper, three secant steps between the image and
         the best point; it is done here for points beyond eps, and with early_exit=False for all.
@@ -56,19 +55,23 @@ class FAB(Attack):
     bias: float = 0.1
     overshoot: float = 1.05
     retreat: float = 0.9
-    on: str = "scores"
+    on: str | View = "scores"
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_norm(self.norm)
         parse_eps(self.eps)
-        check_view(self.on, SCORE_VIEWS)
-        for name in ("steps", "targets", "restarts"):
-            if getattr(self, name) < 1:
-                raise InputError(f"{name} must be from 1 up, not {getattr(self, name)}.")
-        for name, low, high in (("bias", 0, 1), ("overshoot", 1, math.inf), ("retreat", 0, 1)):
-            if not low <= getattr(self, name) <= high:
-                raise InputError(f"{name} must be from {low} to {high}, not {getattr(self, name)}.")
+        find_score_view(self.on)
+        check_count("steps", self.steps)
+        check_count("targets", self.targets)
+        check_count("restarts", self.restarts)
+        check_number("bias", self.bias, most=1)
+        check_number("overshoot", self.overshoot, least=1)
+        check_number("retreat", self.retreat, most=1)
+
+    def cost(self, num_classes: int) -> Cost:
+        steps = self.steps * self.restarts * min(self.targets, num_classes - 1)
+        return Cost(2 + 2 * steps, 2 * steps)
 
     def search(self, target: Target, images: Tensor, labels: Tensor, draws: Draws) -> Tensor:
         eps = parse_eps(self.eps)
@@ -77,49 +80,36 @@ class FAB(Attack):
         scores = target.scores(images)
         leads, goals = -score_margin(scores, labels), best_wrong_classes(scores, labels, self.targets)
         draws = draws.fold(_STREAM)
-
-        def turn_of(start: int, rank: int) -> Turn:
-            def turn(part: Target, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-                own = images[rows]
-                points = own
-                if start:
-                    points = random_start(own, self.norm, eps / 2, draws.fold(start).fold(rank).take(rows))
-                hunt = _start_hunt(own, labels[rows], goals[rows, rank], points)
-                return self._hunt(part, hunt, leads[rows], eps)
-
-            return turn
-
-        starts = itertools.product(range(self.restarts), range(goals.shape[1]))
-        turns = (turn_of(start, rank) for start, rank in starts)
-        found = take_turns(turns, target, images, early_exit=self._drops_rows)
+        attempts = Attempts(target, images, early_exit=self._drops_rows)
+        settings = itertools.product(range(self.restarts), range(goals.shape[1]))
+        for (start, rank), part, rows in attempts.each(settings):
+            points = own = images[rows]
+            if start:
+                points = random_start(own, self.norm, eps / 2, draws.fold(start).fold(rank).take(rows))
+            hunt = _start_hunt(own, labels[rows], goals[rows, rank], points)
+            attempts.keep(*self._hunt(part, hunt, leads[rows], eps))
+        found = attempts.points
         near = per_image(length_of(found - images, self.norm) <= eps, images)
         return torch.where(near, found, project(found, images, self.norm, eps))
 
-    @property
-    def _drops_rows(self) -> bool:
-        return self.early_exit and self.keep == "best"
-
-    def _hunt(self, target: Target, hunt: _Hunt, leads: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    def _hunt(self, target: Target, whole: _Hunt, leads: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
         """One start and target: the nearest misclassified points, whether they lie within eps, minus their distance."""
-        view = make_view(self.on, "margin")
-
-        def advance(part: Target, hunt: _Hunt, step: int) -> None:
+        view = find_score_view(self.on)
+        for _, part, hunt in iterate_rows(target, whole, self.steps, early_exit=self._drops_rows):
             look, gradient = part.ascend(view, hunt.points, hunt.labels, hunt.goals)
             hunt.points = self._step(hunt, look.losses.to(gradient.dtype), gradient)
             back = hunt.note(part.scores(hunt.points), self.norm, eps)
             retreated = hunt.images + self.retreat * (hunt.points - hunt.images)
             hunt.points = torch.where(per_image(back, retreated), retreated, hunt.points)
-
-        hunt = advance_rows(target, hunt, self.steps, advance, early_exit=self._drops_rows)
-        unsettled = hunt.distances < math.inf
+        unsettled = whole.distances < math.inf
         if self._drops_rows:
-            unsettled &= ~hunt.broken
+            unsettled &= ~whole.broken
         rows = torch.nonzero(unsettled).squeeze(1)
         if len(rows):
-            part = hunt.take(rows)
-            self._search_segment(target.narrow(rows), part, leads[rows], eps)
-            hunt.put(rows, part)
-        return hunt.found, hunt.broken, -hunt.distances
+            hunt = whole.take(rows)
+            self._search_segment(target.narrow(rows), hunt, leads[rows], eps)
+            whole.put(rows, hunt)
+        return whole.found, whole.broken, -whole.distances
 
     def _step(self, hunt: _Hunt, leads: Tensor, gradient: Tensor) -> Tensor:
         """To the linearised border from the point and, with less weight, from the image."""

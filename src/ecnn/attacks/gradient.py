@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from ecnn.attacks.attempts import Attempts, Rows, best_wrong_classes, iterate_rows
 from ecnn.attacks.ball import Norm, check_norm, per_image, project, random_start, steepest
-from ecnn.attacks.base import Attack, Target
+from ecnn.attacks.base import Attack, Cost, Target
 from ecnn.attacks.draws import Draws
-from ecnn.attacks.turns import Rows, Turn, advance_rows, best_wrong_classes, take_turns
-from ecnn.attacks.views import SCORE_VIEWS, Look, Loss, LossFunction, View, make_view, read_scores
-from ecnn.checks import parse_eps
+from ecnn.attacks.views import SCORES, Look, Loss, LossFunction, ScoreView, View, find_view
+from ecnn.checks import check_choice, check_count, parse_eps
 from ecnn.errors import InputError
 
 _ODI_STEPS = 2
@@ -39,11 +40,11 @@ class PGD(Attack):
         steps: gradient steps of each start.
         step_size: length of each, on the [0, 1] scale.
         loss: "margin" (best wrong score minus true score), "cross_entropy" or "dlr" (Croce & Hein's, free of scale).
-        on: where it looks, a name of `VIEWS` or a callable (model, images, labels) -> (batch,) loss to raise.
+        on: where it looks, a name of `VIEWS`, a `View`, or a loss (model, images, labels) -> (batch,) of your own.
         loss_slack: the margin is not pushed beyond this, the paper's c.
         start: a "uniform" point of the ball, the "image", or a point that the scores disperse to from a uniform one
             ("odi", Tashiro et al. 2020).
-        restarts: independent starts; with "image" only the first one differs from nothing.
+        restarts: how many starts, each with its own random numbers; starts at the "image" are all the same.
         targets: 0 moves away from the label; k tries each of the k best wrong classes in turn, from every start.
         schedule: the step size stays ("constant") or falls to zero ("linear", "cosine").
     """
@@ -53,7 +54,7 @@ class PGD(Attack):
     steps: int
     step_size: float | str
     loss: Loss = "margin"
-    on: str | LossFunction = "scores"
+    on: str | View | LossFunction = "scores"
     loss_slack: float = math.inf
     start: Literal["uniform", "image", "odi"] = "uniform"
     restarts: int = 1
@@ -63,19 +64,24 @@ class PGD(Attack):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_norm(self.norm)
-        for length in (self.eps, self.step_size):
-            parse_eps(length)
-        make_view(self.on, self.loss, self.loss_slack)
-        for name, least in (("steps", 0), ("restarts", 1), ("targets", 0)):
-            if getattr(self, name) < least:
-                raise InputError(f"{name} must be from {least} up, not {getattr(self, name)}.")
-        for name, known in (("start", ("uniform", "image", "odi")), ("schedule", tuple(_SCHEDULES))):
-            if getattr(self, name) not in known:
-                raise InputError(f"{name} must be one of {', '.join(known)}, not {getattr(self, name)!r}.")
+        parse_eps(self.eps)
+        parse_eps(self.step_size, "step_size")
+        find_view(self.on).check_loss(self.loss)
+        check_count("steps", self.steps, least=0)
+        check_count("restarts", self.restarts)
+        check_count("targets", self.targets, least=0)
+        check_choice("start", self.start, ("uniform", "image", "odi"))
+        check_choice("schedule", self.schedule, _SCHEDULES)
         if self.keep == "last" and (self.restarts > 1 or self.targets):
             raise InputError('keep="last" returns one iterate, so it takes one start and no targets.')
-        if self.targets and callable(self.on):
-            raise InputError("a loss function of your own has no targets: name a view, or use targets=0.")
+        if self.targets and not find_view(self.on).has_goals:
+            raise InputError("this loss has no targets: look elsewhere (on=), or use targets=0.")
+
+    def cost(self, num_classes: int) -> Cost:
+        climbs = self.restarts * max(1, min(self.targets, num_classes - 1))
+        passes = climbs * find_view(self.on).passes_per_look
+        dispersing = Cost(1, 1) * (climbs * _ODI_STEPS if self.start == "odi" else 0)
+        return Cost(2 + passes * (self.steps + 1), passes * self.steps) + dispersing
 
     def search(self, target: Target, images: Tensor, labels: Tensor, draws: Draws) -> Tensor:
         if self.keep == "last":
@@ -83,23 +89,19 @@ class PGD(Attack):
         goals: list[Tensor | None] = [None]
         if self.targets:
             goals = list(best_wrong_classes(target.scores(images), labels, self.targets).unbind(dim=1))
+        attempts = Attempts(target, images, early_exit=self.early_exit)
+        for (start, goal), part, rows in attempts.each(itertools.product(range(self.restarts), goals)):
+            own, own_goals = images[rows], None if goal is None else goal[rows]
+            points = self._first(part, own, draws.fold(start).take(rows))
+            attempts.keep(*self.climb(part, own, labels[rows], own_goals, points))
+        return attempts.points
 
-        def turn_of(start: int, goal: Tensor | None) -> Turn:
-            def turn(part: Target, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-                own_goal = None if goal is None else goal[rows]
-                return self._climb(part, images[rows], labels[rows], own_goal, draws.fold(start).take(rows))
-
-            return turn
-
-        turns = (turn_of(start, goal) for start in range(self.restarts) for goal in goals)
-        return take_turns(turns, target, images, early_exit=self.early_exit)
-
-    def _climb(
-        self, target: Target, images: Tensor, labels: Tensor, goals: Tensor | None, draws: Draws
+    def climb(
+        self, target: Target, images: Tensor, labels: Tensor, goals: Tensor | None, points: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """One start: the point kept for each image, whether it is broken, and the loss there."""
-        view, points = self._view(), self._first(target, images, draws)
-        climb = _Climb(
+        """From the points given: the point kept for each image, whether it is broken, and the loss there."""
+        view, knows_scores = find_view(self.on), True
+        whole = _PGDState(
             images=images,
             labels=labels,
             goals=goals,
@@ -108,30 +110,26 @@ class PGD(Attack):
             best_losses=torch.full(images.shape[:1], -math.inf, device=images.device, dtype=images.dtype),
             broken=torch.zeros_like(labels, dtype=torch.bool),
         )
-
-        def advance(part: Target, climb: _Climb, step: int) -> None:
+        for step, part, state in iterate_rows(target, whole, self.steps + 1, early_exit=self.early_exit):
+            where = (view, state.points, state.labels, state.goals)
             if step == self.steps:
-                climb.note(part.look(view, climb.points, climb.labels, climb.goals), self.early_exit)
-                return
-            look, gradient = part.ascend(view, climb.points, climb.labels, climb.goals)
-            climb.note(look, self.early_exit)
-            climb.points = self._move(climb.points, gradient, climb.images, step)
-
-        climb = advance_rows(target, climb, self.steps + 1, advance, early_exit=self.early_exit)
-        if callable(self.on):  # the view did not find out what the model says, so that it is asked in the end
-            climb.broken = target.scores(climb.best).argmax(dim=1) != labels
-        return climb.best, climb.broken, climb.best_losses
+                look = part.look(*where, loss=self.loss, slack=self.loss_slack)
+                state.note(look, self.early_exit)
+            else:
+                look, gradient = part.ascend(*where, loss=self.loss, slack=self.loss_slack)
+                state.note(look, self.early_exit)
+                state.points = self._move(state.points, gradient, state.images, step)
+            knows_scores = look.scores is not None
+        if not knows_scores:  # then the model is asked in the end
+            whole.broken = target.scores(whole.best).argmax(dim=1) != labels
+        return whole.best, whole.broken, whole.best_losses
 
     def _last_iterate(self, target: Target, images: Tensor, labels: Tensor, draws: Draws) -> Tensor:
-        view = self._view()
-        points = self._first(target, images, draws)
+        view, points = find_view(self.on), self._first(target, images, draws)
         for step in range(self.steps):
-            _, gradient = target.ascend(view, points, labels)
+            _, gradient = target.ascend(view, points, labels, loss=self.loss, slack=self.loss_slack)
             points = self._move(points, gradient, images, step)
         return points
-
-    def _view(self) -> View:
-        return make_view(self.on, self.loss, self.loss_slack)
 
     def _first(self, target: Target, images: Tensor, draws: Draws) -> Tensor:
         eps = parse_eps(self.eps)
@@ -139,7 +137,7 @@ class PGD(Attack):
             return images.clone()
         points = random_start(images, self.norm, eps, draws)
         if self.start == "odi":
-            view = _weighted_scores(draws.fold(7), self.on)
+            view = _WeightedScores(view=find_view(self.on), draws=draws.fold(7))
             anything = torch.zeros(len(points), dtype=torch.int64, device=points.device)
             for _ in range(_ODI_STEPS):
                 _, gradient = target.ascend(view, points, anything)
@@ -153,20 +151,25 @@ class PGD(Attack):
         )
 
 
-def _weighted_scores(draws: Draws, on: str | LossFunction) -> View:
-    """A random direction in score space, the same for an image at every step."""
-    place = on if on in SCORE_VIEWS else "scores"
+@dataclass(frozen=True, eq=False, kw_only=True)
+class _WeightedScores(View):
+    """A random direction in score space, the same for an image at every step; of the view's scores if it has some."""
 
-    def view(model: torch.nn.Module, images: Tensor, labels: Tensor, goals: Tensor | None) -> Look:
-        read, own = read_scores(model, images, str(place))
-        weights = 2 * draws.uniform(read.shape[1], dtype=read.dtype) - 1
+    name: str = "weighted scores"
+    view: View
+    draws: Draws
+
+    def look(
+        self, model: nn.Module, images: Tensor, labels: Tensor, goals: Tensor | None, loss: Loss, slack: float
+    ) -> Look:
+        view = self.view if isinstance(self.view, ScoreView) else SCORES
+        read, own = view.read(model, images)
+        weights = 2 * self.draws.uniform(read.shape[1], dtype=read.dtype) - 1
         return Look((weights * read).sum(dim=1), own)
-
-    return view
 
 
 @dataclass(kw_only=True)
-class _Climb(Rows):
+class _PGDState(Rows):
     """Where one start of PGD stands.
 
     Attributes:

@@ -9,10 +9,12 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from ecnn.attacks.attempts import Attempts
 from ecnn.attacks.ball import per_image
-from ecnn.attacks.base import Attack, Target
+from ecnn.attacks.base import Attack, Target, gradient_of
 from ecnn.attacks.draws import Draws
-from ecnn.attacks.views import SCORE_VIEWS, check_view, read_scores
+from ecnn.attacks.views import View, find_score_view
+from ecnn.checks import check_choice, check_count, check_number
 from ecnn.errors import InputError
 
 _CUDA_DROPS_EVERY = 8
@@ -38,7 +40,8 @@ class JSMA(Attack):
         goal: a "random" wrong class for each image, its "least" likely, its "next" likely, or "each" wrong class from
             the next likely down; then the success that moved the fewest features is kept, with early_exit the first.
         theta: how far a move goes, from -1 to 1 and not 0; up to the bounds 0 and 1.
-        on: whose scores are differentiated, "scores", "linear" or "tempered"; success is the model's own word.
+        on: whose scores are differentiated, "scores", "linear", "tempered" or another `ScoreView`; success is the
+            model's own word.
         max_pairs: how many pairs are weighed at once; it bounds the memory and changes no result.
 
     Departs: the original removes a feature at its bound only after moving it in vain; here it is out from the start.
@@ -49,21 +52,19 @@ class JSMA(Attack):
     pixels: Literal["pair", "one"] = "pair"
     goal: Literal["random", "least", "next", "each"] = "random"
     theta: float = 1.0
-    on: str = "scores"
+    on: str | View = "scores"
     max_pairs: int = 2**22
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name, known in (("pixels", ("pair", "one")), ("goal", ("random", "least", "next", "each"))):
-            if getattr(self, name) not in known:
-                raise InputError(f"{name} must be one of {', '.join(known)}, not {getattr(self, name)!r}.")
-        if not 0 <= self.max_pixel_fraction <= 1:
-            raise InputError(f"max_pixel_fraction must be from 0 to 1, not {self.max_pixel_fraction}.")
-        if not 0 < abs(self.theta) <= 1:
-            raise InputError(f"theta must be from -1 to 1 and not 0, not {self.theta}.")
-        if self.max_pairs < 1:
-            raise InputError(f"max_pairs must be from 1 up, not {self.max_pairs}.")
-        check_view(self.on, SCORE_VIEWS)
+        check_choice("pixels", self.pixels, ("pair", "one"))
+        check_choice("goal", self.goal, ("random", "least", "next", "each"))
+        check_number("max_pixel_fraction", self.max_pixel_fraction, most=1)
+        check_number("theta", self.theta, least=-1, most=1)
+        if self.theta == 0:
+            raise InputError("theta must be a number from -1 to 1 other than 0: a move of 0 moves nothing.")
+        check_count("max_pairs", self.max_pairs)
+        find_score_view(self.on)
         if self.keep == "last" and self.goal == "each":
             raise InputError('keep="last" returns one iterate, so it takes one goal, not goal="each".')
 
@@ -71,21 +72,12 @@ class JSMA(Attack):
         goals = self._goals(target.scores(images), labels, draws)
         if self.keep == "last":
             return self._walk(target, images, labels, goals[:, 0])[0]
-        found, features = images.clone(), images[0].numel() if len(images) else 0
-        fewest = torch.full_like(labels, features + 1)
-        rows = torch.arange(len(images), device=images.device)
-        for rank in range(goals.shape[1]):
-            _, points, broken = self._walk(target, images[rows], labels[rows], goals[rows, rank])
+        attempts = Attempts(target, images, early_exit=self.early_exit)
+        for rank, part, rows in attempts.each(range(goals.shape[1])):
+            _, points, broken = self._walk(part, images[rows], labels[rows], goals[rows, rank])
             moved = (points != images[rows]).flatten(1).sum(dim=1)
-            better = broken & (moved < fewest[rows])
-            found[rows] = torch.where(per_image(better, points), points, found[rows])
-            fewest[rows] = torch.where(better, moved, fewest[rows])
-            if self.early_exit and rank + 1 < goals.shape[1]:
-                left = torch.nonzero(~broken).squeeze(1)
-                target, rows = target.narrow(left), rows[left]
-                if not len(rows):
-                    break
-        return found
+            attempts.keep(points, broken, -moved)
+        return attempts.points
 
     def _goals(self, scores: Tensor, labels: Tensor, draws: Draws) -> Tensor:
         """(batch, goal) the classes to move to, one after the other."""
@@ -114,7 +106,7 @@ class JSMA(Attack):
             if move == moves:
                 break
             done = predictions == goals[rows]
-            if self.early_exit and self.keep == "best":
+            if self._drops_rows:
                 done = done | wrong
             moved, stuck = self._move(current, toward, away)
             points[rows] = torch.where(per_image(done, current), current, moved)
@@ -136,10 +128,9 @@ class JSMA(Attack):
         """(batch,) the model's classes; (batch, feature) how a move pushes the goal up, and the others down."""
         points = points.detach().requires_grad_(True)
         with torch.enable_grad(), target.autocast():
-            scores, own = read_scores(target.model, points, self.on)
-            others = scores.scatter(1, goals[:, None], 0.0).sum()
-            beta = _gradient(others, points, again=True)
-            alpha = _gradient(scores.gather(1, goals[:, None]).sum(), points, again=False)
+            scores, own = find_score_view(self.on).read(target.model, points)
+            beta = gradient_of(scores.scatter(1, goals[:, None], 0.0), points, again=True)
+            alpha = gradient_of(scores.gather(1, goals[:, None]), points)
         target.count(1, 2)
         if own is None:
             own = target.scores(points.detach())
@@ -159,14 +150,6 @@ class JSMA(Attack):
         stuck = saliency <= 0
         moved = features.scatter(1, chosen, (features.gather(1, chosen) + self.theta).clamp(0, 1))
         return torch.where(per_image(stuck, points), points, moved.view_as(points)), stuck
-
-
-def _gradient(total: Tensor, points: Tensor, *, again: bool) -> Tensor:
-    """Gradient in the points, zero where there is no dependence; `again` keeps what a second one needs."""
-    if not total.requires_grad:
-        return torch.zeros_like(points)
-    (gradient,) = torch.autograd.grad(total, points, retain_graph=again, allow_unused=True)
-    return torch.zeros_like(points) if gradient is None else gradient
 
 
 def best_one(toward: Tensor, away: Tensor) -> tuple[Tensor, Tensor]:

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from ecnn.attacks.ball import Norm, check_norm, l2_norm, length_of, per_image, steepest
-from ecnn.attacks.base import Attack, Target
+from ecnn.attacks.base import Attack, Cost, Target, gradient_of
 from ecnn.attacks.draws import Draws
-from ecnn.attacks.views import SCORE_VIEWS, check_view, make_view, read_scores
+from ecnn.attacks.views import View, find_score_view
+from ecnn.checks import check_count, check_number
 from ecnn.errors import InputError
 from ecnn.objectives import score_margin
 
@@ -38,20 +39,6 @@ class MinimumNormAttack(Attack):
                 f'a minimum-norm attack returns the nearest misclassified image: keep must be "best", not '
                 f"{self.keep!r}."
             )
-
-    def _check_whole(self, **least: int) -> None:
-        for name, low in least.items():
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < low:
-                raise InputError(f"{name} must be a whole number from {low} up, not {value!r}.")
-
-    def _check_numbers(self, *names: str, positive: bool = True) -> None:
-        for name in names:
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
-                raise InputError(f"{name} must be a finite number from 0 up, not {value!r}.")
-            if positive and value == 0:
-                raise InputError(f"{name} must be greater than 0.")
 
 
 def rounding(target: Target, scores: Tensor) -> Tensor:
@@ -86,7 +73,7 @@ class DeepFool(MinimumNormAttack):
         overshoot: the authors' 0.02.
         num_candidates: classes whose borders count, those with the highest scores of the clean image, the label among
             them; the authors' 10.
-        on: where it looks, "scores", "linear" or "tempered".
+        on: where it looks, "scores", "linear", "tempered" or another `ScoreView`.
 
     Departs: points are cut to [0, 1], and pixels that cannot move further count in no step. The authors' program adds
         0.0001 to the length of every step; here it is rounding.
@@ -96,14 +83,19 @@ class DeepFool(MinimumNormAttack):
     steps: int = 50
     overshoot: float = 0.02
     num_candidates: int = 10
-    on: str = "scores"
+    on: str | View = "scores"
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_norm(self.norm)
-        check_view(self.on, SCORE_VIEWS)
-        self._check_whole(steps=1, num_candidates=2)
-        self._check_numbers("overshoot", positive=False)
+        find_score_view(self.on)
+        check_count("steps", self.steps)
+        check_count("num_candidates", self.num_candidates, least=2)
+        check_number("overshoot", self.overshoot)
+
+    def cost(self, num_classes: int) -> Cost:
+        borders = min(self.num_candidates, num_classes) - 1
+        return Cost(3 + 2 * self.steps, borders * self.steps)
 
     def search(self, target: Target, images: Tensor, labels: Tensor, draws: Draws) -> Tensor:
         found, points, moves = images.clone(), images, torch.zeros_like(images)
@@ -128,7 +120,7 @@ class DeepFool(MinimumNormAttack):
         """The shortest step to the border with a candidate, and the wrong candidates (batch, rank)."""
         points = points.detach().requires_grad_(True)
         with torch.enable_grad(), target.autocast():
-            scores, _ = read_scores(target.model, points, self.on)
+            scores, _ = find_score_view(self.on).read(target.model, points)
         if candidates is None:
             rivals = scores.detach().scatter(1, labels[:, None], -math.inf)
             candidates = rivals.topk(min(self.num_candidates, scores.shape[1]) - 1, dim=1).indices
@@ -141,21 +133,13 @@ class DeepFool(MinimumNormAttack):
             with torch.enable_grad():
                 pair = scores.gather(1, torch.stack([labels, candidates[:, rank]], dim=1))
                 gaps = pair[:, 0] - pair[:, 1]
-            gradient = -possible(-_row_gradients(gaps, points, retain=rank + 1 < count), points)
+            gradient = -possible(-gradient_of(gaps, points, again=rank + 1 < count), points)
             lengths, step = _step_to_border(gaps.detach().abs() + least, gradient, self.norm)
             nearer = lengths < nearest
             nearest = torch.where(nearer, lengths, nearest)
             shortest = torch.where(per_image(nearer, step), step, shortest)
         target.count(1, count)
         return shortest, candidates
-
-
-def _row_gradients(values: Tensor, points: Tensor, *, retain: bool) -> Tensor:
-    """Gradient of each value in its own image; zero where it does not depend on it."""
-    if not values.requires_grad:
-        return torch.zeros_like(points)
-    (gradient,) = torch.autograd.grad(values.sum(), points, retain_graph=retain, allow_unused=True)
-    return torch.zeros_like(points) if gradient is None else gradient
 
 
 def _step_to_border(gaps: Tensor, gradient: Tensor, norm: Norm) -> tuple[Tensor, Tensor]:
@@ -178,7 +162,7 @@ class FMN(MinimumNormAttack):
         steps: gradient steps; one more look is taken at the last point.
         step_size: first and last L2 length of a step, the authors' 1 and 0.01.
         radius_change: first and last share, the authors' 0.05 and 0.001.
-        on: where it looks, "scores", "linear" or "tempered".
+        on: where it looks, "scores", "linear", "tempered" or another `ScoreView`.
 
     Departs: the authors never look at the point of the last step. Pixel values at an end of [0, 1] that a step would
         leave by take no part in it: at a corner of the box they would use up the radius and hold the search there.
@@ -188,13 +172,13 @@ class FMN(MinimumNormAttack):
     steps: int
     step_size: tuple[float, float] = (1.0, 0.01)
     radius_change: tuple[float, float] = (0.05, 0.001)
-    on: str = "scores"
+    on: str | View = "scores"
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_norm(self.norm)
-        check_view(self.on, SCORE_VIEWS)
-        self._check_whole(steps=1)
+        find_score_view(self.on)
+        check_count("steps", self.steps)
         for name, top in (("step_size", math.inf), ("radius_change", 1.0)):
             value = getattr(self, name)
             if not (
@@ -204,8 +188,11 @@ class FMN(MinimumNormAttack):
                     f"{name} must be two numbers between 0 and {top}, first and last, not {value!r}."
                 )
 
+    def cost(self, num_classes: int) -> Cost:
+        return Cost(3 + self.steps, self.steps)
+
     def search(self, target: Target, images: Tensor, labels: Tensor, draws: Draws) -> Tensor:
-        view = make_view(self.on, "margin")
+        view = find_score_view(self.on)
         points, found = images, images.clone()
         shortest = torch.full(images.shape[:1], math.inf, device=images.device, dtype=images.dtype)
         radius = shortest.clone()
@@ -214,7 +201,7 @@ class FMN(MinimumNormAttack):
                 look, gradient = target.look(view, points, labels), torch.zeros_like(points)
             else:
                 look, gradient = target.ascend(view, points, labels)
-            gradient = torch.where(_leaves(points, gradient), 0.0, gradient)
+            gradient = possible(gradient, points)
             scores = target.scores(points) if look.scores is None else look.scores
             broken = misclassified(target, scores, points, labels)
             lengths = length_of(points - images, self.norm)
@@ -232,11 +219,6 @@ class FMN(MinimumNormAttack):
             moves = points - images + length * steepest(gradient, "l2")
             points = (images + _cut(moves, self.norm, radius)).clamp(0, 1)
         return found
-
-
-def _leaves(points: Tensor, gradient: Tensor) -> Tensor:
-    """Which pixel values are at an end of [0, 1] and would leave it up the gradient."""
-    return ((points <= 0) & (gradient < 0)) | ((points >= 1) & (gradient > 0))
 
 
 def dual_norm(gradient: Tensor, norm: Norm) -> Tensor:

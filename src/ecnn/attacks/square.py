@@ -10,13 +10,12 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
+from ecnn.attacks.attempts import Attempts, Rows, iterate_rows
 from ecnn.attacks.ball import Norm, check_norm, l2_norm, per_image, project
-from ecnn.attacks.base import Attack, Target
+from ecnn.attacks.base import Attack, Cost, Target
 from ecnn.attacks.draws import Draws
-from ecnn.attacks.turns import Rows, Turn, advance_rows, take_turns
-from ecnn.attacks.views import SCORE_VIEWS, View, check_view, make_view
-from ecnn.checks import parse_eps
-from ecnn.errors import InputError
+from ecnn.attacks.views import Loss, View, find_score_view
+from ecnn.checks import check_choice, check_count, check_number, parse_eps
 
 # After these queries of 10,000 the share of pixels in a square is halved.
 _HALVINGS = (10, 50, 200, 500, 1000, 2000, 4000, 6000, 8000)
@@ -64,7 +63,7 @@ class Square(Attack):
             paper; AutoAttack leaves it as it is.
         l2_moves: "bumps" (published) or "turns" (ours, stronger); in Linf there is only one kind.
         restarts: independent starts.
-        on: where it looks, a name of `SCORE_VIEWS`.
+        on: where it looks, "scores", "linear", "tempered" or another `ScoreView`.
 
     Departs: every image draws its own squares; in AutoAttack's program a batch shares their places, and the last row
         and the last column of the image are never reached.
@@ -78,59 +77,47 @@ class Square(Attack):
     rescale: bool = True
     l2_moves: Literal["bumps", "turns"] = "bumps"
     restarts: int = 1
-    on: str = "scores"
+    on: str | View = "scores"
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_norm(self.norm)
         parse_eps(self.eps)
-        check_view(self.on, SCORE_VIEWS)
-        if self.loss not in ("margin", "cross_entropy"):
-            raise InputError(f'loss must be "margin" or "cross_entropy" for Square, not {self.loss!r}.')
-        if self.l2_moves not in ("bumps", "turns"):
-            raise InputError(f'l2_moves must be "bumps" or "turns", not {self.l2_moves!r}.')
-        for name in ("queries", "restarts"):
-            if getattr(self, name) < 1:
-                raise InputError(f"{name} must be from 1 up, not {getattr(self, name)}.")
-        if not 0 < self.first_share <= 1:
-            raise InputError(f"first_share must be above 0 and at most 1, not {self.first_share}.")
+        find_score_view(self.on)
+        check_choice("loss", self.loss, ("margin", "cross_entropy"))
+        check_choice("l2_moves", self.l2_moves, ("bumps", "turns"))
+        check_count("queries", self.queries)
+        check_count("restarts", self.restarts)
+        check_number("first_share", self.first_share, most=1, above=True)
+
+    def cost(self, num_classes: int) -> Cost:
+        return Cost(2 + self.queries * self.restarts, 0)
 
     def search(self, target: Target, images: Tensor, labels: Tensor, draws: Draws) -> Tensor:
         if parse_eps(self.eps) == 0:
             return images.clone()
         draws = draws.fold(_STREAM)
-
-        def turn_of(start: int) -> Turn:
-            def turn(part: Target, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-                return self._wander(part, images[rows], labels[rows], draws.fold(start).take(rows))
-
-            return turn
-
-        turns = (turn_of(start) for start in range(self.restarts))
-        return take_turns(turns, target, images, early_exit=self._drops_rows)
-
-    @property
-    def _drops_rows(self) -> bool:
-        return self.early_exit and self.keep == "best"
+        attempts = Attempts(target, images, early_exit=self._drops_rows)
+        for start, part, rows in attempts.each(range(self.restarts)):
+            own_draws = draws.fold(start).take(rows)
+            attempts.keep(*self._wander(part, images[rows], labels[rows], own_draws))
+        return attempts.points
 
     def _wander(
         self, target: Target, images: Tensor, labels: Tensor, draws: Draws
     ) -> tuple[Tensor, Tensor, Tensor]:
         """One start: the point of the highest loss or the first broken one, whether it is broken, its loss."""
-        view, eps = make_view(self.on, self.loss), parse_eps(self.eps)
+        view, eps = find_score_view(self.on), parse_eps(self.eps)
         if self.norm == "linf":
             first, propose = _first_stripes, _propose_square
         else:
             first, propose = _first_tiles, _propose_bumps if self.l2_moves == "bumps" else _propose_turn
-        walk = _start_walk(images, labels, draws)
-        walk.accept(target, view, first(images, eps, draws.fold(0)))
-
-        def advance(part: Target, walk: _Walk, step: int) -> None:
+        whole = _start_walk(images, labels, draws)
+        whole.accept(target, view, self.loss, first(images, eps, draws.fold(0)))
+        for step, part, walk in iterate_rows(target, whole, self.queries - 1, early_exit=self._drops_rows):
             share = square_share(step, self.queries, self.first_share, rescale=self.rescale)
-            walk.accept(part, view, propose(walk, eps, share, walk.next_numbers(step)))
-
-        walk = advance_rows(target, walk, self.queries - 1, advance, early_exit=self._drops_rows)
-        return walk.points, walk.broken, walk.losses
+            walk.accept(part, view, self.loss, propose(walk, eps, share, walk.next_numbers(step)))
+        return whole.points, whole.broken, whole.losses
 
 
 @dataclass(kw_only=True)
@@ -150,9 +137,9 @@ class _Walk(Rows):
     keys: Tensor
     numbers: Tensor
 
-    def accept(self, target: Target, view: View, proposals: Tensor) -> None:
+    def accept(self, target: Target, view: View, loss: Loss, proposals: Tensor) -> None:
         """Keeps the proposals that raise the loss or that the model misclassifies."""
-        look = target.look(view, proposals, self.labels)
+        look = target.look(view, proposals, self.labels, loss=loss)
         scores = target.scores(proposals) if look.scores is None else look.scores
         losses, broken = look.losses.to(self.losses.dtype), scores.argmax(dim=1) != self.labels
         # Without early exit a broken point is left only for another broken one.

@@ -1,7 +1,7 @@
 """Where an attack looks: what it reads from the model, and the loss it raises there.
 
 An attack on the decoder's scores and one on the encoder's logits are different experiments: a saturated decoder can
-hide from the first and not from the second.
+hide from the first and not from the second. Every attack takes `on=`, a name of `VIEWS`, a `View`, or a loss function.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any, Literal, get_args
 
 import torch
@@ -17,11 +16,12 @@ import torch.nn.functional as F  # noqa: N812 the name everybody knows
 from torch import Tensor, nn
 
 from ecnn.backbones import full_precision
+from ecnn.checks import check_choice, check_count
 from ecnn.errors import InputError
 from ecnn.objectives import member_margin, member_targets, score_cross_entropy, score_margin
 
 Loss = Literal["margin", "cross_entropy", "dlr"]
-#: A view of your own: (model, images, labels) -> (batch,) loss to raise.
+#: A loss of your own: (model, images, labels) -> (batch,), to be raised.
 LossFunction = Callable[[nn.Module, Tensor, Tensor], Tensor]
 
 
@@ -31,15 +31,68 @@ class Look:
 
     Attributes:
         losses: (batch,) higher is worse for the model.
-        scores: (batch, class) what the model itself says there; None when the view does not find out.
+        scores: (batch, class) what the model itself says there, without gradient; None when the view does not find out.
     """
 
     losses: Tensor
     scores: Tensor | None
 
 
-#: (model, images, labels, goals) -> Look; goals are the classes to move to, None to move away from the labels.
-View = Callable[[nn.Module, Tensor, Tensor, Tensor | None], Look]
+@dataclass(frozen=True, eq=False, kw_only=True)
+class View:
+    """Where an attack looks and which loss it raises there. Derive from this, or from `ScoreView`, for one of your own.
+
+    A view is a small frozen dataclass. Its fields are what records say of it. Two equal ones must look at the same
+    place: recorded passes are found again by that. One with tensors takes `eq=False`, and is equal to itself alone.
+
+    Attributes:
+        name: of the place, for records.
+    """
+
+    name: str
+
+    @property
+    def has_goals(self) -> bool:
+        """Whether it can move to given classes, and not only away from the labels."""
+        return True
+
+    @property
+    def passes_per_look(self) -> int:
+        """How many passes through the model one look takes, for the count."""
+        return 1
+
+    def check_loss(self, loss: str) -> None:
+        """Raises InputError unless this view can raise the loss."""
+        check_choice("loss", loss, get_args(Loss))
+
+    def look(
+        self, model: nn.Module, images: Tensor, labels: Tensor, goals: Tensor | None, loss: Loss, slack: float
+    ) -> Look:
+        """What is to be seen at the images.
+
+        Args:
+            images: (batch, channel, height, width).
+            labels: (batch,) the classes to move away from.
+            goals: (batch,) the classes to move to; None moves away from the labels only.
+            loss: which one; a view with a loss of its own takes no notice.
+            slack: the margin is not pushed beyond this.
+        """
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class ScoreView(View):
+    """A view that shows one score per class, as many attacks need; its losses are those of any scores."""
+
+    def read(self, model: nn.Module, images: Tensor) -> tuple[Tensor, Tensor | None]:
+        """(batch, class) the scores to attack; and the model's own, without gradient, if the same pass gives them."""
+        raise NotImplementedError
+
+    def look(
+        self, model: nn.Module, images: Tensor, labels: Tensor, goals: Tensor | None, loss: Loss, slack: float
+    ) -> Look:
+        read, own = self.read(model, images)
+        return Look(score_loss(read, labels, loss, slack, goals), own)
 
 
 def score_loss(
@@ -91,8 +144,8 @@ def members_of(model: nn.Module, images: Tensor) -> tuple[Tensor, Tensor]:
     return logits, symbols.to(logits.device)
 
 
-def _own_scores(model: nn.Module, logits: Tensor) -> Tensor | None:
-    """(batch, class) the model's scores of these member logits, if it can say without another pass."""
+def decoded_scores(model: nn.Module, logits: Tensor) -> Tensor | None:
+    """(batch, class) the model's own scores of member logits, without gradient, if it can `decode` them."""
     anything: Any = model
     if not hasattr(model, "decode"):
         return None
@@ -115,11 +168,6 @@ def decode_linearly(member_logits: Tensor, code_symbols: Tensor) -> Tensor:
     return torch.einsum("bnk,cnk->bc", _centred(logits), one_hot)
 
 
-def linear_scores(model: nn.Module, images: Tensor) -> Tensor:
-    """(batch, class) `decode_linearly` of what the members say of the images."""
-    return decode_linearly(*members_of(model, images))
-
-
 def temper(member_logits: Tensor) -> Tensor:
     """The logits, scaled so that the largest of each image is 1 in size: no decoder saturates there.
 
@@ -132,25 +180,6 @@ def temper(member_logits: Tensor) -> Tensor:
 
 def _centred(logits: Tensor) -> Tensor:
     return logits if logits.ndim == 2 else logits - logits.mean(dim=2, keepdim=True)
-
-
-VIEWS = ("scores", "linear", "tempered", "members")
-#: The views that show one score per class, as attacks on scores need.
-SCORE_VIEWS = VIEWS[:-1]
-
-
-def read_scores(model: nn.Module, images: Tensor, on: str) -> tuple[Tensor, Tensor | None]:
-    """(batch, class) the scores that a view attacks, and the model's own where the same pass gives them."""
-    if on == "scores":
-        scores = full_precision(model(images))
-        return scores, scores.detach()
-    logits, symbols = members_of(model, images)
-    if on == "linear":
-        return decode_linearly(logits, symbols), _own_scores(model, logits)
-    anything: Any = model
-    if not hasattr(model, "decode"):
-        raise InputError(f'{type(model).__name__} has no decode(member_logits): look on="linear".')
-    return anything.decode(temper(logits)), _own_scores(model, logits)
 
 
 def member_loss(
@@ -179,44 +208,185 @@ def member_loss(
     return (parts if counted is None else parts * counted).sum(dim=1)
 
 
-def make_view(on: str | LossFunction, loss: Loss, slack: float = math.inf) -> View:
-    """The view behind a name, or one around a loss function of your own."""
-    if loss not in get_args(Loss):
-        raise InputError(f"loss must be one of {', '.join(get_args(Loss))}, not {loss!r}.")
-    if callable(on):
-        function = on
+@dataclass(frozen=True, kw_only=True)
+class Scores(ScoreView):
+    """What the model returns."""
 
-        def own(model: nn.Module, images: Tensor, labels: Tensor, goals: Tensor | None) -> Look:
-            return Look(function(model, images, labels), None)
+    name: str = "scores"
 
-        return own
-    check_view(on, VIEWS)
-    return _named_view(on, loss, slack)
+    def read(self, model: nn.Module, images: Tensor) -> tuple[Tensor, Tensor | None]:
+        scores = full_precision(model(images))
+        return scores, scores.detach()
 
 
-@lru_cache(maxsize=64)  # one object per view, by which recorded passes are found again
-def _named_view(on: str, loss: Loss, slack: float) -> View:
-    if on == "members":
+@dataclass(frozen=True, kw_only=True)
+class Linear(ScoreView):
+    """The linear decode of what the members say: nothing saturates, and no common level counts."""
+
+    name: str = "linear"
+
+    def read(self, model: nn.Module, images: Tensor) -> tuple[Tensor, Tensor | None]:
+        logits, symbols = members_of(model, images)
+        return decode_linearly(logits, symbols), decoded_scores(model, logits)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tempered(ScoreView):
+    """The model's own decoder, fed with member logits so small that it does not saturate."""
+
+    name: str = "tempered"
+
+    def read(self, model: nn.Module, images: Tensor) -> tuple[Tensor, Tensor | None]:
+        logits, _ = members_of(model, images)
+        anything: Any = model
+        if not hasattr(model, "decode"):
+            raise InputError(f'{type(model).__name__} has no decode(member_logits): look on="linear".')
+        return anything.decode(temper(logits)), decoded_scores(model, logits)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Members(View):
+    """All members at once: how much each prefers its right symbol."""
+
+    name: str = "members"
+
+    def check_loss(self, loss: str) -> None:
+        super().check_loss(loss)
         if loss == "dlr":
             raise InputError(
                 'members have no DLR loss: use loss="margin" or "cross_entropy", or on="linear".'
             )
 
-        def members(model: nn.Module, images: Tensor, labels: Tensor, goals: Tensor | None) -> Look:
-            logits, symbols = members_of(model, images)
-            losses = member_loss(logits, symbols, labels, loss, slack, goals)
-            return Look(losses, _own_scores(model, logits))
-
-        return members
-
-    def scores(model: nn.Module, images: Tensor, labels: Tensor, goals: Tensor | None) -> Look:
-        read, own = read_scores(model, images, on)
-        return Look(score_loss(read, labels, loss, slack, goals), own)
-
-    return scores
+    def look(
+        self, model: nn.Module, images: Tensor, labels: Tensor, goals: Tensor | None, loss: Loss, slack: float
+    ) -> Look:
+        logits, symbols = members_of(model, images)
+        losses = member_loss(logits, symbols, labels, loss, slack, goals)
+        return Look(losses, decoded_scores(model, logits))
 
 
-def check_view(on: Any, known: tuple[str, ...]) -> None:
-    """Raises InputError unless the name is one of those this attack can look at."""
-    if on not in known:
-        raise InputError(f"this attack looks on={', '.join(map(repr, known))}, not {on!r}.")
+@dataclass(frozen=True, kw_only=True)
+class WeakestBit(View):
+    """How far the member that is furthest from its bit of the goal's codeword is on the right side.
+
+    The loss of Zhang et al. (2020), min_n 2 t_n z_n on logits before any tanh: once it is positive every bit is the
+    goal's, whatever the decoder. Members with symbols have their margin in place of 2 t_n z_n. Without goals it is the
+    loss for the class that is nearest to it.
+    """
+
+    name: str = "weakest bit"
+
+    def look(
+        self, model: nn.Module, images: Tensor, labels: Tensor, goals: Tensor | None, loss: Loss, slack: float
+    ) -> Look:
+        logits, symbols = members_of(model, images)
+        if goals is not None:
+            losses = member_margin(logits, member_targets(symbols, goals)).amin(dim=1)
+        else:
+            wanted = symbols[None].expand(len(logits), -1, -1)
+            spread = logits[:, None].expand(-1, len(symbols), *logits.shape[1:])
+            weakest = member_margin(spread.flatten(0, 1), wanted.flatten(0, 1)).amin(dim=1)
+            losses = weakest.view(len(logits), -1).scatter(1, labels[:, None], -math.inf).amax(dim=1)
+        # A logit is half the difference of two symbols' log odds in a tanh code, hence the 2.
+        return Look(losses * (2 if logits.ndim == 2 else 1), decoded_scores(model, logits))
+
+
+@dataclass(frozen=True, kw_only=True)
+class OwnLoss(View):
+    """A loss function of your own, which says nothing of the model's scores and has no goals.
+
+    Attributes:
+        function: (model, images, labels) -> (batch,) loss to raise.
+    """
+
+    name: str = "own"
+    function: LossFunction
+
+    @property
+    def has_goals(self) -> bool:
+        return False
+
+    def look(
+        self, model: nn.Module, images: Tensor, labels: Tensor, goals: Tensor | None, loss: Loss, slack: float
+    ) -> Look:
+        return Look(self.function(model, images, labels), None)
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class WrappedView(View):
+    """Another view, looked at in another way; it can do what that view can.
+
+    Attributes:
+        view: that one, a name of `VIEWS` or a view.
+    """
+
+    view: str | View
+
+    def __post_init__(self) -> None:
+        find_view(self.view)
+
+    @property
+    def has_goals(self) -> bool:
+        return find_view(self.view).has_goals
+
+    @property
+    def passes_per_look(self) -> int:
+        return find_view(self.view).passes_per_look
+
+    def check_loss(self, loss: str) -> None:
+        find_view(self.view).check_loss(loss)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Averaged(WrappedView):
+    """The mean of another view over several passes of a random model (EOT, Athalye et al. 2018).
+
+    Attributes:
+        passes: how many.
+    """
+
+    name: str = "averaged"
+    passes: int
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_count("passes", self.passes)
+
+    @property
+    def passes_per_look(self) -> int:
+        return self.passes * super().passes_per_look
+
+    def look(
+        self, model: nn.Module, images: Tensor, labels: Tensor, goals: Tensor | None, loss: Loss, slack: float
+    ) -> Look:
+        view = find_view(self.view)
+        looks = [view.look(model, images, labels, goals, loss, slack) for _ in range(self.passes)]
+        scores = [look.scores for look in looks if look.scores is not None]
+        losses = torch.stack([look.losses for look in looks]).mean(dim=0)
+        return Look(losses, torch.stack(scores).mean(dim=0) if scores else None)
+
+
+#: The views that can be asked for by name.
+VIEWS: dict[str, View] = {view.name: view for view in (Scores(), Linear(), Tempered(), Members())}
+SCORES: ScoreView = Scores()
+
+
+def find_view(on: str | View | LossFunction) -> View:
+    """The view of that name, the one given, or one around a loss function."""
+    if isinstance(on, View):
+        return on
+    if callable(on):
+        return OwnLoss(function=on)
+    check_choice("on", on, VIEWS)
+    return VIEWS[on]
+
+
+def find_score_view(on: str | View) -> ScoreView:
+    """The same, for attacks that need one score per class."""
+    view = find_view(on)
+    if not isinstance(view, ScoreView):
+        names = ", ".join(name for name, known in VIEWS.items() if isinstance(known, ScoreView))
+        raise InputError(
+            f"this attack needs one score per class: on must be {names} or a ScoreView, not {on!r}."
+        )
+    return view

@@ -1,13 +1,12 @@
 """Auditing: whether to believe a robustness number, and why."""
 
+from ecnn.attacks.base import Cost
 from ecnn.auditing.adaptive import (
-    Averaged,
     Coded,
     FeatureDistance,
     InDouble,
     InnerScores,
     OwnTransfer,
-    Pursuit,
     Relay,
     Voting,
     Within,
@@ -19,12 +18,11 @@ from ecnn.auditing.case import Case
 from ecnn.auditing.diagnostics import CHECKS, diagnose, read_evidence
 from ecnn.auditing.findings import Finding
 from ecnn.auditing.report import Audit, Stage, load_audit
-from ecnn.auditing.suite import Cost, Traits, estimate_cost, find_traits
+from ecnn.auditing.suite import Traits, estimate_cost, find_traits
 from ecnn.auditing.surrogates import Examples
 
 __all__ = [
     "Audit",
-    "Averaged",
     "BUDGETS",
     "Budget",
     "CHECKS",
@@ -37,7 +35,6 @@ __all__ = [
     "InDouble",
     "InnerScores",
     "OwnTransfer",
-    "Pursuit",
     "Relay",
     "Stage",
     "Traits",

@@ -12,7 +12,7 @@ from typing import Any, Literal
 from torch import Tensor, nn
 
 from ecnn import files
-from ecnn.attacks.auto import examine
+from ecnn.attacks.auto import Doubt, examine
 from ecnn.attacks.ball import Norm, check_norm
 from ecnn.attacks.base import Target
 from ecnn.auditing.budgets import Budget, resolve_budget
@@ -267,18 +267,18 @@ def _flags(model: nn.Module, images: Tensor) -> list[Finding]:
     """
     checked = images[:_FLAGGED]
     try:
-        _, warnings = examine(Target(model, len(checked), checked.device), checked)
+        _, doubts = examine(Target(model, len(checked), checked.device), checked)
     except RuntimeError as error:  # a model that cannot be differentiated at all
-        warnings = (f"The model cannot be differentiated: {str(error).splitlines()[0]}.",)
+        doubts = (Doubt("no_gradient", f"The model cannot be differentiated: {str(error).splitlines()[0]}."),)
     findings = []
-    for number, warning in enumerate(warnings):
-        is_dynamic = "while it classifies" in warning
+    for number, doubt in enumerate(doubts):
+        is_dynamic = doubt.kind == "dynamic"
         level: Level = "alarm" if is_dynamic else "note"
         findings.append(
             Finding(
                 name=f"autoattack_flag_{number + 1}",
                 level=level,
-                claim=warning,
+                claim=doubt.sentence,
                 evidence={"images": len(checked)},
                 advice="Attack the optimisation inside the model."
                 if is_dynamic

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from ecnn.attacks.views import Look, View
+from ecnn.attacks.views import Look, Loss, WrappedView, find_view
 
 _SOFTNESS = (
     0.1  # width of the step that stands for a comparison on the way back, in units of what is compared
@@ -190,19 +190,18 @@ def can_pass_through(model: nn.Module, images: Tensor) -> bool:
     return bool(torch.allclose(plain, passed.detach(), rtol=1e-4, atol=1e-5))
 
 
-@dataclass(frozen=True)
-class Passing:
-    """Another view, with the gradient that nothing hides. A `View`.
+@dataclass(frozen=True, kw_only=True)
+class Passing(WrappedView):
+    """Another view, with the gradient that nothing hides."""
 
-    Attributes:
-        view: what is looked at.
-    """
+    name: str = "straight through"
 
-    view: View
-
-    def __call__(self, model: nn.Module, images: Tensor, labels: Tensor, goals: Tensor | None) -> Look:
+    def look(
+        self, model: nn.Module, images: Tensor, labels: Tensor, goals: Tensor | None, loss: Loss, slack: float
+    ) -> Look:
+        view = find_view(self.view)
         if not torch.is_grad_enabled():
-            return self.view(model, images, labels, goals)
+            return view.look(model, images, labels, goals, loss, slack)
         with straight_through():
-            look = self.view(model, images, labels, goals)
+            look = view.look(model, images, labels, goals, loss, slack)
         return Look(look.losses, None if look.scores is None else look.scores.detach())

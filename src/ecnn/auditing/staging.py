@@ -276,8 +276,6 @@ def _align(found: Outcomes, clean: Outcomes) -> Outcomes:
     alone = found.l0 == 0
     prediction = np.where(alone, clean.prediction, found.prediction)
     settings = found.about["attack"]["attack"]
-    if "place" in settings:
-        settings = {**settings, "on": settings["place"]}
     about = {**found.about, "attack": settings}
     return dataclasses.replace(found, clean_prediction=clean.prediction, prediction=prediction, about=about)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -12,31 +13,27 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ecnn.attacks import APGD, FAB, PGD, Attack, AutoAttack, HopSkipJump, Square, Transfer
+from ecnn.attacks import APGD, PGD, Attack, AutoAttack, Cost, HopSkipJump, Square, Transfer
 from ecnn.attacks.ball import Norm, l2_norm
-from ecnn.attacks.views import View, make_view
+from ecnn.attacks.views import Averaged, View, WeakestBit
 from ecnn.auditing.adaptive import (
-    Averaged,
+    CheapestBits,
     Coded,
     FeatureDistance,
     InDouble,
     InnerScores,
+    LogScores,
+    MeanMembers,
+    MeanProbability,
     OwnTransfer,
-    Pursuit,
     Relay,
+    ScaledCrossEntropy,
     Voting,
     Within,
-    cheapest_bits,
+    WorstMembers,
     features_of,
     gradient_lengths,
     last_layers,
-    linear_margin,
-    log_margin,
-    mean_margin,
-    mean_probability,
-    scaled_cross_entropy,
-    weakest_bit,
-    worst_members,
 )
 from ecnn.auditing.bpda import Passing, can_pass_through
 from ecnn.auditing.budgets import Budget, resolve_budget
@@ -89,7 +86,10 @@ class Traits:
 
 
 def find_traits(model: nn.Module, images: Tensor, num_classes: int) -> Traits:
-    """What a look at the first of these images, which should be where the model is, tells of the model."""
+    """Classifies a few of the images and reports what decides the choice of attacks.
+
+    Images and model must be on one device.
+    """
     images = images[:_PROBED]
     with eval_mode(model), without_tf32():
         with torch.no_grad():
@@ -105,8 +105,9 @@ def find_traits(model: nn.Module, images: Tensor, num_classes: int) -> Traits:
             hides_derivatives=not is_random and can_pass_through(model, images[:4]),
             hides_scores=_hides_scores(model, images[:4], num_classes),
             can_be_double=_answers(lambda: _ask_in_double(model, images[:4])),
-            has_members=isinstance(model, Coded) and _answers(lambda: _ask(cheapest_bits, model, images[:4])),
-            has_votes=isinstance(model, Voting) and _answers(lambda: _ask(mean_margin, model, images[:4])),
+            has_members=isinstance(model, Coded)
+            and _answers(lambda: _ask(CheapestBits(), model, images[:4])),
+            has_votes=isinstance(model, Voting) and _answers(lambda: _ask(MeanMembers(), model, images[:4])),
             has_features=_answers(lambda: features_of(model, images[:4])),
         )
 
@@ -122,7 +123,8 @@ def _answers(ask: Callable[[], object]) -> bool:
 
 
 def _ask(view: View, model: nn.Module, images: Tensor) -> None:
-    view(model, images, torch.zeros(len(images), dtype=torch.int64, device=images.device), None)
+    labels = torch.zeros(len(images), dtype=torch.int64, device=images.device)
+    view.look(model, images, labels, None, "margin", math.inf)
 
 
 def _ask_in_double(model: nn.Module, images: Tensor) -> None:
@@ -130,7 +132,7 @@ def _ask_in_double(model: nn.Module, images: Tensor) -> None:
 
 
 def _hides_scores(model: nn.Module, images: Tensor, num_classes: int) -> bool:
-    view = InnerScores(num_classes)
+    view = InnerScores(num_classes=num_classes)
     if not last_layers(model, num_classes) or not _answers(lambda: view.read(model, images)):
         return False
     with torch.no_grad():
@@ -275,18 +277,17 @@ class _Maker:
         attacks: dict[str, Attack] = {
             "apgd-ce": self._standard().get("apgd-ce", APGD(loss="cross_entropy", **self.auto)),
             "apgd-margin": APGD(loss="margin", **self.auto),
-            "scaled-ce": Pursuit(view=scaled_cross_entropy, place="scores", **self.walk),
+            "scaled-ce": PGD(on=ScaledCrossEntropy(), **self.walk),
         }
         traits = self.traits
         if traits.gives_probabilities:
-            attacks["log-scores"] = Pursuit(view=log_margin, place="scores", **self.walk)
+            attacks["log-scores"] = PGD(on=LogScores(), **self.walk)
         if traits.hides_scores:
-            attacks["inner-scores"] = Pursuit(view=InnerScores(self.num_classes), place="layers", **self.walk)
+            attacks["inner-scores"] = PGD(on=InnerScores(num_classes=self.num_classes), **self.walk)
         if traits.hides_derivatives:
-            view = Passing(linear_margin if traits.has_members else make_view("scores", "margin"))
-            passing = {"view": view, "place": "straight through", **self.walk}
-            attacks["straight-through"] = Pursuit(**passing)
-            attacks["straight-through-targets"] = Pursuit(targets=self.targets, **passing)
+            view = Passing(view="linear" if traits.has_members else "scores")
+            attacks["straight-through"] = PGD(on=view, **self.walk)
+            attacks["straight-through-targets"] = PGD(on=view, targets=self.targets, **self.walk)
         if traits.blind and traits.can_be_double:
             attacks["float64"] = InDouble(attack=APGD(loss="margin", **self.auto), **self.ball)
         return attacks
@@ -298,40 +299,38 @@ class _Maker:
         attacks: dict[str, Attack] = {
             "linear": APGD(on="linear", loss="margin", **self.auto),
             "members": PGD(on="members", loss="margin", **self.walk),
-            "cheapest-bits": Pursuit(view=cheapest_bits, place="members", **self.walk),
+            "cheapest-bits": PGD(on=CheapestBits(), **self.walk),
         }
         if hasattr(self.model, "decode"):
             attacks["tempered"] = PGD(on="tempered", loss="margin", **self.walk)
         attacks["linear-targets"] = APGD(on="linear", loss="margin", targets=self.targets, **self.auto)
         attacks["codewords"] = PGD(on="members", loss="margin", targets=self.targets, **self.walk)
-        attacks["min-bit"] = Pursuit(view=weakest_bit, place="members", targets=self.targets, **self.walk)
+        attacks["min-bit"] = PGD(on=WeakestBit(), targets=self.targets, **self.walk)
         return attacks
 
     def on_votes(self) -> dict[str, Attack]:
         if not self.traits.has_votes:
             return {}
         return {
-            "mean-members": Pursuit(view=mean_margin, place="members", **self.walk),
-            "worst-members": Pursuit(view=worst_members, place="members", **self.walk),
-            "mean-targets": Pursuit(view=mean_margin, place="members", targets=self.targets, **self.walk),
+            "mean-members": PGD(on=MeanMembers(), **self.walk),
+            "worst-members": PGD(on=WorstMembers(), **self.walk),
+            "mean-targets": PGD(on=MeanMembers(), targets=self.targets, **self.walk),
         }
 
     def averaged(self) -> dict[str, Attack]:
         """Attacks on the mean over passes, half as long; they return where they end, since one pass proves nothing."""
-        views = {"eot-margin": make_view("scores", "margin"), "eot-probability": mean_probability}
+        views: dict[str, str | View] = {"eot-margin": "scores", "eot-probability": MeanProbability()}
         if self.traits.has_members:
-            views |= {"eot-linear": linear_margin, "eot-cheapest-bits": cheapest_bits}
+            views |= {"eot-linear": "linear", "eot-cheapest-bits": CheapestBits()}
         if self.traits.has_votes:
-            views["eot-mean-members"] = mean_margin
+            views["eot-mean-members"] = MeanMembers()
         if self.traits.hides_scores:
-            views["eot-inner-scores"] = InnerScores(self.num_classes)
+            views["eot-inner-scores"] = InnerScores(num_classes=self.num_classes)
         if self.traits.blind:
-            views["eot-straight-through"] = Passing(make_view("scores", "margin"))
+            views["eot-straight-through"] = Passing(view="scores")
         walk = {**self.walk, "steps": max(1, self.budget.steps // 2), "restarts": 1, "keep": "last"}
-        passes = self.budget.eot
         return {
-            name: Pursuit(view=Averaged(view, passes), place=name, passes=passes, **walk)
-            for name, view in views.items()
+            name: PGD(on=Averaged(view=view, passes=self.budget.eot), **walk) for name, view in views.items()
         }
 
     def by_surrogates(self, surrogates: _Surrogates, *, imitate: bool, random: bool) -> dict[str, Attack]:
@@ -340,9 +339,9 @@ class _Maker:
         keep: Any = "last" if random else "best"
         if self.traits.has_features:
             if not random:
-                view = FeatureDistance(surrogates.means())
+                view = FeatureDistance(means=surrogates.means())
                 targets = min(self.targets, _FEATURE_TARGETS)
-                attacks["features"] = Pursuit(view=view, place="features", targets=targets, **self.walk)
+                attacks["features"] = PGD(on=view, targets=targets, **self.walk)
             attacks["retrained-head"] = OwnTransfer(source=surrogates.head(), attack=craft, keep=keep)
         if imitate:
             attacks["student"] = Transfer(source=surrogates.student(), attack=craft, keep=keep)
@@ -350,17 +349,13 @@ class _Maker:
 
     def relays(self) -> dict[str, Attack]:
         """Once more from the best point so far."""
-        views = [scaled_cross_entropy, make_view("scores", "margin")]
+        views: tuple[str | View, ...] = (ScaledCrossEntropy(), "scores")
         if self.traits.has_members:
-            views = [make_view("members", "margin"), cheapest_bits, linear_margin, *views[1:]]
+            views = ("members", CheapestBits(), "linear", "scores")
         elif self.traits.has_votes:
-            views = [worst_members, mean_margin, *views[1:]]
-        rounds = self.budget.restarts
-        return {
-            "relay": Relay(
-                steps=max(1, self.budget.steps // 2), views=tuple(views), restarts=rounds, **self.ball
-            )
-        }
+            views = (WorstMembers(), MeanMembers(), "scores")
+        steps, rounds = max(1, self.budget.steps // 2), self.budget.restarts
+        return {"relay": Relay(steps=steps, views=views, restarts=rounds, **self.ball)}
 
     def automatic(self) -> dict[str, Attack]:
         """What is left of AutoAttack's standard suite after APGD on cross-entropy; or a short form of it."""
@@ -383,55 +378,11 @@ class _Maker:
         return {"hopskipjump": Within(attack=walk, **self.ball)}
 
 
-@dataclass(frozen=True)
-class Cost:
-    """Images that go through the model, at most: what breaks early costs less.
-
-    Attributes:
-        forwards: passes.
-        backwards: gradients.
-    """
-
-    forwards: int
-    backwards: int
-
-    def __add__(self, other: Cost) -> Cost:
-        return Cost(self.forwards + other.forwards, self.backwards + other.backwards)
-
-    def __mul__(self, count: int) -> Cost:
-        return Cost(self.forwards * count, self.backwards * count)
-
-
-def cost_per_image(attack: Attack, num_classes: int) -> Cost:
-    """What an attack asks about one image that it does not break, the two verdicts included; about right for others."""
-    anything: Any = attack
-    turns = getattr(attack, "restarts", 1) * max(1, min(getattr(attack, "targets", 0), num_classes - 1))
-    if isinstance(attack, Pursuit):
-        return Cost(2 + attack.passes * turns * (attack.steps + 1), attack.passes * turns * attack.steps)
-    if isinstance(attack, PGD | APGD):
-        return Cost(2 + turns * (attack.steps + 1), turns * attack.steps)
-    if isinstance(attack, FAB):
-        return Cost(2 + 2 * turns * attack.steps, 2 * turns * attack.steps)
-    if isinstance(attack, Square):
-        return Cost(2 + attack.queries * attack.restarts, 0)
-    if isinstance(attack, Relay):
-        legs = len(attack.views) * attack.restarts
-        return Cost(3 + legs * (attack.steps + 3), legs * attack.steps)
-    if isinstance(attack, InDouble | Transfer):
-        return cost_per_image(anything.attack, num_classes)
-    if isinstance(attack, HopSkipJump):
-        asked = sum(int(attack.samples * step**0.5) + 50 for step in range(1, attack.steps + 1))
-        return Cost(attack.init_tries + asked, 0)
-    if isinstance(attack, Within):
-        return cost_per_image(attack.attack, num_classes)
-    return Cost(2, 0)
-
-
 def cost_of(attacks: Mapping[str, Attack], images: int, num_classes: int) -> Cost:
     """What a suite costs at most, if it breaks nothing."""
     total = Cost(0, 0)
     for attack in attacks.values():
-        total = total + cost_per_image(attack, num_classes)
+        total = total + attack.cost(num_classes)
     return total * images
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ecnn.attacks.ball import project, random_start, steepest
 from ecnn.attacks.draws import Draws
-from ecnn.attacks.views import Look, View, score_loss
+from ecnn.attacks.views import ScoreView
 from ecnn.auditing.diagnostics.probes import Probe, Verdict, diagnostic, percent
 from ecnn.auditing.diagnostics.statistics import TOLERANCE, exceeds
 from ecnn.backbones import full_precision
@@ -47,18 +47,26 @@ class Planted:
     features: Features
     tried: int
 
-    def view_of(self, rows: Tensor) -> View:
-        """The margin on the planted scores of these images."""
+    def view_of(self, rows: Tensor) -> PlantedScores:
+        """The planted scores of these images."""
         where = torch.searchsorted(self.rows, rows)
-        weights, biases = self.weights[where], self.biases[where]
+        return PlantedScores(weights=self.weights[where], biases=self.biases[where], features=self.features)
 
-        def view(model: nn.Module, images: Tensor, labels: Tensor, goals: Tensor | None) -> Look:
-            features = self.features(model, images)
-            lead = (features * weights.to(features.dtype)).sum(dim=1) + biases.to(features.dtype)
-            scores = torch.stack([-lead / 2, lead / 2], dim=1)
-            return Look(score_loss(scores, labels, "margin"), scores.detach())
 
-        return view
+@dataclass(frozen=True, eq=False, kw_only=True)
+class PlantedScores(ScoreView):
+    """What planted heads say of their images, in place of what the model says; the fields are those of `Planted`."""
+
+    name: str = "planted scores"
+    weights: Tensor
+    biases: Tensor
+    features: Features
+
+    def read(self, model: nn.Module, images: Tensor) -> tuple[Tensor, Tensor | None]:
+        features = self.features(model, images)
+        lead = (features * self.weights.to(features.dtype)).sum(dim=1) + self.biases.to(features.dtype)
+        scores = torch.stack([-lead / 2, lead / 2], dim=1)
+        return scores, scores.detach()
 
 
 @diagnostic(
@@ -161,9 +169,8 @@ def plant(probe: Probe, rows: Tensor, features: Features) -> Planted:
     found = Planted(rows[good], weights[good], biases[good], features, len(rows))
     with torch.no_grad():
         target.count(1)
-        seen = found.view_of(found.rows)(probe.model, edge[good], torch.zeros_like(found.rows), None)
-    assert seen.scores is not None
-    holds = seen.scores[:, 1] > seen.scores[:, 0]
+        scores, _ = found.view_of(found.rows).read(probe.model, edge[good])
+    holds = scores[:, 1] > scores[:, 0]
     return Planted(found.rows[holds], found.weights[holds], found.biases[holds], features, len(rows))
 
 

@@ -13,8 +13,8 @@ from ecnn.evaluation.outcomes import Outcomes
 from ecnn.evaluation.results import Evaluation
 
 _SCORES = "scores"
-#: Losses of the scores that attacks take as functions.
-_ON_SCORES = ("scores", "scaled_cross_entropy", "log_margin", "mean_probability")
+#: Names of the views that read the scores and nothing else.
+_ON_SCORES = (_SCORES, "scaled cross-entropy", "log scores", "mean probability")
 
 
 def read_evidence(evaluation: Evaluation) -> list[Finding]:
@@ -24,7 +24,7 @@ def read_evidence(evaluation: Evaluation) -> list[Finding]:
     not made on count as right there, at no cost, and "stands under" means "under those that were made on it".
 
     An attack is black-box if it asked for no gradient, its own or a surrogate's. Where it looks is read from its
-    settings (`on`, `view`); an attack that looks nowhere in particular reads the scores.
+    settings (`on`); an attack that looks nowhere in particular reads the scores.
     """
     return [_broken_by(evaluation), _black_box(evaluation), _views(evaluation), _losses(evaluation)]
 
@@ -148,23 +148,20 @@ def _place(settings: dict[str, Any]) -> str:
         return "surrogate"
     if "views" in settings:
         return "several"
-    view = settings.get("view")
-    if isinstance(view, dict):
-        if isinstance(view.get("view"), dict):  # one view, asked several times
-            return _place(view)
-        name = str(view.get("function", view.get("kind", "own"))).rsplit(".", 1)[-1]
-        return _SCORES if name in _ON_SCORES else name
     on = settings.get("on", _SCORES)
-    return on if isinstance(on, str) else "own"
+    while isinstance(on, dict) and "view" in on:  # one view, asked several times or in another way
+        on = on["view"]
+    name = on.get("name", "own") if isinstance(on, dict) else on
+    return _SCORES if name in _ON_SCORES else str(name)
 
 
 def _loss_of(outcomes: Outcomes) -> str | None:
-    loss = _settings(outcomes).get("loss")
-    return (
-        loss
-        if isinstance(loss, str) and _view_of(outcomes) == _SCORES and (outcomes.backwards != 0).any()
-        else None
-    )
+    """The loss that a gradient attack raised on the scores; a view that makes something of them has its own."""
+    settings = _settings(outcomes)
+    on, loss = settings.get("on", _SCORES), settings.get("loss")
+    if loss is None or _view_of(outcomes) != _SCORES or not (outcomes.backwards != 0).any():
+        return None
+    return str(on["name"] if isinstance(on, dict) else loss)
 
 
 def _finding(

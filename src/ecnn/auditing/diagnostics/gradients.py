@@ -11,7 +11,7 @@ from torch import Tensor
 from ecnn.attacks.ball import project, random_start, steepest
 from ecnn.attacks.base import Target
 from ecnn.attacks.draws import Draws
-from ecnn.attacks.views import Look, View, make_view
+from ecnn.attacks.views import SCORES, Averaged
 from ecnn.auditing.diagnostics.probes import Probe, Verdict, diagnostic, percent, share, unusable
 from ecnn.auditing.diagnostics.statistics import DOMINATED_TOLERANCE, TOLERANCE, exceeds
 
@@ -241,14 +241,14 @@ def _step(probe: Probe, moves: Tensor, length: float) -> Tensor:
 
 def _losses(probe: Probe, points: Tensor, *, double: bool = False) -> Tensor:
     """(image,) margin loss at the points, on the CPU in float64."""
-    view, parts = make_view("scores", "margin"), []
+    parts = []
     for part in probe.groups():
         target, here = probe.target.narrow(part), points[part]
         if double:
             assert probe.double_model is not None
             target.count(1)
             target, here = Target(probe.double_model, len(part), points.device), here.double()
-        parts.append(target.look(view, here, probe.labels[part]).losses.double().cpu())
+        parts.append(target.look(SCORES, here, probe.labels[part]).losses.double().cpu())
     return torch.cat(parts)
 
 
@@ -259,7 +259,8 @@ def check_randomness(probe: Probe) -> Verdict:
     evidence: dict[str, Any] = {"largest_difference": difference, "flipped_predictions": flipped}
     if not probe.is_random:
         return "ok", "Two passes over the same images agree.", evidence, ""
-    view, rows = _averaged(probe.budget.eot), torch.nonzero(probe.standing).squeeze(1).to(probe.rows.device)
+    view = Averaged(view=SCORES, passes=probe.budget.eot)
+    rows = torch.nonzero(probe.standing).squeeze(1).to(probe.rows.device)
     looks = [
         probe.target.narrow(part).look(view, probe.images[part], probe.labels[part]).losses
         for part in probe.groups(rows)
@@ -276,17 +277,6 @@ def check_randomness(probe: Probe) -> Verdict:
         claim += f", and averaging gradients breaks {percent(gained, n)} that plain PGD left."
         return "alarm", claim, evidence, advice
     return "note", f"{claim}; averaging gradients breaks no more than that explains.", evidence, advice
-
-
-def _averaged(passes: int) -> View:
-    margin = make_view("scores", "margin")
-
-    def view(model: torch.nn.Module, images: Tensor, labels: Tensor, goals: Tensor | None) -> Look:
-        looks = [margin(model, images, labels, goals) for _ in range(passes)]
-        scores = torch.stack([look.scores for look in looks if look.scores is not None]).mean(dim=0)
-        return Look(torch.stack([look.losses for look in looks]).mean(dim=0), scores)
-
-    return view
 
 
 @diagnostic("probabilities", _CROCE)

@@ -18,7 +18,7 @@ from ecnn.attacks.ball import l2_norm, per_image, project, random_start, steepes
 from ecnn.attacks.base import Attack, Target
 from ecnn.attacks.draws import Draws
 from ecnn.attacks.gradient import PGD
-from ecnn.attacks.views import Look, Loss, View, make_view
+from ecnn.attacks.views import SCORES, Look, Loss, View, score_loss
 from ecnn.auditing.case import Case
 from ecnn.auditing.findings import Finding, Level
 from ecnn.backbones import eval_mode, full_precision, without_tf32
@@ -119,7 +119,7 @@ class Probe:
         self.target.narrow(self.rows[:1]).count(1, 1)
         try:
             with torch.enable_grad():
-                losses = make_view("scores", "margin")(self.model, points, self.labels[:1], None).losses
+                losses = score_loss(SCORES.read(self.model, points)[0], self.labels[:1], "margin")
                 if not losses.requires_grad:
                     return "the scores do not depend on the pixels in a differentiable way"
                 (gradient,) = torch.autograd.grad(losses.sum(), points, allow_unused=True)
@@ -135,12 +135,12 @@ class Probe:
     @cached_property
     def margin_walk(self) -> Walk:
         """Plain PGD with the margin loss on the scores."""
-        return self.walk(lambda rows: make_view("scores", "margin"), self.rows)
+        return self.walk(lambda rows: SCORES, self.rows)
 
     @cached_property
     def cross_entropy_walk(self) -> Walk:
         """Plain PGD with cross-entropy on the scores."""
-        return self.walk(lambda rows: make_view("scores", "cross_entropy"), self.rows)
+        return self.walk(lambda rows: SCORES, self.rows, loss="cross_entropy")
 
     @property
     def standing(self) -> Tensor:
@@ -164,9 +164,9 @@ class Probe:
 
     def gradients(self, loss: Loss, *, double: bool = False) -> Tensor:
         """(image, pixel) gradient of the loss at the images, in float64 from the copy that computes there."""
-        view, parts = make_view("scores", loss), []
         if self.gradient_error is not None:
             return torch.zeros_like(self.images).flatten(1)
+        parts = []
         for part in self.groups():
             target = self.target.narrow(part)
             images = self.images[part]
@@ -175,7 +175,7 @@ class Probe:
                 copied = Target(self.double_model, len(part), images.device)
                 target, images = copied, images.double()
                 self.target.narrow(part).count(1, 1)
-            parts.append(target.ascend(view, images, self.labels[part])[1].flatten(1))
+            parts.append(target.ascend(SCORES, images, self.labels[part], loss=loss)[1].flatten(1))
         return torch.cat(parts)
 
     def walk(
@@ -186,6 +186,7 @@ class Probe:
         steps: int | None = None,
         start: Literal["uniform", "image"] = "uniform",
         labels: Tensor | None = None,
+        loss: Loss = "margin",
     ) -> Walk:
         """PGD with a constant step over some images, with everything it saw; rows are never dropped on the way."""
         labels = self.labels[rows] if labels is None else labels
@@ -196,13 +197,19 @@ class Probe:
             walks = []
             for part in torch.split(torch.arange(len(rows), device=rows.device), _GROUP):
                 here = rows[part]
-                walks.append(
-                    self._walk(view_of(here), here, labels[part], draws.take(part), steps, start == "image")
-                )
+                about = (view_of(here), loss, here, labels[part], draws.take(part))
+                walks.append(self._walk(*about, steps, start == "image"))
         return _join_walks(walks)
 
     def _walk(
-        self, view: View, rows: Tensor, labels: Tensor, draws: Draws, steps: int | None, still: bool
+        self,
+        view: View,
+        loss: Loss,
+        rows: Tensor,
+        labels: Tensor,
+        draws: Draws,
+        steps: int | None,
+        still: bool,
     ) -> Walk:
         images, target = self.images[rows], self.target.narrow(rows)
         steps = self.budget.probe_steps if steps is None else steps
@@ -212,10 +219,10 @@ class Probe:
         looks, blind = [], torch.zeros(len(rows), device=images.device)
         for step in range(steps + 1):
             if step < steps and self.gradient_error is None:
-                look, gradient = target.ascend(view, points, labels)
+                look, gradient = target.ascend(view, points, labels, loss=loss)
                 blind += unusable(gradient.flatten(1)).to(blind.dtype) / steps
             else:
-                look, gradient = target.look(view, points, labels), torch.zeros_like(points)
+                look, gradient = target.look(view, points, labels, loss=loss), torch.zeros_like(points)
                 blind += step < steps and 1 / steps
             looks.append(_summarise(look, labels))
             now = looks[-1][3].bool()

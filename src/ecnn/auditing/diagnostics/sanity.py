@@ -11,7 +11,7 @@ from torch import Tensor
 from ecnn.attacks.blackbox import RandomNoise
 from ecnn.attacks.gradient import PGD
 from ecnn.attacks.square import Square
-from ecnn.attacks.views import View, make_view
+from ecnn.attacks.views import SCORES
 from ecnn.auditing.diagnostics.probes import Probe, Verdict, diagnostic, percent, share
 from ecnn.auditing.diagnostics.statistics import DOMINATED_TOLERANCE, TOLERANCE, exceeds
 
@@ -224,7 +224,7 @@ def check_labels(probe: Probe) -> Verdict:
     wrong = ~probe.right & ~probe.scores.isnan().any(dim=1).cpu()
     rows = torch.nonzero(wrong).squeeze(1).to(probe.rows.device)
     own = probe.scores.argmax(dim=1)[rows]
-    walk = probe.walk(lambda _: _margin_view(), rows, labels=own)
+    walk = probe.walk(lambda _: SCORES, rows, labels=own)
     ends = [probe.target.narrow(rows[part]).scores(walk.last[part]) for part in _parts(len(rows))]
     now_right = int((torch.cat(ends).argmax(dim=1) == probe.labels[rows]).sum()) if ends else 0
     n, after = len(probe.images), int((probe.right & ~probe.margin_walk.wrong[-1]).sum())
@@ -282,10 +282,6 @@ def check_last_iterate(probe: Probe) -> Verdict:
             "The attack helps the model: its loss does not say what is right. Change it.",
         )
     return "ok", "The last iterate is as wrong as the best one.", evidence, ""
-
-
-def _margin_view() -> View:
-    return make_view("scores", "margin")
 
 
 def _parts(n: int) -> tuple[Tensor, ...]:

@@ -1,9 +1,9 @@
-"""Several searches in turn (restarts, targets, attacks), and one search whose rows drop out when they are broken."""
+"""Several attempts at the same images, and one attempt whose rows drop out when they are broken."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Iterator
 from copy import copy
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Self, TypeVar
@@ -17,9 +17,6 @@ from ecnn.attacks.base import Target
 # On CUDA counting makes the device wait, and a new batch size costs time of its own.
 _CUDA_STEPS_BETWEEN_COUNTS = 10
 _CUDA_SHARE_WORTH_DROPPING = 0.25
-
-#: (target of these rows, their positions) -> points, whether they are broken, and what breaks a tie: more is better.
-Turn = Callable[[Target, Tensor], tuple[Tensor, Tensor, Tensor]]
 
 
 @dataclass(kw_only=True)
@@ -55,19 +52,17 @@ class Rows:
 
 
 AnyRows = TypeVar("AnyRows", bound=Rows)
+Setting = TypeVar("Setting")
 
 
-def advance_rows(
-    target: Target,
-    state: AnyRows,
-    steps: int,
-    advance: Callable[[Target, AnyRows, int], None],
-    *,
-    early_exit: bool,
-) -> AnyRows:
-    """The state after `advance(target, state, step)` has changed it `steps` times; broken rows drop out on the way."""
-    rows = torch.arange(len(state.broken), device=state.broken.device)
-    part, whole = state, state
+def iterate_rows(
+    target: Target, whole: AnyRows, steps: int, *, early_exit: bool
+) -> Iterator[tuple[int, Target, AnyRows]]:
+    """Yields (step, target, rows) `steps` times, with early exit without the rows that are broken.
+
+    The loop changes the rows that it is given; once it is over, `whole` has the results of all. Do not break out of it.
+    """
+    rows, part = torch.arange(len(whole.broken), device=whole.broken.device), whole
     for step in range(steps):
         kept = _standing(part.broken, step) if early_exit else None
         if kept is not None:
@@ -75,16 +70,15 @@ def advance_rows(
                 whole.put(rows, part)
             rows, part, target = rows[kept], part.take(kept), target.narrow(kept)
         if not len(rows):
-            return whole
+            return
         before = copy(part)
-        advance(target, part, step)
+        yield step, target, part
         if (
             early_exit and part.broken.is_cuda
-        ):  # rows that are broken and not yet dropped must not change any more
+        ):  # broken rows that are not yet dropped must not change any more
             part.hold(before)
     if part is not whole:
         whole.put(rows, part)
-    return whole
 
 
 def _standing(broken: Tensor, step: int) -> Tensor | None:
@@ -96,26 +90,43 @@ def _standing(broken: Tensor, step: int) -> Tensor | None:
     return kept if len(kept) <= most else None
 
 
-def take_turns(turns: Iterable[Turn], target: Target, images: Tensor, *, early_exit: bool) -> Tensor:
-    """For each image the first broken point; without early exit the broken one of most worth.
+class Attempts:
+    """Several attempts at the same images (restarts, targets, attacks), of which the best point is kept.
 
-    Images that no turn breaks get their point of most worth.
+    The best point is the first broken one, without early exit the broken one of most worth; for an image that nothing
+    breaks it is the point of most worth.
+
+    Attributes:
+        points: the best points so far; the images themselves before the first attempt.
     """
-    points, broken = images.clone(), torch.zeros(len(images), dtype=torch.bool, device=images.device)
-    worth = torch.full((len(images),), -math.inf, dtype=images.dtype, device=images.device)
-    rows = torch.arange(len(images), device=images.device)
-    for turn in turns:
-        if not len(rows):
-            break
-        found, won, value = turn(target if len(rows) == len(images) else target.narrow(rows), rows)
-        before = broken[rows]
-        better = (won & ~before) | ((won == before) & (value > worth[rows]))
-        points[rows] = torch.where(per_image(better, found), found, points[rows])
-        worth[rows] = torch.where(better, value.to(worth.dtype), worth[rows])
-        broken[rows] = before | won
-        if early_exit:
-            rows = torch.nonzero(~broken).squeeze(1)
-    return points
+
+    def __init__(self, target: Target, images: Tensor, *, early_exit: bool) -> None:
+        self.points = images.clone()
+        self._target, self._early_exit = target, early_exit
+        self._broken = torch.zeros(len(images), dtype=torch.bool, device=images.device)
+        self._worth = torch.full((len(images),), -math.inf, dtype=images.dtype, device=images.device)
+        self._rows = torch.arange(len(images), device=images.device)
+
+    def each(self, settings: Iterable[Setting]) -> Iterator[tuple[Setting, Target, Tensor]]:
+        """Yields (setting, target, rows) for each attempt, until no image is left; follow it by `keep`.
+
+        The rows (n,) are the positions of the images to attack: with early exit those that are not broken yet.
+        """
+        for setting in settings:
+            if not len(self._rows):
+                return
+            is_whole = len(self._rows) == len(self.points)
+            yield setting, self._target if is_whole else self._target.narrow(self._rows), self._rows
+
+    def keep(self, found: Tensor, broken: Tensor, worth: Tensor) -> None:
+        """Takes what the attempt found where it is better: points, (n,) whether they are broken, (n,) their worth."""
+        rows, before = self._rows, self._broken[self._rows]
+        better = (broken & ~before) | ((broken == before) & (worth > self._worth[rows]))
+        self.points[rows] = torch.where(per_image(better, found), found, self.points[rows])
+        self._worth[rows] = torch.where(better, worth.to(self._worth.dtype), self._worth[rows])
+        self._broken[rows] = before | broken
+        if self._early_exit:
+            self._rows = torch.nonzero(~self._broken).squeeze(1)
 
 
 def best_wrong_classes(scores: Tensor, labels: Tensor, count: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""How passes through a small network are run: recorded as CUDA graphs, or in pieces that fit a CPU's caches."""
+"""Two ways to run passes faster: record them once and replay them (CUDA), or cut a batch into pieces (CPU)."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class Recorder:
 
 
 def run_in_pieces(name: Hashable, compute: Callable[..., Values], *inputs: Tensor | None) -> Values:
-    """compute(*inputs), computed for some of the rows at a time; takes what a `Recorder` does."""
+    """compute(*inputs), computed for as many rows at a time as fit a CPU's caches; called as a `Recorder` is."""
     rows, pixels = next((len(value), value[:1].numel()) for value in inputs if value is not None)
     pieces = math.ceil(rows / max(_LEAST_ROWS_AT_ONCE, _PIXELS_AT_ONCE // max(1, pixels)))
     if pieces < 2:

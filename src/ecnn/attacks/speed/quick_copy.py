@@ -14,8 +14,8 @@ def quick_copy(model: nn.Module, precision: str) -> nn.Module:
     """A copy whose scores differ from the model's, in eval mode, by rounding.
 
     Batch norms are merged into convolutions; on a CPU and in bfloat16 channels come last; in float32 on CUDA narrow
-    convolutions run on tensor cores (see `ecnn.attacks.kernels`) where Triton is installed. Merging and tensor cores
-    need a `ConvUnit`, whose order of layers is known.
+    convolutions run on tensor cores (see `tensor_cores`) where Triton is installed. Merging and tensor cores need a
+    `ConvUnit`, whose order of layers is known.
     """
     quick = without_batch_norms(model)
     on_cuda = any(parameter.is_cuda for parameter in model.parameters())
@@ -27,7 +27,7 @@ def quick_copy(model: nn.Module, precision: str) -> nn.Module:
 
 
 def _use_tensor_cores(model: nn.Module) -> None:
-    from ecnn.attacks.kernels import QuickConvolution
+    from ecnn.attacks.speed.tensor_cores import QuickConvolution
 
     for unit in model.modules():
         if isinstance(unit, ConvUnit) and QuickConvolution.fits(unit.conv):
