@@ -1,28 +1,28 @@
-"""The suite, attack by attack: each on what the earlier ones left, resumable, judged by fresh passes."""
+"""The attacks of an audit, each on what the earlier ones left; a random model is judged by the mean over passes."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from ecnn.attacks import Attack, Attacked
-from ecnn.attacks.ball import Norm, per_image
+from ecnn.attacks import Attack
+from ecnn.attacks.ball import per_image
+from ecnn.auditing.case import Case
 from ecnn.auditing.report import Stage
 from ecnn.data import Split
-from ecnn.evaluation import Evaluation, Outcomes, evaluate, load_images
-from ecnn.evaluation.measuring import place, predict
+from ecnn.evaluation import Evaluation, Outcomes, evaluate
+from ecnn.evaluation.measuring import batch_seed, check_ball, place, predict, seeded
 from ecnn.evaluation.records import FOLDER, Records
-from ecnn.evaluation.results import CLEAN
+from ecnn.evaluation.results import STANDS, WRONG
 from ecnn.progress import Progress
 
-STANDS, WRONG = -1, -2
 _BATCH = {"cpu": 256, "cuda": 1024}
 _FINAL = 1_000_003  # a stream of passes that no stage has seen
 
@@ -37,8 +37,7 @@ class Staged:
         right: (image,) share of passes that are right at the worst point found; 0 or 1 unless the model is random.
         right_when_clean: (image,) the same of the images as they are.
         right_when_plain: (image,) the same after the first attack alone.
-        evaluation: outcomes image by image; those that a stage was not made on have cost 0 and count as right there.
-        failures: by name, why an attack could not be made.
+        evaluation: outcomes image by image, and why attacks could not be made.
     """
 
     stages: tuple[Stage, ...]
@@ -47,7 +46,6 @@ class Staged:
     right_when_clean: np.ndarray
     right_when_plain: np.ndarray
     evaluation: Evaluation
-    failures: dict[str, str]
 
     @property
     def environment(self) -> str:
@@ -55,177 +53,43 @@ class Staged:
         return ", ".join(self.evaluation.clean.about.get("environments", ()))
 
 
-@dataclass(frozen=True, kw_only=True)
-class OnSurvivors(Attack):
-    """Another attack, on some of the images; the others come back as they are and cost nothing.
+def run_stages(
+    case: Case,
+    split: Split,
+    attacks: Mapping[str, Attack],
+    *,
+    is_random: bool,
+    folder: Path | None,
+    resume: bool,
+    progress: Progress | None,
+) -> Staged:
+    """Every attack in its turn, until nothing stands.
 
-    Which images are left follows from the attacks before it, so these are what tells one such attack from another.
-
-    Attributes:
-        norm, eps: of the attack's ball.
-        attack: what is made.
-        after: names of the attacks before it.
-        standing: (image,) whether the image at each position of the split is left.
-    """
-
-    norm: Norm
-    eps: float
-    attack: Attack
-    after: tuple[str, ...]
-    standing: Survivors
-
-    def run(
-        self, model: nn.Module, images: Tensor, labels: Tensor, *, seed: int = 0, index: Tensor | None = None
-    ) -> Attacked:
-        index = torch.arange(len(images)) if index is None else index.cpu()
-        rows = torch.nonzero(self.standing.mask[index]).squeeze(1)
-        nothing = torch.zeros(len(images), dtype=torch.int64)
-        result = Attacked(
-            images.clone(), labels.clone(), torch.zeros_like(labels).bool(), nothing, nothing.clone()
-        )
-        if len(rows):
-            places = rows.to(images.device)
-            found = self.attack.run(model, images[places], labels[places], seed=seed, index=index[rows])
-            for name in ("images", "predictions", "success"):
-                getattr(result, name)[places] = getattr(found, name)
-            for name in ("forwards", "backwards"):
-                getattr(result, name)[rows] = getattr(found, name)
-        return result
-
-
-class Survivors:
-    """A mask that is no setting: records do not describe it.
-
-    Attributes:
-        mask: (image,) bool, on the CPU.
-    """
-
-    def __init__(self, mask: np.ndarray) -> None:
-        self._mask = torch.from_numpy(mask.copy())
-
-    @property
-    def mask(self) -> Tensor:
-        return self._mask
-
-
-@dataclass(frozen=True, kw_only=True)
-class Remembered(Attack):
-    """Another attack, with torch's generator seeded for each batch, whose results stay in memory.
-
-    A random model asks torch for its randomness; seeded, a resumed audit finds what it would have found.
-
-    Attributes:
-        norm, eps: of the attack's ball.
-        attack: what is made.
-        memory: what it returned.
-    """
-
-    norm: Norm
-    eps: float
-    attack: Attack
-    memory: Memory
-
-    def run(
-        self, model: nn.Module, images: Tensor, labels: Tensor, *, seed: int = 0, index: Tensor | None = None
-    ) -> Attacked:
-        index = torch.arange(len(images)) if index is None else index.cpu()
-        with _seeded(images.device, seed, int(index[0])):
-            found = self.attack.run(model, images, labels, seed=seed, index=index)
-        self.memory.keep(index, found.images)
-        return found
-
-
-class Memory:
-    """Images by position; no setting either."""
-
-    def __init__(self) -> None:
-        self._images: dict[int, Tensor] = {}
-
-    def keep(self, index: Tensor, images: Tensor) -> None:
-        self._images.update(zip(index.tolist(), images.cpu(), strict=True))
-
-    def read(self, folder: Path | None, name: str, count: int) -> Tensor:
-        """(image, channel, height, width) all of them, those of an earlier run from its folder."""
-        if len(self._images) < count and folder is not None:
-            index, images = load_images(folder, name)
-            self._images = {**dict(zip(index.tolist(), images, strict=True)), **self._images}
-        return torch.stack([self._images[position] for position in range(count)])
-
-
-@contextmanager
-def _seeded(device: torch.device, seed: int, number: int) -> Iterator[None]:
-    """Torch's generators, seeded by two numbers as long as this lasts."""
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        torch.manual_seed((seed * 1_000_003 + number) % 2**63)
-        yield
-
-
-@dataclass(frozen=True, kw_only=True)
-class Course:
-    """Everything a run of the suite needs.
-
-    Attributes:
-        split: of which the first `count` images are audited.
+    Args:
+        case: what is audited; its images are the first of the split.
+        split: where they come from.
         attacks: in their order.
-        passes: over which a random model is judged; 0 for one that is not random.
+        is_random: whether the passes of the model differ.
         folder: for records, None for none.
+        resume: goes on with the records there; False begins anew.
+        progress: called as progress(done, total, note).
     """
-
-    model: nn.Module
-    split: Split
-    count: int
-    attacks: Mapping[str, Attack]
-    norm: Norm
-    eps: float
-    seed: int
-    passes: int
-    folder: Path | None
-    resume: bool
-    progress: Progress | None = field(default=None)
-
-    def run(self) -> Staged:
-        """Every attack in its turn, until nothing stands."""
-        if self.folder is not None and not self.resume:
-            _discard(self.folder)
-        return _run_random(self) if self.passes else _run_in_turn(self)
-
-    def try_stage(
-        self, name: str, attack: Attack, position: int, left: float, failures: dict[str, str]
-    ) -> Evaluation | None:
-        """One stage; None, and a sentence among the failures, for an attack that the model does not bear."""
-        try:
-            return self.evaluate(name, attack, position, left)
-        except torch.cuda.OutOfMemoryError:
-            raise
-        except (RuntimeError, TypeError, IndexError) as error:
-            failures[name] = (str(error).splitlines() or [type(error).__name__])[0]
-            return None
-
-    def evaluate(self, name: str, attack: Attack | None, position: int, left: float) -> Evaluation:
-        """One stage, through `ecnn.evaluate`; without an attack the images as they are."""
-        device = place(self.model, self.split[:1][0]).device.type
-        return evaluate(
-            self.model,
-            self.split,
-            {} if attack is None else {name: attack},
-            limit=self.count,
-            seed=self.seed,
-            batch_size=_BATCH.get(device, _BATCH["cpu"]),
-            run_dir=self.folder,
-            save_images=bool(self.passes) and self.folder is not None,
-            progress=self._report(name, position, left),
-        )
-
-    def _report(self, name: str, position: int, left: float) -> Progress | None:
-        """Tells what stands before this stage: the stage's own figure counts images that it was not made on."""
-        if self.progress is None:
-            return None
-        tell, stages = self.progress, len(self.attacks)
-
-        def report(done: int, total: int, news: str) -> None:
-            tell(position * total + done, stages * total, f"{name}, on {100 * left:.1f} % that stand")
-
-        return report
+    if folder is not None and not resume:
+        _discard(folder)
+    settings: dict[str, Any] = {
+        "limit": len(case.images),
+        "seed": case.seed,
+        "keep_going": True,
+        "batch_size": _BATCH.get(case.images.device.type, _BATCH["cpu"]),
+        "run_dir": folder,
+        "progress": progress,
+    }
+    if is_random:
+        tally = _MeanOverPasses(case, list(attacks))
+        return tally.result(evaluate(case.model, split, attacks, watch=tally.take, **settings))
+    evaluation = evaluate(case.model, split, attacks, cascade=True, **settings)
+    made = {name: found for name, found in evaluation.outcomes.items() if found.attacked.any()}
+    return _judge_in_turn(case, dataclasses.replace(evaluation, outcomes=made))
 
 
 def _discard(folder: Path) -> None:
@@ -235,54 +99,28 @@ def _discard(folder: Path) -> None:
             Records(folder, path.stem).discard()
 
 
-def _run_in_turn(course: Course) -> Staged:
-    clean = course.evaluate(CLEAN, None, 0, 1.0).clean
-    alive = clean.robust
-    broken_by = np.where(alive, STANDS, WRONG)
-    stages: list[Stage] = []
-    outcomes: dict[str, Outcomes] = {}
-    failures: dict[str, str] = {}
-    for position, (name, attack) in enumerate(course.attacks.items()):
-        if not alive.any():
-            break
-        staged = OnSurvivors(
-            norm=course.norm, eps=course.eps, attack=attack, after=tuple(outcomes), standing=Survivors(alive)
-        )
-        result = course.try_stage(name, staged, position, float(alive.mean()), failures)
-        if result is None:
-            continue
-        outcomes[name] = found = _align(result.outcomes[name], clean)
-        broken = alive & ~found.robust
-        broken_by[broken] = len(stages)
-        attacked, alive = int(alive.sum()), alive & ~broken
-        stages.append(_stage(found, attacked, float(broken.sum()), float(alive.mean())))
-    plain = next(iter(outcomes.values()), clean).robust
+def _judge_in_turn(case: Case, evaluation: Evaluation) -> Staged:
+    """What the cascade left of a model that is not random: an image is right or it is not."""
+    clean, outcomes = evaluation.clean, evaluation.outcomes
     return Staged(
-        stages=tuple(stages),
-        broken_by=broken_by,
-        right=alive.astype(float),
+        stages=tuple(
+            _stage(
+                case, found, int(found.attacked.sum()), float(found.broken.sum()), evaluation.accuracy[name]
+            )
+            for name, found in outcomes.items()
+        ),
+        broken_by=evaluation.broken_by,
+        right=evaluation.survivors().astype(float),
         right_when_clean=clean.robust.astype(float),
-        right_when_plain=plain.astype(float),
-        evaluation=Evaluation(clean, outcomes),
-        failures=failures,
+        right_when_plain=next(iter(outcomes.values()), clean).robust.astype(float),
+        evaluation=evaluation,
     )
 
 
-def _align(found: Outcomes, clean: Outcomes) -> Outcomes:
-    """The outcomes against the first clean pass, and with the attack's own settings in place of the wrapper's.
-
-    On a GPU a second clean pass may round otherwise.
-    """
-    alone = found.l0 == 0
-    prediction = np.where(alone, clean.prediction, found.prediction)
-    settings = found.about["attack"]["attack"]
-    if "place" in settings:
-        settings = {**settings, "on": settings["place"]}
-    about = {**found.about, "attack": settings}
-    return dataclasses.replace(found, clean_prediction=clean.prediction, prediction=prediction, about=about)
-
-
-def _stage(found: Outcomes, attacked: int, broken: float, accuracy: float) -> Stage:
+def _stage(case: Case, found: Outcomes, attacked: int, broken: float, accuracy: float) -> Stage:
+    """One line of the audit; InputError if the attack left the audited ball, which it need not declare itself."""
+    farthest = float(getattr(found, case.norm).max())
+    check_ball(found.name, case.norm, case.eps, farthest, case.images[0].numel())
     return Stage(
         name=found.name,
         attacked=attacked,
@@ -294,51 +132,53 @@ def _stage(found: Outcomes, attacked: int, broken: float, accuracy: float) -> St
     )
 
 
-def _run_random(course: Course) -> Staged:
-    """Each attack on all images; of each image the point at which most passes are wrong is judged by new passes."""
-    clean = course.evaluate(CLEAN, None, 0, 1.0).clean
-    images, labels = (part.cpu() for part in course.split[: course.count])
-    worst = images
-    left = clean_shares = plain_shares = _right_share(course, images, labels, CLEAN)
-    broken_by = np.where(clean_shares < 0.5, WRONG, STANDS)
-    stages: list[Stage] = []
-    outcomes: dict[str, Outcomes] = {}
-    failures: dict[str, str] = {}
-    for position, (name, attack) in enumerate(course.attacks.items()):
-        memory = Memory()
-        staged = Remembered(norm=course.norm, eps=course.eps, attack=attack, memory=memory)
-        result = course.try_stage(name, staged, position, float(left.mean()), failures)
-        if result is None:
-            continue
-        outcomes[name] = _align(result.outcomes[name], clean)
-        points = memory.read(course.folder, name, course.count).to(images)
-        shares = _right_share(course, points, labels, name)
-        plain_shares = shares if not stages else plain_shares
-        worst = torch.where(per_image(torch.from_numpy(shares < left), images), points, worst)
-        before, left = left, np.minimum(left, shares)
-        broken_by = np.where((broken_by == STANDS) & (left < 0.5), len(stages), broken_by)
-        stages.append(_stage(outcomes[name], course.count, float((before - left).sum()), float(left.mean())))
-    return Staged(
-        stages=tuple(stages),
-        broken_by=broken_by,
-        right=_right_share(course, worst, labels, None),
-        right_when_clean=clean_shares,
-        right_when_plain=plain_shares,
-        evaluation=Evaluation(clean, outcomes),
-        failures=failures,
-    )
+class _MeanOverPasses:
+    """What attacks on all images leave of a random model.
 
+    Of each image the point is kept at which most passes are wrong; new passes judge it in the end.
 
-def _right_share(course: Course, images: Tensor, labels: Tensor, name: str | None) -> np.ndarray:
-    """(image,) share of passes that give the label, twice as many for the last word; seeded by the stage."""
-    names = [CLEAN, *course.attacks]
-    number = _FINAL if name is None else 1000 * names.index(name)
-    passes = course.passes * (2 if name is None else 1)
-    counts = []
-    for batch, part in enumerate(torch.split(torch.arange(len(images)), _BATCH["cpu"])):
-        asked = place(course.model, images[part])
-        wanted = labels[part].to(asked.device)
-        with _seeded(asked.device, course.seed + 1, number + batch):
-            right = [predict(course.model, asked) == wanted for _ in range(passes)]
-        counts.append(torch.stack(right).double().mean(dim=0).cpu())
-    return torch.cat(counts).numpy()
+    Args:
+        case: what is audited.
+        names: of the attacks, in their order: each has passes of its own.
+    """
+
+    def __init__(self, case: Case, names: list[str]) -> None:
+        self.case, self.names = case, names
+        self.worst = case.images.cpu().float()
+        self.clean = self.plain = self.left = self._right_share(self.worst, 0, case.budget.eot)
+        self.broken_by = np.where(self.clean < 0.5, WRONG, STANDS)
+        self.stages: list[Stage] = []
+
+    def take(self, found: Outcomes, points: Tensor) -> None:
+        """Judges what an attack made of the images (image, channel, height, width), on the CPU."""
+        shares = self._right_share(points, 1 + self.names.index(found.name), self.case.budget.eot)
+        self.plain = self.plain if self.stages else shares
+        self.worst = torch.where(per_image(torch.from_numpy(shares < self.left), points), points, self.worst)
+        before, self.left = self.left, np.minimum(self.left, shares)
+        newly = (self.broken_by == STANDS) & (self.left < 0.5)
+        self.broken_by = np.where(newly, len(self.stages), self.broken_by)
+        lost = float((before - self.left).sum())
+        self.stages.append(_stage(self.case, found, len(points), lost, float(self.left.mean())))
+
+    def result(self, evaluation: Evaluation) -> Staged:
+        """What is left in the end, by twice as many new passes."""
+        return Staged(
+            stages=tuple(self.stages),
+            broken_by=self.broken_by,
+            right=self._right_share(self.worst, None, 2 * self.case.budget.eot),
+            right_when_clean=self.clean,
+            right_when_plain=self.plain,
+            evaluation=evaluation,
+        )
+
+    def _right_share(self, images: Tensor, stage: int | None, passes: int) -> np.ndarray:
+        """(image,) share of passes that give the label, seeded by the stage; None is the last word."""
+        case, counts = self.case, []
+        first = _FINAL if stage is None else 1000 * stage
+        for batch, part in enumerate(torch.split(torch.arange(len(images)), _BATCH["cpu"])):
+            asked = place(case.model, images[part])
+            wanted = case.labels[part.to(case.labels.device)]
+            with seeded(asked.device, batch_seed(case.seed + 1, first + batch)):
+                right = [predict(case.model, asked) == wanted for _ in range(passes)]
+            counts.append(torch.stack(right).double().mean(dim=0).cpu())
+        return torch.cat(counts).numpy()

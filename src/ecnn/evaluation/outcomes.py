@@ -34,7 +34,7 @@ COLUMNS: dict[str, str] = {
     "brier": "float32",
 }
 #: What must agree between records for them to be parts of one.
-IDENTITY = ("attack", "seed", "model")
+IDENTITY = ("attack", "seed", "model", "after")
 Verdict = Literal["robust", "correct_after"]
 
 
@@ -52,12 +52,14 @@ class Outcomes:
         linf: largest change of a value, on the [0, 1] scale.
         l2: Euclidean length of the change.
         l0: number of values (channel, row, column) that changed.
-        forwards: passes that the attack asked for; -1 where an attack of other make does not say.
+        forwards: passes that the attack asked for; -1 where an attack of other make does not say; 0 where, in a
+            cascade, the attack was not run because another had broken the image.
         backwards: gradients that it asked for; -1 likewise.
         nll: negative log probability of the true class after the attack, in nats, from a softmax of the scores.
         confidence: probability of the predicted class after the attack.
         brier: squared distance of the probabilities from the truth, 0 to 2.
-        about: where the records come from: settings of the attack, seed, model, environment, time.
+        about: where the records come from: settings of the attack, seed, model, environment, time; in a cascade
+            "after", the names of the attacks before this one.
     """
 
     name: str
@@ -100,6 +102,11 @@ class Outcomes:
 
     def __repr__(self) -> str:
         return f"Outcomes({self.name!r}, {len(self)} images, robust {self.rate()})"
+
+    @property
+    def attacked(self) -> np.ndarray:
+        """(image,) whether the attack was run on it; False only in a cascade."""
+        return np.asarray(self.forwards != 0)
 
     @property
     def correct_clean(self) -> np.ndarray:
@@ -206,6 +213,12 @@ def compare(
             raise InputError(
                 f"{a.name!r} and {b.name!r} are not outcomes of the same images ({len(a)} and {len(b)} images, other "
                 f"{column}): evaluate both on the same first images of one split."
+            )
+    for outcomes in (a, b):
+        if outcomes.about.get("after"):
+            raise InputError(
+                f"{outcomes.name!r} was run only on what {', '.join(outcomes.about['after'])} left, so that its "
+                "outcomes alone say little: compare evaluations that were made without cascade=True."
             )
     won_a, won_b = a.verdicts(verdict), b.verdicts(verdict)
     counts = [int((one & other).sum()) for one in (won_a, ~won_a) for other in (won_b, ~won_b)]

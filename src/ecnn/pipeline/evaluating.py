@@ -17,6 +17,7 @@ from ecnn.attacks import ATTACKS, Attack
 from ecnn.data import load_data
 from ecnn.errors import InputError
 from ecnn.evaluation import Evaluation, evaluate, load_images
+from ecnn.evaluation.measuring import BATCH_SIZE
 from ecnn.pipeline.common import check_shape, find_device
 from ecnn.progress import Progress
 
@@ -88,8 +89,8 @@ def evaluate_run(request: EvaluateRequest, *, progress: Progress | None = None) 
             run_dir=folder,
             resume=request.resume,
             save_images=request.save_images is not None,
+            batch_size=BATCH_SIZE if request.batch_size is None else request.batch_size,
             progress=progress,
-            **({} if request.batch_size is None else {"batch_size": request.batch_size}),
         )
         if request.save_images is not None and folder is not None:
             _write_images(request.save_images, folder, found)
