@@ -568,6 +568,29 @@ def test_cost_is_that_of_a_few_attacks() -> None:
     assert calls == list(range(len(CHECKS) + 1))
 
 
+@pytest.mark.parametrize(
+    ("name", "kind", "make"),
+    [
+        ("finite_scores", "nan", lambda: Changed(after=lambda scores: scores * math.nan)),
+        ("finite_scores", "infinite", lambda: Changed(after=lambda scores: scores * math.inf)),
+        ("zero_gradients", "standing", lambda: Changed(before=lambda images: (3 * images).round() / 3)),
+        ("zero_gradients", "hidden", lambda: Changed(after=lambda scores: 1000 * scores)),
+        ("radius", "nothing_to_attack", lambda: Changed(after=lambda scores: scores * math.nan)),
+        ("differentiable", "differentiable", lambda: Changed(before=lambda images: images.detach())),
+    ],
+)
+def test_a_kind_says_which_of_its_findings_a_check_has(name: str, kind: str, make: Any) -> None:
+    """Programs read the kind; sentences may change. A check that can find one thing only has its name for a kind."""
+    assert check(name, make()).kind == kind
+
+
+def test_a_check_that_could_not_be_made_says_so_by_its_kind() -> None:
+    def fail(images: Tensor) -> Tensor:
+        raise RuntimeError("no")
+
+    assert CHECKS["steps"](make_case(Changed(before=fail))).kind == "not_made"
+
+
 # ---- outcomes laid side by side
 
 
@@ -635,13 +658,13 @@ def test_surrogates_and_functions_are_placed() -> None:
     assert found["views"].level == "alarm"
 
 
-def test_attacks_in_stages_are_read_through_their_wrapping() -> None:
-    """A stage is made on what stands, leaves the rest at no cost, and its settings are those of the attack inside."""
+def test_attacks_of_a_cascade_and_attacks_around_another() -> None:
+    """A stage is made on what stands and leaves the rest at no cost; where an attack looks, the one inside says."""
     order = np.arange(100)
-    later = outcomes("later", (order < 20) | (order >= 60), 9, kind="OnSurvivors", attack={"on": "linear"})
+    later = outcomes("later", (order < 20) | (order >= 60), 9, kind="InDouble", attack={"on": "linear"})
     later = replace(later, forwards=np.where(order < 20, 0, 5), backwards=np.where(order < 20, 0, 9))
     inside = {"kind": "PGD", "on": "scores", "loss": "cross_entropy"}
-    first = outcomes("first", order >= 20, 9, kind="OnSurvivors", attack=inside)
+    first = outcomes("first", order >= 20, 9, kind="InDouble", attack=inside)
     found = {finding.name: finding for finding in read_evidence(evaluation_of(first=first, later=later))}
     assert found["views"].evidence["hidden_from_scores"] == 40
     assert found["views"].level == "alarm"

@@ -18,7 +18,7 @@ from ecnn.attacks.base import Target
 from ecnn.auditing.budgets import Budget, resolve_budget
 from ecnn.auditing.case import Case
 from ecnn.auditing.diagnostics import diagnose, read_evidence
-from ecnn.auditing.findings import Finding, Level
+from ecnn.auditing.findings import Finding, alarm, note
 from ecnn.auditing.report import Audit, Verdict
 from ecnn.auditing.staging import Staged, run_stages
 from ecnn.auditing.suite import find_traits, suite
@@ -218,37 +218,25 @@ def _flags(case: Case) -> list[Finding]:
         warnings = (f"The model cannot be differentiated: {str(error).splitlines()[0]}.",)
     findings = []
     for number, warning in enumerate(warnings):
-        is_dynamic = "while it classifies" in warning
-        level: Level = "alarm" if is_dynamic else "note"
-        findings.append(
-            Finding(
-                name=f"autoattack_flag_{number + 1}",
-                level=level,
-                claim=warning,
-                evidence={"images": len(checked)},
-                advice="Attack the optimisation inside the model."
-                if is_dynamic
-                else "See which attack broke what.",
-                source="Croce & Hein 2020, AutoAttack: flags",
-            )
-        )
+        evidence = {"images": len(checked)}
+        if "while it classifies" in warning:
+            found = alarm(warning, evidence, "Attack the optimisation inside the model.", kind="dynamic")
+        else:
+            found = note(warning, evidence, "See which attack broke what.")
+        name, source = f"autoattack_flag_{number + 1}", "Croce & Hein 2020, AutoAttack: flags"
+        findings.append(dataclasses.replace(found, name=name, source=source))
     return findings
 
 
 def _failures(evaluation: Evaluation) -> list[Finding]:
-    if not evaluation.failures:
+    """A note that names the attacks which the model does not bear, if there are any."""
+    failures = dict(evaluation.failures)
+    if not failures:
         return []
-    names = ", ".join(evaluation.failures)
-    return [
-        Finding(
-            name="attacks_not_made",
-            level="note",
-            claim=f"The model does not bear {len(evaluation.failures)} of the attacks: {names}.",
-            evidence=dict(evaluation.failures),
-            advice="They broke nothing for that reason: read why, and mend it if you can.",
-            source="the suite",
-        )
-    ]
+    claim = f"The model does not bear {len(failures)} of the attacks: {', '.join(failures)}."
+    advice = "They broke nothing for that reason: read why, and mend it if you can."
+    found = note(claim, failures, advice)
+    return [dataclasses.replace(found, name="attacks_not_made", source="the suite")]
 
 
 def _kept_findings(folder: Path | None, identity: dict[str, Any]) -> list[Finding] | None:
