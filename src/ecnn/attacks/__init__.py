@@ -1,7 +1,7 @@
 """Attacks: immutable objects called as attack(model, images, labels) -> images in the same ball, still in [0, 1]."""
 
 from ecnn.attacks.apgd import APGD
-from ecnn.attacks.auto import AutoAttack, SuiteResult
+from ecnn.attacks.auto import AutoAttack
 from ecnn.attacks.ball import project, random_start
 from ecnn.attacks.base import Attack, Attacked
 from ecnn.attacks.blackbox import HopSkipJump, RandomNoise, Transfer
@@ -53,7 +53,6 @@ __all__ = [
     "PGD",
     "RandomNoise",
     "Square",
-    "SuiteResult",
     "Transfer",
     "VIEWS",
     "project",
