@@ -782,3 +782,9 @@ def test_bad_settings_are_found_when_the_attack_is_made(
     }
     with pytest.raises(InputError, match=sentence):
         maker(**{"norm": "linf", "eps": 0.1, **needed[maker], **changes})
+
+
+def test_labels_that_do_not_fit_the_images() -> None:
+    model, images, labels = curved_case()
+    with pytest.raises(InputError, match="labels must be int64"):
+        AutoAttack(norm="linf", eps=0.1).run(model, images, labels[:-1])

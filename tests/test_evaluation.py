@@ -564,7 +564,7 @@ def test_compare_is_paired() -> None:
     assert wilson_interval(510, 1000)[0] < wilson_interval(500, 1000)[1]
     last = make_outcomes([True, False], clean_prediction=[1, 0])
     assert compare(last, make_outcomes([False, False])).only_a == 0
-    assert compare(last, make_outcomes([False, False]), verdict="correct_after").only_a == 1
+    assert compare(last, make_outcomes([False, False]), criterion="correct_after").only_a == 1
 
 
 @pytest.mark.parametrize(
@@ -580,8 +580,8 @@ def test_other_images_are_not_compared(changed: dict[str, Any]) -> None:
         compare(make_outcomes([True, False]), make_outcomes([True, False], **changed))
     with pytest.raises(InputError, match="2 and 1 images"):
         compare(make_outcomes([True, False]), make_outcomes([True]))
-    with pytest.raises(InputError, match='a verdict is "robust"'):
-        compare(make_outcomes([True]), make_outcomes([True]), verdict="linf")  # type: ignore[arg-type]
+    with pytest.raises(InputError, match="criterion must be robust or correct_after"):
+        compare(make_outcomes([True]), make_outcomes([True]), criterion="linf")  # type: ignore[arg-type]
 
 
 # Calibration

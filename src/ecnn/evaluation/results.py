@@ -13,7 +13,7 @@ import numpy as np
 from ecnn.checks import check_choice, parse_eps
 from ecnn.errors import InputError
 from ecnn.evaluation.intervals import CONFIDENCE, Interval, Rate
-from ecnn.evaluation.outcomes import Outcomes, Verdict
+from ecnn.evaluation.outcomes import Criterion, Outcomes
 
 CLEAN = "clean"
 #: In place of the number of an attack: nothing broke the image, or it was wrong before any attack.
@@ -93,16 +93,16 @@ class Evaluation:
             **{name: self.rate_of(name).interval for name in self.outcomes},
         }
 
-    def rate_of(self, name: str, verdict: Verdict = "robust") -> Rate:
+    def rate_of(self, name: str, criterion: Criterion = "robust") -> Rate:
         """The share of images that are robust under an attack, or "correct_after" it."""
-        return Rate(int(self._standing(name, verdict).sum()), len(self))
+        return Rate(int(self._standing(name, criterion).sum()), len(self))
 
-    def _standing(self, name: str, verdict: Verdict = "robust") -> np.ndarray:
+    def _standing(self, name: str, criterion: Criterion = "robust") -> np.ndarray:
         """(image,) right under the attack and, in a cascade, under those before it."""
         outcomes = self._outcomes_of(name)
-        standing = outcomes.verdicts(verdict)
+        standing = outcomes.meets(criterion)
         for earlier in outcomes.about.get("after", ()):
-            standing = standing & self._outcomes_of(earlier).verdicts(verdict)
+            standing = standing & self._outcomes_of(earlier).meets(criterion)
         return standing
 
     @property
