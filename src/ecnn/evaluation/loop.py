@@ -6,7 +6,7 @@ import dataclasses
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -153,7 +153,7 @@ def _plan(
 
 def _has_eps(attack: Any) -> bool:
     return dataclasses.is_dataclass(attack) and any(
-        field.name == "eps" and field.init for field in dataclasses.fields(attack)
+        entry.name == "eps" and entry.init for entry in dataclasses.fields(attack)
     )
 
 
@@ -165,7 +165,8 @@ class _Evaluator:
         chosen: the images that are evaluated.
         fingerprint: of the model and of all images of the split.
         total: images times jobs, of which `done` are done.
-        memory: attacked images of the job under way by position, where no run_dir keeps them.
+        clean: outcomes of the images as they are, once they are known.
+        memory: positions and attacked images of the job under way, where no run_dir keeps them.
     """
 
     model: nn.Module
@@ -180,22 +181,23 @@ class _Evaluator:
     progress: Progress | None
     total: int
     done: int = 0
+    clean: Outcomes | None = None
+    memory: list[tuple[np.ndarray, np.ndarray]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.environment = describe_environment(place(self.model, self.chosen[:1][0]).device)
-        self.memory: list[tuple[np.ndarray, np.ndarray]] = []
 
     def run(self, jobs: Sequence[_Job]) -> Evaluation:
         """The clean images once, then every job; in a cascade each on what the ones before it left."""
         everything = np.ones(len(self.chosen), dtype=bool)
-        clean = self._finish(_Job(CLEAN, None, None, None, 0), None, everything, ())
+        self.clean = clean = self._finish(_Job(CLEAN, None, None, None, 0), everything, ())
         standing = clean.robust
         outcomes: dict[str, Outcomes] = {}
         failures: dict[str, str] = {}
         for number, job in enumerate(jobs):
-            self.done = (1 + number) * len(self.chosen)
+            self.done, self.memory = (1 + number) * len(self.chosen), []
             try:
-                found = self._finish(job, clean, standing if self.cascade else everything, tuple(outcomes))
+                found = self._finish(job, standing if self.cascade else everything, tuple(outcomes))
             except torch.cuda.OutOfMemoryError:
                 raise
             except (RuntimeError, TypeError, IndexError) as error:
@@ -205,34 +207,32 @@ class _Evaluator:
                 continue
             outcomes[job.name] = found
             standing = standing & found.robust
+            if self.watch is not None:
+                self.watch(found, self._attacked_images(job))
         return Evaluation(clean, outcomes, failures)
 
-    def _finish(
-        self, job: _Job, clean: Outcomes | None, wanted: np.ndarray, after: tuple[str, ...]
-    ) -> Outcomes:
+    def _finish(self, job: _Job, wanted: np.ndarray, after: tuple[str, ...]) -> Outcomes:
         """The outcomes of a job on the wanted images: what is on the disk, and the rest computed now."""
-        self.memory = []
-        about = self._describe(job, after)
-        records = None if self.run_dir is None else Records(self.run_dir, job.name)
+        about, records = self._describe(job, after), self._records(job)
         found = [] if records is None else records.read(about, self.fingerprint)
-        missing = self._missing(job, records, found, wanted)
+        missing = self._missing(job, wanted, found)
         self.done += len(self.chosen) - len(missing)
-        self._report(job, clean, wanted, found)
+        self._report(job, wanted, found)
         for start in range(0, len(missing), self.batch_size):
             positions = missing[start : start + self.batch_size]
             # Later parts come first: of an image in two parts the first is kept.
-            found.insert(0, self._batch(job, clean, positions, about, records))
+            found.insert(0, self._batch(job, positions, about))
             self.done += len(positions)
-            self._report(job, clean, wanted, found)
-        left_alone = self._leave_alone(job, clean, about, found)
+            self._report(job, wanted, found)
+        left_alone = self._leave_alone(job, about, found)
         whole = join([*found, *left_alone])
         if records is not None and self.run_dir is not None:
             records.finish(whole, is_new=bool(len(missing) or left_alone))
             write_summary(self.run_dir)
-        whole = whole.take(whole.index < len(self.chosen))
-        if self.watch is not None and job.attack is not None:
-            self.watch(whole, self._attacked_images(records))
-        return whole
+        return whole.take(whole.index < len(self.chosen))
+
+    def _records(self, job: _Job) -> Records | None:
+        return None if self.run_dir is None else Records(self.run_dir, job.name)
 
     def _describe(self, job: _Job, after: tuple[str, ...]) -> dict[str, Any]:
         is_attack = job.attack is not None
@@ -245,37 +245,25 @@ class _Evaluator:
             **({"after": list(after)} if self.cascade and is_attack else {}),
         }
 
-    def _missing(
-        self, job: _Job, records: Records | None, found: list[Outcomes], wanted: np.ndarray
-    ) -> np.ndarray:
-        """(image,) positions of the wanted images that no record has under this attack."""
-        known = np.concatenate([part.index[part.attacked] for part in found] or [np.zeros(0, dtype=int)])
+    def _missing(self, job: _Job, wanted: np.ndarray, found: Sequence[Outcomes]) -> np.ndarray:
+        """(n,) positions of the wanted images on which no record says that the attack was run."""
+        known = np.concatenate([np.zeros(0, dtype=int), *(part.index[part.attacked] for part in found)])
+        records = self._records(job)
         if self.save_images and job.attack is not None and records is not None:
             known = np.intersect1d(known, records.image_positions())
         return np.setdiff1d(np.flatnonzero(wanted), known)
 
-    def _leave_alone(
-        self, job: _Job, clean: Outcomes | None, about: dict[str, Any], found: list[Outcomes]
-    ) -> list[Outcomes]:
+    def _leave_alone(self, job: _Job, about: dict[str, Any], found: Sequence[Outcomes]) -> list[Outcomes]:
         """Outcomes of the images that the attack was not run on, if there are any: as they were when clean."""
-        known = [part.index for part in found]
-        rest = np.setdiff1d(np.arange(len(self.chosen)), np.concatenate(known) if known else [])
-        if clean is None or not len(rest):
+        known = np.concatenate([np.zeros(0, dtype=int), *(part.index for part in found)])
+        rest = np.setdiff1d(np.arange(len(self.chosen)), known)
+        if self.clean is None or not len(rest):
             return []
-        part = clean.take(rest)
-        times = {"started": now(), "finished": now(), "environments": [self.environment]}
-        return [
-            dataclasses.replace(part, name=job.name, forwards=0 * part.forwards, about={**about, **times})
-        ]
+        part = self.clean.take(rest)
+        about = {**about, "started": now(), "finished": now(), "environments": [self.environment]}
+        return [dataclasses.replace(part, name=job.name, forwards=0 * part.forwards, about=about)]
 
-    def _batch(
-        self,
-        job: _Job,
-        clean: Outcomes | None,
-        positions: np.ndarray,
-        about: dict[str, Any],
-        records: Records | None,
-    ) -> Outcomes:
+    def _batch(self, job: _Job, positions: np.ndarray, about: dict[str, Any]) -> Outcomes:
         started, clock = now(), time.monotonic()
         index = torch.from_numpy(positions)
         images, labels = self.chosen[index]
@@ -293,17 +281,19 @@ class _Evaluator:
         disagreements = 0
         if crafted.predictions is not None:
             disagreements = int((crafted.predictions.cpu().numpy() != columns["prediction"]).sum())
-        if clean is not None:
+        if self.clean is not None:
             # An image that was left alone has the outcome it had: rounding in another batch must not break it.
             alone = columns["l0"] == 0
             for column in ("prediction", "nll", "confidence", "brier"):
-                columns[column] = np.where(alone, getattr(clean, column)[positions], columns[column])
+                columns[column] = np.where(alone, getattr(self.clean, column)[positions], columns[column])
         part = Outcomes(
             name=job.name,
             index=positions,
             image_hash=self.fingerprint.image_hashes(len(self.chosen))[positions],
             label=labels.cpu().numpy(),
-            clean_prediction=columns["prediction"] if clean is None else clean.prediction[positions],
+            clean_prediction=columns["prediction"]
+            if self.clean is None
+            else self.clean.prediction[positions],
             forwards=crafted.forwards,
             backwards=crafted.backwards,
             about={
@@ -316,41 +306,40 @@ class _Evaluator:
             },
             **columns,
         )
-        self._keep(job, part, crafted.images, records)
+        self._keep(job, part, crafted.images)
         return part
 
-    def _keep(self, job: _Job, part: Outcomes, images: Tensor, records: Records | None) -> None:
-        """Keeps a finished batch, and its images if they are asked for: on the disk, or for `watch` in memory."""
-        keeps_images = self.save_images and job.attack is not None
-        if records is None:
-            if keeps_images:
+    def _keep(self, job: _Job, part: Outcomes, images: Tensor) -> None:
+        """Keeps a finished batch on the disk, and its images, if they are asked for, there or in memory."""
+        records = self._records(job)
+        if self.save_images and job.attack is not None:
+            if records is None:
                 self.memory.append((part.index, images.cpu().float().numpy()))
-            return
-        if keeps_images:
-            records.add_images(part, images)
-        records.add_part(part)
+            else:
+                records.add_images(part, images)
+        if records is not None:
+            records.add_part(part)
 
-    def _attacked_images(self, records: Records | None) -> Tensor:
+    def _attacked_images(self, job: _Job) -> Tensor:
         """(image, channel, height, width) float32, on the CPU: what the attack made of every chosen image."""
-        images = self.chosen[:][0].cpu().clone()
+        images, records = self.chosen[:][0].cpu().clone(), self._records(job)
         for index, part in self.memory if records is None else records.image_batches():
             inside = index < len(images)
             images[torch.tensor(index[inside])] = torch.tensor(part[inside])
         return images
 
-    def _report(
-        self, job: _Job, clean: Outcomes | None, wanted: np.ndarray, found: Sequence[Outcomes]
-    ) -> None:
+    def _report(self, job: _Job, wanted: np.ndarray, found: Sequence[Outcomes]) -> None:
+        """Tells the accuracies so far: of this attack, or in a cascade what stands after it and all before it."""
         if self.progress is None:
             return
-        if self.cascade and clean is not None:
+        if self.cascade and self.clean is not None:
             stands = wanted.copy()
             for part in found:
                 inside = part.index < len(stands)
                 stands[part.index[inside]] &= part.robust[inside]
             self.progress(self.done, self.total, f"{job.name}: {100 * stands.mean():.1f} % stand")
             return
-        notes = [] if clean is None else [f"{CLEAN} {100 * clean.rate().accuracy:.1f} %"]
+        notes = [] if self.clean is None else [f"{CLEAN} {100 * self.clean.rate().accuracy:.1f} %"]
         robust = [part.robust[part.index < len(self.chosen)] for part in found]
         if sum(map(len, robust)):
             notes.append(f"{job.name} {100 * float(np.concatenate(robust).mean()):.1f} %")
