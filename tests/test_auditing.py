@@ -288,8 +288,8 @@ def test_a_killed_audit_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     model = Linear() if kind == "steady" else Flicker(0.2)
     split = make_split(60)
     settings: dict[str, Any] = {"budget": dataclasses.replace(TINY, steps=8, eot=4), "claim": 0.5, **BALL}
-    staging = sys.modules["ecnn.auditing.staging"]
-    monkeypatch.setattr(staging, "_BATCH", {"cpu": 25, "cuda": 25})
+    stages = sys.modules["ecnn.auditing.stages"]
+    monkeypatch.setattr(stages, "_BATCH", {"cpu": 25, "cuda": 25})
     torch.manual_seed(3)
     expected = audit(model, split, **settings)
     names = [stage.name for stage in expected.stages]

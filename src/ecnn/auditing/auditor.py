@@ -20,7 +20,7 @@ from ecnn.auditing.case import Case
 from ecnn.auditing.diagnostics import diagnose, read_evidence
 from ecnn.auditing.findings import Finding, alarm, note
 from ecnn.auditing.report import Audit, Verdict
-from ecnn.auditing.staging import Staged, run_stages
+from ecnn.auditing.stages import Staged, run_stages
 from ecnn.auditing.suite import find_traits, suite
 from ecnn.auditing.surrogates import choose_examples
 from ecnn.backbones import eval_mode, without_tf32
@@ -28,8 +28,8 @@ from ecnn.checks import check_number, parse_eps
 from ecnn.data import Split
 from ecnn.errors import InputError
 from ecnn.evaluation import Evaluation
+from ecnn.evaluation.batch import BATCH_SIZE, check_request, place, read_model, seeded
 from ecnn.evaluation.intervals import Interval, wilson_interval
-from ecnn.evaluation.measuring import BATCH_SIZE, check_request, place, read_model, seeded
 from ecnn.evaluation.provenance import describe
 from ecnn.progress import Progress
 

@@ -18,7 +18,7 @@ from ecnn.backbones import eval_mode, without_tf32
 from ecnn.checks import check_count, parse_eps
 from ecnn.data import Split
 from ecnn.errors import InputError
-from ecnn.evaluation.measuring import (
+from ecnn.evaluation.batch import (
     BATCH_SIZE,
     ForeignAttack,
     batch_seed,

@@ -16,8 +16,7 @@ from ecnn.attacks.views import member_margins, members_of
 from ecnn.backbones import eval_mode, without_tf32
 from ecnn.data import Split
 from ecnn.errors import InputError
-from ecnn.evaluation.intervals import Rate
-from ecnn.evaluation.measuring import (
+from ecnn.evaluation.batch import (
     BATCH_SIZE,
     ForeignAttack,
     batch_seed,
@@ -27,6 +26,7 @@ from ecnn.evaluation.measuring import (
     run_attack,
     seeded,
 )
+from ecnn.evaluation.intervals import Rate
 from ecnn.progress import Progress
 
 #: The attack of the paper's fig:transfer, eps 0.04 and 200 iterations; the step is that of the authors' program.

@@ -17,7 +17,7 @@ from ecnn.attacks import ATTACKS, Attack
 from ecnn.data import load_data
 from ecnn.errors import InputError
 from ecnn.evaluation import Evaluation, evaluate, load_images
-from ecnn.evaluation.measuring import BATCH_SIZE
+from ecnn.evaluation.batch import BATCH_SIZE
 from ecnn.pipeline.common import check_shape, find_device
 from ecnn.progress import Progress
 

@@ -22,8 +22,12 @@ from ecnn.auditing.diagnostics.gradients import (
     check_unstable_loss,
     check_zero_gradients,
 )
+from ecnn.auditing.diagnostics.loss_paths import (
+    check_incomplete_optimization,
+    check_loss_path,
+    check_saturation,
+)
 from ecnn.auditing.diagnostics.members import check_member_gradients
-from ecnn.auditing.diagnostics.paths import check_incomplete_optimization, check_loss_path, check_saturation
 from ecnn.auditing.diagnostics.probes import probe_of
 from ecnn.auditing.diagnostics.sanity import (
     check_black_box,

@@ -21,7 +21,7 @@ from ecnn.attacks.views import Look, Loss, View, make_view
 from ecnn.auditing.case import Case
 from ecnn.auditing.findings import Finding, note
 from ecnn.backbones import eval_mode, full_precision, without_tf32
-from ecnn.evaluation.measuring import seeded
+from ecnn.evaluation.batch import seeded
 from ecnn.objectives import score_margin
 
 #: Images asked about at once; it bounds the memory and changes no result.

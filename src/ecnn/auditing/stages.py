@@ -18,7 +18,7 @@ from ecnn.auditing.case import Case
 from ecnn.auditing.report import Stage
 from ecnn.data import Split
 from ecnn.evaluation import Evaluation, Outcomes, evaluate
-from ecnn.evaluation.measuring import batch_seed, check_ball, place, predict, seeded
+from ecnn.evaluation.batch import batch_seed, check_ball, place, predict, seeded
 from ecnn.evaluation.records import FOLDER, Records
 from ecnn.evaluation.results import STANDS, WRONG
 from ecnn.progress import Progress
