@@ -16,11 +16,11 @@ from ecnn.attacks.auto import examine
 from ecnn.attacks.ball import Norm, check_norm
 from ecnn.attacks.base import Target
 from ecnn.auditing.budgets import Budget, resolve_budget
-from ecnn.auditing.case import Case
 from ecnn.auditing.diagnostics import diagnose, read_evidence
 from ecnn.auditing.findings import Finding, alarm, note
 from ecnn.auditing.report import Audit, Verdict
 from ecnn.auditing.stages import Staged, run_stages
+from ecnn.auditing.subject import Subject
 from ecnn.auditing.suite import find_traits, suite
 from ecnn.auditing.surrogates import choose_examples
 from ecnn.backbones import eval_mode, without_tf32
@@ -86,23 +86,25 @@ def audit(
     check_norm(norm)
     eps, budget = parse_eps(eps), resolve_budget(budget)
     if claim is not None:
-        check_number("claim", claim, most=1.0)
+        check_number("claim (such as 0.72 for 72 %)", claim, most=1.0)
     chosen = check_request(model, split, budget.images if limit is None else limit, BATCH_SIZE)
     folder = None if run_dir is None else Path(run_dir) / FOLDER
     if run_dir is not None:
         files.check_writable(Path(run_dir) / RESULT)
     images = place(model, chosen[:][0])
     labels = chosen.labels.to(images.device)
-    case = Case(model=model, images=images, labels=labels, norm=norm, eps=eps, budget=budget, seed=seed)
+    subject = Subject(model=model, images=images, labels=labels, norm=norm, eps=eps, budget=budget, seed=seed)
     with eval_mode(model), without_tf32():
-        attacks, is_random = _choose_attacks(case, split, folder, resume)
+        attacks, is_random = _choose_attacks(subject, split, folder, resume)
         staged = run_stages(
-            case, split, attacks, is_random=is_random, folder=folder, resume=resume, progress=progress
+            subject, split, attacks, is_random=is_random, folder=folder, resume=resume, progress=progress
         )
-        findings = _find(case, staged.evaluation, folder, resume, progress)
+        findings = _find(subject, staged.evaluation, folder, resume, progress)
     # One pass of a random model is no evidence.
     evidence = [] if is_random else read_evidence(staged.evaluation)
-    result = _conclude(case, staged, [*evidence, *_failures(staged.evaluation), *findings], claim, is_random)
+    result = _conclude(
+        subject, staged, [*evidence, *_failures(staged.evaluation), *findings], claim, is_random
+    )
     if run_dir is not None:
         result.save(Path(run_dir) / RESULT)
         files.write_text(Path(run_dir) / PAGE, result.markdown())
@@ -110,29 +112,29 @@ def audit(
 
 
 def _choose_attacks(
-    case: Case, split: Split, folder: Path | None, resume: bool
+    subject: Subject, split: Split, folder: Path | None, resume: bool
 ) -> tuple[dict[str, Attack], bool]:
     """The suite that this model needs, and whether the model is random."""
-    num_classes = read_model(case.model, case.images[:1]).shape[1]
-    is_random = find_traits(case.model, case.images[:_FLAGGED], num_classes).is_random
-    examples = choose_examples(case.model, split, len(case.images))
+    num_classes = read_model(subject.model, subject.images[:1]).shape[1]
+    is_random = find_traits(subject.model, subject.images[:_FLAGGED], num_classes).is_random
+    examples = choose_examples(subject.model, split, len(subject.images))
     attacks = suite(
-        case, num_classes=num_classes, random=is_random, examples=examples, folder=folder, resume=resume
+        subject, num_classes=num_classes, random=is_random, examples=examples, folder=folder, resume=resume
     )
     return attacks, is_random
 
 
 def _find(
-    case: Case, evaluation: Evaluation, folder: Path | None, resume: bool, progress: Progress | None
+    subject: Subject, evaluation: Evaluation, folder: Path | None, resume: bool, progress: Progress | None
 ) -> list[Finding]:
     """What AutoAttack's flags and the diagnostics find, or found in an earlier run of the same audit."""
-    asked = {"norm": case.norm, "eps": case.eps, "budget": case.budget, "seed": case.seed}
+    asked = {"norm": subject.norm, "eps": subject.eps, "budget": subject.budget, "seed": subject.seed}
     model, images = evaluation.clean.about["model"], evaluation.images_sha256
     identity = {"model": model, "images": images, **describe(asked)}
     kept = _kept_findings(folder, identity) if resume else None
     if kept is not None:
         return kept
-    found = [_plain(finding) for finding in (*_flags(case), *diagnose(case, progress=progress))]
+    found = [_plain(finding) for finding in (*_flags(subject), *diagnose(subject, progress=progress))]
     if folder is not None:
         values = {"identity": identity, "findings": [finding.to_dict() for finding in found]}
         files.write_json(folder / "findings.json", values)
@@ -172,7 +174,7 @@ def judge(claimed: float, accuracy: float, interval: Interval, alarms: Sequence[
 
 
 def _conclude(
-    case: Case, staged: Staged, findings: list[Finding], claim: float | None, is_random: bool
+    subject: Subject, staged: Staged, findings: list[Finding], claim: float | None, is_random: bool
 ) -> Audit:
     n = len(staged.right)
     accuracy, plain = float(staged.right.mean()), float(staged.right_when_plain.mean())
@@ -191,10 +193,10 @@ def _conclude(
         clean_accuracy=float(staged.right_when_clean.mean()),
         plain_accuracy=plain,
         images=n,
-        norm=case.norm,
-        eps=case.eps,
-        budget=case.budget.name,
-        seed=case.seed,
+        norm=subject.norm,
+        eps=subject.eps,
+        budget=subject.budget.name,
+        seed=subject.seed,
         is_random=is_random,
         stages=staged.stages,
         broken_by=tuple(int(position) for position in staged.broken_by),
@@ -204,16 +206,16 @@ def _conclude(
     )
 
 
-def _flags(case: Case) -> list[Finding]:
+def _flags(subject: Subject) -> list[Finding]:
     """What AutoAttack warns of, each warning a finding.
 
     The suite has an answer to all but one, so that they are notes: means over passes, logarithms, attacks on members
     and features, float64, attacks by classes alone. It has none to a model that takes gradients while it classifies.
     """
-    checked = case.images[:_FLAGGED]
+    checked = subject.images[:_FLAGGED]
     try:
-        with seeded(checked.device, case.seed):
-            _, warnings = examine(Target(case.model, len(checked), checked.device), checked)
+        with seeded(checked.device, subject.seed):
+            _, warnings = examine(Target(subject.model, len(checked), checked.device), checked)
     except RuntimeError as error:  # a model that cannot be differentiated at all
         warnings = (f"The model cannot be differentiated: {str(error).splitlines()[0]}.",)
     findings = []

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from ecnn.attacks import Attack
 from ecnn.attacks.ball import per_image
-from ecnn.auditing.case import Case
 from ecnn.auditing.report import Stage
+from ecnn.auditing.subject import Subject
 from ecnn.data import Split
 from ecnn.evaluation import Evaluation, Outcomes, evaluate
 from ecnn.evaluation.batch import batch_seed, check_ball, place, predict, seeded
@@ -54,7 +54,7 @@ class Staged:
 
 
 def run_stages(
-    case: Case,
+    subject: Subject,
     split: Split,
     attacks: Mapping[str, Attack],
     *,
@@ -66,7 +66,7 @@ def run_stages(
     """Every attack in its turn, until nothing stands.
 
     Args:
-        case: what is audited; its images are the first of the split.
+        subject: what is audited; its images are the first of the split.
         split: where they come from.
         attacks: in their order.
         is_random: whether the passes of the model differ.
@@ -77,19 +77,19 @@ def run_stages(
     if folder is not None and not resume:
         _discard(folder)
     settings: dict[str, Any] = {
-        "limit": len(case.images),
-        "seed": case.seed,
+        "limit": len(subject.images),
+        "seed": subject.seed,
         "keep_going": True,
-        "batch_size": _BATCH.get(case.images.device.type, _BATCH["cpu"]),
+        "batch_size": _BATCH.get(subject.images.device.type, _BATCH["cpu"]),
         "run_dir": folder,
         "progress": progress,
     }
     if is_random:
-        tally = _MeanOverPasses(case, list(attacks))
-        return tally.result(evaluate(case.model, split, attacks, watch=tally.take, **settings))
-    evaluation = evaluate(case.model, split, attacks, cascade=True, **settings)
+        tally = _MeanOverPasses(subject, list(attacks))
+        return tally.result(evaluate(subject.model, split, attacks, watch=tally.take, **settings))
+    evaluation = evaluate(subject.model, split, attacks, cascade=True, **settings)
     made = {name: found for name, found in evaluation.outcomes.items() if found.attacked.any()}
-    return _judge_in_turn(case, dataclasses.replace(evaluation, outcomes=made))
+    return _judge_in_turn(subject, dataclasses.replace(evaluation, outcomes=made))
 
 
 def _discard(folder: Path) -> None:
@@ -99,13 +99,17 @@ def _discard(folder: Path) -> None:
             Records(folder, path.stem).discard()
 
 
-def _judge_in_turn(case: Case, evaluation: Evaluation) -> Staged:
+def _judge_in_turn(subject: Subject, evaluation: Evaluation) -> Staged:
     """What the cascade left of a model that is not random: an image is right or it is not."""
     clean, outcomes = evaluation.clean, evaluation.outcomes
     return Staged(
         stages=tuple(
             _stage(
-                case, found, int(found.attacked.sum()), float(found.broken.sum()), evaluation.accuracy[name]
+                subject,
+                found,
+                int(found.attacked.sum()),
+                float(found.broken.sum()),
+                evaluation.accuracy[name],
             )
             for name, found in outcomes.items()
         ),
@@ -117,10 +121,10 @@ def _judge_in_turn(case: Case, evaluation: Evaluation) -> Staged:
     )
 
 
-def _stage(case: Case, found: Outcomes, attacked: int, broken: float, accuracy: float) -> Stage:
+def _stage(subject: Subject, found: Outcomes, attacked: int, broken: float, accuracy: float) -> Stage:
     """One line of the audit; InputError if the attack left the audited ball, which it need not declare itself."""
-    farthest = float(getattr(found, case.norm).max())
-    check_ball(found.name, case.norm, case.eps, farthest, case.images[0].numel())
+    farthest = float(getattr(found, subject.norm).max())
+    check_ball(found.name, subject.norm, subject.eps, farthest, subject.images[0].numel())
     return Stage(
         name=found.name,
         attacked=attacked,
@@ -138,34 +142,34 @@ class _MeanOverPasses:
     Of each image the point is kept at which most passes are wrong; new passes judge it in the end.
 
     Args:
-        case: what is audited.
+        subject: what is audited.
         names: of the attacks, in their order: each has passes of its own.
     """
 
-    def __init__(self, case: Case, names: list[str]) -> None:
-        self.case, self.names = case, names
-        self.worst = case.images.cpu().float()
-        self.clean = self.plain = self.left = self._right_share(self.worst, 0, case.budget.eot)
+    def __init__(self, subject: Subject, names: list[str]) -> None:
+        self.subject, self.names = subject, names
+        self.worst = subject.images.cpu().float()
+        self.clean = self.plain = self.left = self._right_share(self.worst, 0, subject.budget.eot)
         self.broken_by = np.where(self.clean < 0.5, WRONG, STANDS)
         self.stages: list[Stage] = []
 
     def take(self, found: Outcomes, points: Tensor) -> None:
         """Judges what an attack made of the images (image, channel, height, width), on the CPU."""
-        shares = self._right_share(points, 1 + self.names.index(found.name), self.case.budget.eot)
+        shares = self._right_share(points, 1 + self.names.index(found.name), self.subject.budget.eot)
         self.plain = self.plain if self.stages else shares
         self.worst = torch.where(per_image(torch.from_numpy(shares < self.left), points), points, self.worst)
         before, self.left = self.left, np.minimum(self.left, shares)
         newly = (self.broken_by == STANDS) & (self.left < 0.5)
         self.broken_by = np.where(newly, len(self.stages), self.broken_by)
         lost = float((before - self.left).sum())
-        self.stages.append(_stage(self.case, found, len(points), lost, float(self.left.mean())))
+        self.stages.append(_stage(self.subject, found, len(points), lost, float(self.left.mean())))
 
     def result(self, evaluation: Evaluation) -> Staged:
         """What is left in the end, by twice as many new passes."""
         return Staged(
             stages=tuple(self.stages),
             broken_by=self.broken_by,
-            right=self._right_share(self.worst, None, 2 * self.case.budget.eot),
+            right=self._right_share(self.worst, None, 2 * self.subject.budget.eot),
             right_when_clean=self.clean,
             right_when_plain=self.plain,
             evaluation=evaluation,
@@ -173,12 +177,12 @@ class _MeanOverPasses:
 
     def _right_share(self, images: Tensor, stage: int | None, passes: int) -> np.ndarray:
         """(image,) share of passes that give the label, seeded by the stage; None is the last word."""
-        case, counts = self.case, []
+        subject, counts = self.subject, []
         first = _FINAL if stage is None else 1000 * stage
         for batch, part in enumerate(torch.split(torch.arange(len(images)), _BATCH["cpu"])):
-            asked = place(case.model, images[part])
-            wanted = case.labels[part.to(case.labels.device)]
-            with seeded(asked.device, batch_seed(case.seed + 1, first + batch)):
-                right = [predict(case.model, asked) == wanted for _ in range(passes)]
+            asked = place(subject.model, images[part])
+            wanted = subject.labels[part.to(subject.labels.device)]
+            with seeded(asked.device, batch_seed(subject.seed + 1, first + batch)):
+                right = [predict(subject.model, asked) == wanted for _ in range(passes)]
             counts.append(torch.stack(right).double().mean(dim=0).cpu())
         return torch.cat(counts).numpy()

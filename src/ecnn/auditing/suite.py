@@ -40,7 +40,7 @@ from ecnn.auditing.adaptive import (
 )
 from ecnn.auditing.bpda import Passing, can_pass_through
 from ecnn.auditing.budgets import Budget, resolve_budget
-from ecnn.auditing.case import Case
+from ecnn.auditing.subject import Subject
 from ecnn.auditing.surrogates import (
     Examples,
     all_features,
@@ -139,7 +139,7 @@ def _hides_scores(model: nn.Module, images: Tensor, num_classes: int) -> bool:
 
 
 def suite(
-    case: Case,
+    subject: Subject,
     *,
     num_classes: int,
     random: bool,
@@ -153,21 +153,21 @@ def suite(
     left out: those on features, those by way of a surrogate, and those that only a look at the model recommends.
 
     Args:
-        case: what is audited; of its images none is asked about here.
+        subject: what is audited. Its images are not needed, and may be none.
         num_classes: scores per image.
         random: whether passes differ; then attacks average over passes and return where they end.
         examples: clean images, see `Examples`.
         folder: where surrogates are kept, so that a resumed audit has the same.
         resume: takes them from there.
     """
-    model = case.model
+    model = subject.model
     traits = _unseen(model) if examples is None else find_traits(model, examples.images, num_classes)
-    maker = _Maker(case, num_classes, traits)
-    in_the_dark = examples is not None and (traits.blind >= _BLIND or case.budget.name == "thorough")
+    maker = _Maker(subject, num_classes, traits)
+    in_the_dark = examples is not None and (traits.blind >= _BLIND or subject.budget.name == "thorough")
     attacks = maker.plain()
     attacks |= maker.averaged() if random else maker.on_scores() | maker.on_members() | maker.on_votes()
     if examples is not None:
-        surrogates = _Surrogates(case, examples, num_classes, folder, resume)
+        surrogates = _Surrogates(subject, examples, num_classes, folder, resume)
         attacks |= maker.by_surrogates(surrogates, imitate=in_the_dark or random, random=random)
     if random:
         return attacks | {"square": maker.square()}
@@ -194,7 +194,7 @@ def _unseen(model: nn.Module) -> Traits:
 class _Surrogates:
     """Makes surrogates when they are asked for, or takes them from the folder."""
 
-    case: Case
+    subject: Subject
     examples: Examples
     num_classes: int
     folder: Path | None
@@ -202,7 +202,7 @@ class _Surrogates:
 
     @cached_property
     def features(self) -> Tensor:
-        return all_features(self.case.model, self.examples.images)
+        return all_features(self.subject.model, self.examples.images)
 
     def means(self) -> Tensor:
         labels = self.examples.labels
@@ -212,13 +212,13 @@ class _Surrogates:
     def head(self) -> nn.Module:
         def make() -> dict[str, Tensor]:
             return own_state(
-                train_head(self.case.model, self.features, self.examples.labels, self.num_classes)
+                train_head(self.subject.model, self.features, self.examples.labels, self.num_classes)
             )
 
-        return rebuild_head(self.case.model, self._kept(make, "head"))
+        return rebuild_head(self.subject.model, self._kept(make, "head"))
 
     def student(self) -> nn.Module:
-        settings = (self.case.model, self.examples, self.num_classes, self.case.eps, self.case.seed)
+        settings = (self.subject.model, self.examples, self.num_classes, self.subject.eps, self.subject.seed)
         return rebuild_student(self._kept(lambda: own_state(train_student(*settings)), "student"))
 
     def _kept(self, make: Callable[[], dict[str, Tensor]], name: str) -> dict[str, Tensor]:
@@ -235,25 +235,25 @@ class _Surrogates:
 class _Maker:
     """Groups of attacks for one model and ball."""
 
-    case: Case
+    subject: Subject
     num_classes: int
     traits: Traits
 
     @property
     def model(self) -> nn.Module:
-        return self.case.model
+        return self.subject.model
 
     @property
     def eps(self) -> float:
-        return self.case.eps
+        return self.subject.eps
 
     @property
     def budget(self) -> Budget:
-        return self.case.budget
+        return self.subject.budget
 
     @property
     def ball(self) -> dict[str, Any]:
-        return {"norm": self.case.norm, "eps": self.case.eps}
+        return {"norm": self.subject.norm, "eps": self.subject.eps}
 
     @property
     def walk(self) -> dict[str, Any]:
@@ -381,7 +381,7 @@ class _Maker:
     def by_classes(self) -> dict[str, Attack]:
         """By the model's classes alone; a walk along the border costs about samples * 2/3 * steps^1.5 questions."""
         steps = max(1, round((1.5 * self.budget.queries / 50) ** (2 / 3)))
-        walk = HopSkipJump(norm=self.case.norm, steps=steps, samples=50)
+        walk = HopSkipJump(norm=self.subject.norm, steps=steps, samples=50)
         return {"hopskipjump": Within(attack=walk, **self.ball)}
 
 
@@ -444,8 +444,8 @@ def estimate_cost(model: nn.Module, budget: str | Budget, limit: int | None, num
     """
     budget = resolve_budget(budget)
     nothing = torch.zeros(0, dtype=torch.int64)
-    case = Case(model=model, images=nothing, labels=nothing, norm="linf", eps=0.1, budget=budget)
-    attacks = suite(case, num_classes=num_classes, random=False)
+    subject = Subject(model=model, images=nothing, labels=nothing, norm="linf", eps=0.1, budget=budget)
+    attacks = suite(subject, num_classes=num_classes, random=False)
     # What only a look at the model recommends: features, a surrogate, and one more place to look.
     extra = Cost(1, 1) * (budget.steps * budget.restarts * (min(budget.targets, _FEATURE_TARGETS) + 2))
     images = budget.images if limit is None else limit

@@ -18,8 +18,8 @@ from ecnn.attacks.base import Attack, Target
 from ecnn.attacks.draws import Draws
 from ecnn.attacks.gradient import PGD
 from ecnn.attacks.views import Look, Loss, View, make_view
-from ecnn.auditing.case import Case
 from ecnn.auditing.findings import Finding, note
+from ecnn.auditing.subject import Subject
 from ecnn.backbones import eval_mode, full_precision, without_tf32
 from ecnn.evaluation.batch import seeded
 from ecnn.objectives import score_margin
@@ -60,18 +60,18 @@ class Walk:
 
 
 class Probe:
-    """A case's first images, what the model says of them, and the walks that several checks read.
+    """A subject's first images, what the model says of them, and the walks that several checks read.
 
-    Everything is computed when it is first needed and then kept as long as the case.
+    Everything is computed when it is first needed and then kept as long as the subject.
     """
 
-    def __init__(self, case: Case) -> None:
-        self.model, self.norm, self.eps = case.model, case.norm, float(case.eps)
-        self.budget, self.seed = case.budget, case.seed
-        self.images = case.images[: case.budget.probe_images].detach()
-        self.labels = case.labels[: case.budget.probe_images]
+    def __init__(self, subject: Subject) -> None:
+        self.model, self.norm, self.eps = subject.model, subject.norm, float(subject.eps)
+        self.budget, self.seed = subject.budget, subject.seed
+        self.images = subject.images[: subject.budget.probe_images].detach()
+        self.labels = subject.labels[: subject.budget.probe_images]
         self.rows = torch.arange(len(self.images), device=self.images.device)
-        self.target = Target(case.model, len(self.images), self.images.device)
+        self.target = Target(subject.model, len(self.images), self.images.device)
         self._spent = [0, 0]  # by attacks that count for themselves
 
     @property
@@ -261,28 +261,30 @@ class Probe:
         return PGD(norm=self.norm, eps=eps, steps=steps, step_size=_REACH * eps / max(1, steps), **options)
 
 
-_PROBES: WeakKeyDictionary[Case, Probe] = WeakKeyDictionary()
+_PROBES: WeakKeyDictionary[Subject, Probe] = WeakKeyDictionary()
 
 
-def probe_of(case: Case) -> Probe:
-    """The case's probe: one per case, so that checks share what it has asked. A model must not change meanwhile."""
-    if case not in _PROBES:
-        _PROBES[case] = Probe(case)
-    return _PROBES[case]
+def probe_of(subject: Subject) -> Probe:
+    """The one probe of a subject: checks share what it has asked, so the model must not change meanwhile."""
+    if subject not in _PROBES:
+        _PROBES[subject] = Probe(subject)
+    return _PROBES[subject]
 
 
-def diagnostic(name: str, source: str) -> Callable[[Callable[[Probe], Finding]], Callable[[Case], Finding]]:
+def diagnostic(
+    name: str, source: str
+) -> Callable[[Callable[[Probe], Finding]], Callable[[Subject], Finding]]:
     """Turns a function of a probe into a check: a Finding of that name, which no model's error can prevent.
 
     A model that raises cannot be asked this question: the finding says so, as a note, and the other checks go on.
     """
 
-    def decorate(function: Callable[[Probe], Finding]) -> Callable[[Case], Finding]:
+    def decorate(function: Callable[[Probe], Finding]) -> Callable[[Subject], Finding]:
         @wraps(function)
-        def check(case: Case) -> Finding:
-            with eval_mode(case.model), without_tf32(), seeded(case.images.device, case.seed):
+        def check(subject: Subject) -> Finding:
+            with eval_mode(subject.model), without_tf32(), seeded(subject.images.device, subject.seed):
                 try:
-                    found = function(probe_of(case))
+                    found = function(probe_of(subject))
                 except (
                     Exception
                 ) as error:  # whatever the model under audit throws is evidence, not our failure
