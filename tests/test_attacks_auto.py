@@ -613,26 +613,23 @@ def test_apgd_on_a_loss_of_your_own() -> None:
 
 @pytest.mark.parametrize("norm", NORMS)
 def test_suite_is_the_attacks_in_turn(norm: Norm) -> None:
-    """`run` and `run_suite` find the same; each attack sees what the ones before it left, whatever the batches."""
+    """Each attack gets what the ones before it left: one after the other they break the same images."""
     model, images, labels = curved_case()
     labels[2] = (labels[2] + 1) % 5  # wrong before any attack
-    attack = AutoAttack(norm=norm, eps=1.6 * RADIUS[norm], version="apgd-t")
-    suite = attack.run_suite(model, images, labels, seed=1)
-    assert torch.equal(suite.attacked.images, attack.run(model, images, labels, seed=1).images)
-    suite = AutoAttack(norm=norm, eps=1.6 * RADIUS[norm]).run_suite(model, images, labels, seed=1)
-    assert suite.names == ("clean", "apgd-ce", "apgd-t", "fab-t", "square") == tuple(suite.accuracies)
-    for position, name in enumerate(suite.names):
-        left = (suite.broken_by < 0) | (suite.broken_by > position)
-        assert suite.accuracies[name] == pytest.approx(float(left.double().mean()))
-    assert suite.broken_by[2] == 0
-    assert torch.equal(suite.broken_by >= 0, suite.attacked.success)
-    assert torch.equal(model(suite.attacked.images).argmax(dim=1), suite.attacked.predictions)
-    assert distance(suite.attacked.images, images, norm).max() <= 1.6 * RADIUS[norm] + 1e-9
-    parts = AutoAttack(norm=norm, eps=1.6 * RADIUS[norm]).run_suite(
-        model, images, labels, seed=1, batch_size=3
+    suite = AutoAttack(norm=norm, eps=1.6 * RADIUS[norm])
+    found = suite.run(model, images, labels, seed=1)
+    standing = torch.arange(len(images))
+    for member in suite.members(5).values():
+        attacked = member.run(model, images[standing], labels[standing], seed=1, index=standing)
+        standing = standing[~attacked.success]
+    assert (~found.success).nonzero().squeeze(1).tolist() == standing.tolist()
+    assert torch.equal(model(found.images).argmax(dim=1), found.predictions)
+    assert distance(found.images, images, norm).max() <= 1.6 * RADIUS[norm] + 1e-9
+    alone = AutoAttack(norm=norm, eps=1.6 * RADIUS[norm], version="apgd-t")
+    (member,) = alone.members(5).values()
+    assert torch.equal(
+        alone.run(model, images, labels, seed=1).images, member.run(model, images, labels, seed=1).images
     )
-    assert torch.equal(parts.broken_by, suite.broken_by)
-    assert torch.equal(parts.attacked.images, suite.attacked.images)
 
 
 def test_standard_suite_has_the_published_settings() -> None:
@@ -659,9 +656,9 @@ def test_any_number_of_classes(num_classes: int) -> None:
     model = Linear(num_classes=num_classes)
     images = some_images(4, 3, 4, 4)
     labels = model(images).argmax(dim=1)
-    suite = AutoAttack(norm="linf", eps=0.3).run_suite(model, images, labels)
-    assert suite.accuracies["square"] == 0
-    assert ("few_classes" in [doubt.kind for doubt in suite.warnings]) == (num_classes < 4)
+    assert AutoAttack(norm="linf", eps=0.3).run(model, images, labels).success.all()
+    _, doubts = examine(Target(model, len(images), images.device), images)
+    assert ("few_classes" in [doubt.kind for doubt in doubts]) == (num_classes < 4)
     for version in ("apgd-t", "fab-t"):
         attack = AutoAttack(norm="l2", eps=2.0, version=version)
         assert attack.run(model, images, labels).success.all()
@@ -744,20 +741,6 @@ def test_an_honest_model_gets_no_warning(model: nn.Module) -> None:
     assert doubts == ()
 
 
-@pytest.mark.slow
-def test_square_warns_when_gradients_are_masked() -> None:
-    model, images = Wrapped(round_pixels, same), some_images(8, 3, 5, 5)
-    labels = model(images).argmax(dim=1)
-    suite = AutoAttack(norm="linf", eps=0.4).run_suite(model, images, labels)
-    assert suite.accuracies["square"] < suite.accuracies["fab-t"]
-    assert "square" in [doubt.kind for doubt in suite.warnings]
-    honest = AutoAttack(norm="linf", eps=0.4).run_suite(
-        model.model, images, model.model(images).argmax(dim=1)
-    )
-    assert honest.accuracies["square"] == 0
-    assert honest.warnings == ()
-
-
 # Bad settings
 
 
@@ -800,12 +783,7 @@ def test_bad_settings_are_found_when_the_attack_is_made(
         maker(**{"norm": "linf", "eps": 0.1, **needed[maker], **changes})
 
 
-def test_suite_refuses_what_it_cannot_use() -> None:
+def test_labels_that_do_not_fit_the_images() -> None:
     model, images, labels = curved_case()
-    suite = AutoAttack(norm="linf", eps=0.1)
-    with pytest.raises(InputError, match="there are none"):
-        suite.run_suite(model, images[:0], labels[:0])
-    with pytest.raises(InputError, match="labels must be"):
-        suite.run_suite(model, images, labels[:-1])
-    with pytest.raises(InputError, match=r"pixels in \[0, 1\]"):
-        suite.run_suite(model, 255 * images, labels)
+    with pytest.raises(InputError, match="labels must be int64"):
+        AutoAttack(norm="linf", eps=0.1).run(model, images, labels[:-1])

@@ -20,12 +20,12 @@ from torch import Tensor, nn
 import ecnn
 from ecnn.attacks import PGD
 from ecnn.auditing.budgets import BUDGETS, Budget
-from ecnn.auditing.case import Case
 from ecnn.auditing.diagnostics import CHECKS, count_questions, diagnose, read_evidence
 from ecnn.auditing.diagnostics.binarization import find_features, plant
 from ecnn.auditing.diagnostics.probes import Walk, probe_of
 from ecnn.auditing.diagnostics.statistics import exceeds, tail_probability
 from ecnn.auditing.findings import Finding
+from ecnn.auditing.subject import Subject
 from ecnn.codes import load_code
 from ecnn.evaluation.outcomes import COLUMNS, Outcomes
 from ecnn.evaluation.results import Evaluation
@@ -40,9 +40,9 @@ def digits(split: str) -> tuple[Tensor, Tensor]:
     return images, labels
 
 
-def make_case(model: nn.Module, *, eps: float = EPS, norm: Any = "linf", images: int = 24) -> Case:
+def make_subject(model: nn.Module, *, eps: float = EPS, norm: Any = "linf", images: int = 24) -> Subject:
     pictures, labels = digits("test")
-    return Case(
+    return Subject(
         model=model.eval(),
         images=pictures[:images],
         labels=labels[:images],
@@ -53,7 +53,7 @@ def make_case(model: nn.Module, *, eps: float = EPS, norm: Any = "linf", images:
 
 
 def check(name: str, model: nn.Module, **options: Any) -> Finding:
-    finding = CHECKS[name](make_case(model, **options))
+    finding = CHECKS[name](make_subject(model, **options))
     assert "error" not in finding.evidence, finding.claim
     return finding
 
@@ -243,7 +243,7 @@ def test_no_alarm_on_honest_models(kind: str, norm: Any) -> None:
         "members": lambda: Levelled(0.0),
     }
     model = models[kind]()
-    findings = diagnose(make_case(model, norm=norm, eps=EPS if norm == "linf" else 0.6))
+    findings = diagnose(make_subject(model, norm=norm, eps=EPS if norm == "linf" else 0.6))
     assert [finding.name for finding in findings] == list(CHECKS)
     assert [finding.claim for finding in findings if finding.level == "alarm"] == []
     assert all("error" not in finding.evidence for finding in findings)
@@ -289,29 +289,29 @@ def test_random_models_fall_to_averages() -> None:
         def blur(images: Tensor, scale: float = scale) -> Tensor:
             return images + scale * torch.randn_like(images)
 
-        finding = CHECKS["randomness"](replace(make_case(Changed(before=blur), images=48), budget=budget))
+        finding = CHECKS["randomness"](replace(make_subject(Changed(before=blur), images=48), budget=budget))
         assert finding.level == level, finding.evidence
     assert check("randomness", network()).evidence == {"largest_difference": 0.0, "flipped_predictions": 0}
 
 
-def wavy_case(blind: bool) -> Case:
+def wavy_subject(blind: bool) -> Subject:
     model = Wavy(blind).eval()
     images = digits("test")[0][:48]
     labels = model(images).argmax(dim=1)
     right = labels == 0
-    return Case(
+    return Subject(
         model=model, images=images[right][:24], labels=labels[right][:24], norm="linf", eps=EPS, budget=BUDGET
     )
 
 
 def test_waves_end_right_again() -> None:
-    finding = CHECKS["last_iterate"](wavy_case(blind=False))
+    finding = CHECKS["last_iterate"](wavy_subject(blind=False))
     assert (finding.level, finding.evidence["answered"]) == ("alarm", True)
     assert finding.evidence["accuracy_last_iterate"] > finding.evidence["accuracy_best_iterate"]
 
 
 def test_blind_waves_fall_to_restarts() -> None:
-    finding = CHECKS["restarts"](wavy_case(blind=True))
+    finding = CHECKS["restarts"](wavy_subject(blind=True))
     assert finding.level == "alarm"
 
 
@@ -329,10 +329,10 @@ def test_own_labels_turn_wrong_images_right() -> None:
             return torch.stack([lead, -lead], dim=1)
 
     images = digits("test")[0][:24]
-    case = Case(
+    subject = Subject(
         model=Halves(), images=images, labels=torch.arange(24) % 2, norm="linf", eps=0.5, budget=BUDGET
     )
-    finding = CHECKS["labels"](case)
+    finding = CHECKS["labels"](subject)
     assert finding.level == "note"
     assert finding.evidence["turned_right"] == finding.evidence["wrong_at_first"] > 0
 
@@ -357,12 +357,12 @@ def test_steps_alarm_only_if_more_steps_break_more() -> None:
     """Late successes alone are a note; twice the steps of real PGD then decide."""
     steps = torch.arange(BUDGET.probe_steps + 1.0)[:, None]
     for eps, level in ((0.5, "alarm"), (1e-6, "note")):
-        case = make_case(Linear(), eps=eps)
-        probe = probe_of(case)
+        subject = make_subject(Linear(), eps=eps)
+        probe = probe_of(subject)
         late = probe.right & (torch.arange(24) < 12)
         losses = torch.where(late, steps - 13.5, steps - 100)
         probe.__dict__["margin_walk"] = walk_of(losses, late)
-        finding = CHECKS["steps"](case)
+        finding = CHECKS["steps"](subject)
         assert (finding.level, finding.evidence["broken_in_second_half"]) == (level, int(late.sum()))
 
 
@@ -370,9 +370,9 @@ def test_incomplete_optimization_is_a_note() -> None:
     rising = torch.arange(BUDGET.probe_steps + 1.0)[:, None].expand(-1, 24) - 100
     flat = torch.cat([rising[:6], rising[5:6].expand(BUDGET.probe_steps - 5, -1)])
     for losses, level in ((rising, "note"), (flat, "ok")):
-        case = make_case(Linear())
-        probe_of(case).__dict__["margin_walk"] = walk_of(losses, torch.zeros(24, dtype=torch.bool))
-        assert CHECKS["incomplete_optimization"](case).level == level
+        subject = make_subject(Linear())
+        probe_of(subject).__dict__["margin_walk"] = walk_of(losses, torch.zeros(24, dtype=torch.bool))
+        assert CHECKS["incomplete_optimization"](subject).level == level
 
 
 # ---- closed forms
@@ -384,8 +384,8 @@ def test_linear_radius_curve_is_exact() -> None:
     images, labels = digits("test")
     images, labels = images[labels < 2][:24], labels[labels < 2][:24]
     model = Changed(after=lambda scores: scores[:, :2], inner=linear).eval()
-    case = Case(model=model, images=images, labels=labels, norm="linf", eps=0.1, budget=BUDGET)
-    evidence = CHECKS["radius"](case).evidence
+    subject = Subject(model=model, images=images, labels=labels, norm="linf", eps=0.1, budget=BUDGET)
+    evidence = CHECKS["radius"](subject).evidence
     linear.weight, linear.bias = linear.weight[:2], linear.bias[:2]
     expected = [
         (linear.exact_margins(images, labels, eps) > 0).double().mean() for eps in (0.05, 0.1, 0.2, 0.5)
@@ -407,25 +407,25 @@ def test_denormal_gradients_are_seen() -> None:
 
 def test_linear_gradients_and_smoothness() -> None:
     model = Linear()
-    case = make_case(model, eps=0.01)
-    probe = probe_of(case)
-    best = probe.scores.scatter(1, case.labels[:, None], -math.inf).argmax(dim=1)
-    torch.testing.assert_close(probe.gradients("margin"), model.weight[best] - model.weight[case.labels])
-    figures = CHECKS["zero_gradients"](case).evidence["margin"]
+    subject = make_subject(model, eps=0.01)
+    probe = probe_of(subject)
+    best = probe.scores.scatter(1, subject.labels[:, None], -math.inf).argmax(dim=1)
+    torch.testing.assert_close(probe.gradients("margin"), model.weight[best] - model.weight[subject.labels])
+    figures = CHECKS["zero_gradients"](subject).evidence["margin"]
     assert figures["zero"] == figures["denormal"] == 0.0
     assert figures["agreement_with_float64"] == pytest.approx(1, abs=1e-5)
-    assert CHECKS["unstable_loss"](case).evidence["median_ratio"] == pytest.approx(10, rel=1e-3)
+    assert CHECKS["unstable_loss"](subject).evidence["median_ratio"] == pytest.approx(10, rel=1e-3)
 
 
 def test_zero_share_of_scaled_scores_is_where_float32_underflows() -> None:
     """Cross-entropy has an exactly zero gradient where every wrong class's exponential is 0: below exp(-104)."""
     model = Changed(after=lambda scores: 300 * scores, inner=Linear())
-    case = make_case(model)
-    scores = model(case.images)
-    right = scores.argmax(dim=1) == case.labels
+    subject = make_subject(model)
+    scores = model(subject.images)
+    right = scores.argmax(dim=1) == subject.labels
     margins = scores.topk(2, dim=1).values
     gone = (margins[:, 0] - margins[:, 1] > 104.0) & right
-    figures = CHECKS["zero_gradients"](case).evidence["cross_entropy"]
+    figures = CHECKS["zero_gradients"](subject).evidence["cross_entropy"]
     assert 0 < int(gone.sum()) < int(right.sum())
     assert check("zero_gradients", Changed(after=lambda scores: 1000 * scores)).evidence["answered"]
     assert figures["zero"] == pytest.approx(int(gone.sum()) / int(right.sum()))
@@ -435,7 +435,7 @@ def test_member_gradients_of_linear_members() -> None:
     """The cosine of two members is that of their weights, with the sign of their bits."""
     model = Levelled(0.0)
     finding = check("member_gradients", model)
-    probe = probe_of(make_case(model))
+    probe = probe_of(make_subject(model))
     rows = torch.nonzero(probe.right).squeeze(1)[:16]
     chosen = torch.linspace(0, 29, 16).round().long()
     signs = (2 * model.code_symbols[probe.labels[rows]] - 1)[:, chosen].double()
@@ -476,14 +476,14 @@ def test_loss_path_keeps_the_curve() -> None:
 def test_planted_points_are_in_the_ball_and_inner_ones_are_not_called_wrong(
     build: Callable[[], nn.Module], norm: Any
 ) -> None:
-    case = make_case(build(), norm=norm)
-    probe = probe_of(case)
+    subject = make_subject(build(), norm=norm)
+    probe = probe_of(subject)
     rows = torch.nonzero(probe.right).squeeze(1)
     features, place = find_features(probe, rows)
     assert place == ("scores" if build is Linear else "features")
     planted = plant(probe, rows, features)
     assert len(planted.rows) > 0.7 * len(rows)
-    scores, _ = planted.view_of(planted.rows).read(case.model, probe.images[planted.rows])
+    scores, _ = planted.view_of(planted.rows).read(subject.model, probe.images[planted.rows])
     assert bool((scores[:, 0] > scores[:, 1]).all())
 
 
@@ -515,23 +515,23 @@ def test_odd_models_raise_nothing(build: Callable[[], nn.Module]) -> None:
     model = build().eval()
     images, labels = digits("test")
     kept = labels < 2 if model(images[:1]).shape[1] == 2 else torch.ones_like(labels, dtype=torch.bool)
-    case = Case(
+    subject = Subject(
         model=model, images=images[kept][:6], labels=labels[kept][:6], norm="linf", eps=EPS, budget=BUDGET
     )
-    findings = diagnose(case)
+    findings = diagnose(subject)
     assert len(findings) == len(CHECKS)
     json.dumps([finding.to_dict() for finding in findings], allow_nan=False)
 
 
 @pytest.mark.parametrize(("images", "eps"), [(0, EPS), (1, EPS), (24, 0.0), (24, 1.0)])
 def test_no_alarm_where_there_is_nothing_to_see(images: int, eps: float) -> None:
-    findings = diagnose(make_case(network(), images=images, eps=eps))
+    findings = diagnose(make_subject(network(), images=images, eps=eps))
     assert [finding.claim for finding in findings if finding.level == "alarm"] == []
 
 
 def test_float64_models_are_honest_too() -> None:
-    case = make_case(copy.deepcopy(network()).double())
-    findings = diagnose(replace(case, images=case.images.double()))
+    subject = make_subject(copy.deepcopy(network()).double())
+    findings = diagnose(replace(subject, images=subject.images.double()))
     assert [
         finding.claim for finding in findings if finding.level == "alarm" or "error" in finding.evidence
     ] == []
@@ -540,29 +540,52 @@ def test_float64_models_are_honest_too() -> None:
 def test_nothing_is_left_behind() -> None:
     """Mode, gradients, hooks and torch's generator are as before, and findings are the same when asked again."""
     model = Changed(before=noisy)
-    case = make_case(model)
+    subject = make_subject(model)
     model.train()
     torch.manual_seed(3)
     expected = torch.rand(1)
     torch.manual_seed(3)
-    first = diagnose(case)
+    first = diagnose(subject)
     assert torch.equal(torch.rand(1), expected)
     assert model.training
     assert all(parameter.grad is None for parameter in model.parameters())
     assert all(not module._forward_hooks and not module._forward_pre_hooks for module in model.modules())
-    again = diagnose(replace(case))
+    again = diagnose(replace(subject))
     assert [finding.to_dict() for finding in first] == [finding.to_dict() for finding in again]
 
 
 def test_cost_is_that_of_a_few_attacks() -> None:
     """No more than 15 runs of PGD and one of Square over the probed images, whatever the model does."""
     calls: list[int] = []
-    case = make_case(with_gradient(torch.neg))
-    diagnose(case, progress=lambda done, total, name: calls.append(done))
-    forwards, backwards = (count / len(case.images) for count in count_questions(case))
+    subject = make_subject(with_gradient(torch.neg))
+    diagnose(subject, progress=lambda done, total, name: calls.append(done))
+    forwards, backwards = (count / len(subject.images) for count in count_questions(subject))
     assert backwards < 15 * BUDGET.probe_steps
     assert forwards < 15 * (BUDGET.probe_steps + 2) + BUDGET.queries + 200
     assert calls == list(range(len(CHECKS) + 1))
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "make"),
+    [
+        ("finite_scores", "nan", lambda: Changed(after=lambda scores: scores * math.nan)),
+        ("finite_scores", "infinite", lambda: Changed(after=lambda scores: scores * math.inf)),
+        ("zero_gradients", "standing", lambda: Changed(before=lambda images: (3 * images).round() / 3)),
+        ("zero_gradients", "hidden", lambda: Changed(after=lambda scores: 1000 * scores)),
+        ("radius", "nothing_to_attack", lambda: Changed(after=lambda scores: scores * math.nan)),
+        ("differentiable", "differentiable", lambda: Changed(before=lambda images: images.detach())),
+    ],
+)
+def test_a_kind_says_which_of_its_findings_a_check_has(name: str, kind: str, make: Any) -> None:
+    """Programs read the kind; sentences may change. A check that can find one thing only has its name for a kind."""
+    assert check(name, make()).kind == kind
+
+
+def test_a_check_that_could_not_be_made_says_so_by_its_kind() -> None:
+    def fail(images: Tensor) -> Tensor:
+        raise RuntimeError("no")
+
+    assert CHECKS["steps"](make_subject(Changed(before=fail))).kind == "not_made"
 
 
 # ---- outcomes laid side by side
@@ -630,13 +653,13 @@ def test_surrogates_and_functions_are_placed() -> None:
     assert found["views"].level == "alarm"
 
 
-def test_attacks_in_stages_are_read_through_their_wrapping() -> None:
-    """A stage is made on what stands, leaves the rest at no cost, and its settings are those of the attack inside."""
+def test_attacks_of_a_cascade_and_attacks_around_another() -> None:
+    """A stage is made on what stands and leaves the rest at no cost; where an attack looks, the one inside says."""
     order = np.arange(100)
-    later = outcomes("later", (order < 20) | (order >= 60), 9, kind="OnSurvivors", attack={"on": "linear"})
+    later = outcomes("later", (order < 20) | (order >= 60), 9, kind="InDouble", attack={"on": "linear"})
     later = replace(later, forwards=np.where(order < 20, 0, 5), backwards=np.where(order < 20, 0, 9))
     inside = {"kind": "PGD", "on": "scores", "loss": "cross_entropy"}
-    first = outcomes("first", order >= 20, 9, kind="OnSurvivors", attack=inside)
+    first = outcomes("first", order >= 20, 9, kind="InDouble", attack=inside)
     found = {finding.name: finding for finding in read_evidence(evaluation_of(first=first, later=later))}
     assert found["views"].evidence["hidden_from_scores"] == 40
     assert found["views"].level == "alarm"

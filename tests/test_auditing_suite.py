@@ -29,6 +29,7 @@ from ecnn.auditing.adaptive import (
 )
 from ecnn.auditing.bpda import Passing, can_pass_through, straight_through
 from ecnn.auditing.budgets import BUDGETS, Budget
+from ecnn.auditing.subject import Subject
 from ecnn.auditing.suite import estimate_cost, find_traits, suite
 from ecnn.auditing.surrogates import Examples, all_features, class_means, train_head, train_student
 from ecnn.baselines import EMPIR, Ensemble
@@ -571,12 +572,17 @@ def voting_model() -> Ensemble:
 MODELS = {"coded": coded_model, "voting": voting_model}
 
 
+def make_subject(model: nn.Module, norm: Any, eps: float, budget: Budget) -> Subject:
+    nothing = torch.zeros(0, dtype=torch.int64)
+    return Subject(model=model, images=nothing, labels=nothing, norm=norm, eps=eps, budget=budget)
+
+
 def whole_suite(model: nn.Module, *, surrogates: bool = True) -> dict[str, Attack]:
     generator = torch.Generator().manual_seed(4)
     images = torch.rand(20, 2, 6, 6, generator=generator, dtype=torch.float64)
     examples = Examples(images, model(images).argmax(dim=1), are_true=False)
-    settings: dict[str, Any] = {"norm": "linf", "eps": 0.1, "budget": TINY, "num_classes": 5}
-    attacks = suite(model, random=False, examples=examples if surrogates else None, **settings)
+    subject = make_subject(model, "linf", 0.1, TINY)
+    attacks = suite(subject, num_classes=5, random=False, examples=examples if surrogates else None)
     attacks["hopskipjump"] = Within(norm="linf", eps=0.1, attack=HopSkipJump(norm="linf", steps=2, samples=8))
     attacks["float64"] = InDouble(
         norm="linf", eps=0.1, attack=APGD(norm="linf", eps=0.1, steps=6, loss="margin")
@@ -651,13 +657,12 @@ def test_what_a_suite_holds() -> None:
     votes = list(whole_suite(voting_model()))
     assert [name for name in ("mean-members", "worst-members", "mean-targets") if name not in votes] == []
     assert "linear" not in votes
-    settings: dict[str, Any] = {"norm": "l2", "eps": 1.0, "num_classes": 10}
-    plain = suite(Sees(10), budget="standard", random=False, **settings)
+    plain = suite(make_subject(Sees(10), "l2", 1.0, BUDGETS["standard"]), num_classes=10, random=False)
     # All of AutoAttack with its own settings, in its order.
     members = AutoAttack(norm="l2", eps=1.0).members(10)
     assert {name: plain[name] for name in members} == members
     assert [name for name in plain if name in members] == list(members)
-    random = suite(Sees(10), budget="quick", random=True, **settings)
+    random = suite(make_subject(Sees(10), "l2", 1.0, BUDGETS["quick"]), num_classes=10, random=True)
     assert "eot-margin" in random
     assert all(getattr(attack, "keep", "") == "last" for name, attack in random.items() if "eot" in name)
 
@@ -669,8 +674,8 @@ def test_any_number_of_classes(num_classes: int, norm: Any) -> None:
     images = torch.rand(3, 1, 8, 8, generator=torch.Generator().manual_seed(0))
     labels = model(images).argmax(dim=1)
     examples = Examples(images, labels, are_true=True)
-    settings: dict[str, Any] = {"norm": norm, "eps": 0.1, "budget": TINY, "num_classes": num_classes}
-    for attack in suite(model, random=False, examples=examples, **settings).values():
+    subject = make_subject(model, norm, 0.1, TINY)
+    for attack in suite(subject, num_classes=num_classes, random=False, examples=examples).values():
         found = attack.run(model, images, labels)
         distance = (found.images - images).flatten(1).norm(dim=1, p=2 if norm == "l2" else float("inf"))
         assert distance.max() <= 0.1 + 1e-6

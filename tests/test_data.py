@@ -25,6 +25,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
+from ecnn import files
 from ecnn.data import (
     NAMES,
     AdversarialSigns,
@@ -37,7 +38,7 @@ from ecnn.data import (
     sources,
 )
 from ecnn.data.datasets import hold_out
-from ecnn.data.formats import read_idx, read_npz, read_pickle
+from ecnn.data.formats import read_idx, read_pickle
 from ecnn.errors import InputError
 
 REAL = Path(os.environ.get("ECNN_DATA") or Path(__file__).parents[1] / "data")
@@ -568,7 +569,7 @@ def test_npz_files_with_objects_are_refused(tmp_path: Path) -> None:
     path, marker = tmp_path / "gtsrb" / "train.npz", tmp_path / "ran"
     bomb = np.array([Attack(os.system, f"touch {marker}")], dtype=object)
     np.savez(path, x=bomb, y=np.zeros(1, np.int64), track=np.zeros(1, np.int64))
-    with refused("train.npz is not an .npz file of plain arrays"):
+    with refused("train.npz is not a whole array file"):
         load_data("gtsrb", tmp_path, download=False)
     assert not marker.exists()
 
@@ -613,12 +614,12 @@ def test_damaged_npz_files_are_refused(tmp_path: Path, monkeypatch: pytest.Monke
     flipped[500] ^= 255
     for content in (b"", b"PK\x03\x04", whole[:-30], whole[: len(whole) // 2], bytes(flipped)):
         path.write_bytes(content)
-        with refused("a.npz is not an? "):
-            read_npz(path, ("x",))
+        with refused("a.npz is not a whole array file"):
+            files.read_npz(path, keys=("x",))
     path.write_bytes(whole)
-    monkeypatch.setattr("ecnn.data.formats.MAX_NPZ_BYTES", 1000)
+    monkeypatch.setattr("ecnn.files.MAX_ARRAY_BYTES", 1000)
     with refused("too large"):
-        read_npz(path, ("x",))
+        files.read_npz(path, keys=("x",))
 
 
 def write_signs(root: Path, **changes: np.ndarray) -> dict[str, np.ndarray]:
@@ -1156,7 +1157,7 @@ def test_real_gtsrb_keeps_tracks_together() -> None:
     data = load_data("gtsrb", REAL, download=False)
     assert len(data.train) + len(data.val) == 39_209
     assert (len(data.test), data.num_classes) == (12_630, 43)
-    arrays = read_npz(REAL / "gtsrb" / "train.npz", ("x", "y", "track"))
+    arrays = files.read_npz(REAL / "gtsrb" / "train.npz", keys=("x", "y", "track"))
     kept, held = hold_out(arrays["y"].astype(np.int64), 0.1, 0, arrays["track"])
     pairs = np.stack([arrays["y"], arrays["track"]], axis=1)
     assert not {*map(tuple, pairs[kept].tolist())} & {*map(tuple, pairs[held].tolist())}

@@ -23,7 +23,7 @@ from sklearn.metrics import brier_score_loss, log_loss
 from torch import Tensor, nn
 
 from ecnn import files
-from ecnn.attacks import FGSM, PGD, Attack
+from ecnn.attacks import FGSM, PGD, Attack, AutoAttack
 from ecnn.attacks.base import Target
 from ecnn.attacks.draws import Draws
 from ecnn.codes import CodeMatrix
@@ -564,7 +564,7 @@ def test_compare_is_paired() -> None:
     assert wilson_interval(510, 1000)[0] < wilson_interval(500, 1000)[1]
     last = make_outcomes([True, False], clean_prediction=[1, 0])
     assert compare(last, make_outcomes([False, False])).only_a == 0
-    assert compare(last, make_outcomes([False, False]), verdict="correct_after").only_a == 1
+    assert compare(last, make_outcomes([False, False]), criterion="correct_after").only_a == 1
 
 
 @pytest.mark.parametrize(
@@ -580,8 +580,8 @@ def test_other_images_are_not_compared(changed: dict[str, Any]) -> None:
         compare(make_outcomes([True, False]), make_outcomes([True, False], **changed))
     with pytest.raises(InputError, match="2 and 1 images"):
         compare(make_outcomes([True, False]), make_outcomes([True]))
-    with pytest.raises(InputError, match='a verdict is "robust"'):
-        compare(make_outcomes([True]), make_outcomes([True]), verdict="linf")  # type: ignore[arg-type]
+    with pytest.raises(InputError, match="criterion must be robust or correct_after"):
+        compare(make_outcomes([True]), make_outcomes([True]), criterion="linf")  # type: ignore[arg-type]
 
 
 # Calibration
@@ -1003,6 +1003,174 @@ def test_the_table() -> None:
     assert " ".join(lines[3].split()) == "other 66.7 % 30.0 - 90.3 % 66.7 % - - - - -"
     assert " ".join(lines[4].split()) == "worst case 33.3 % 9.7 - 70.0 %"
     assert lines[5].startswith("6 images.")
+
+
+# Cascades
+
+
+def run_cascade(attacks: dict[str, Any], **options: Any) -> Evaluation:
+    calls.clear()
+    return evaluate(Table(STATES), numbered([0] * 6), attacks, **{"limit": None, "cascade": True, **options})
+
+
+def test_a_cascade_attacks_only_what_is_left() -> None:
+    """One breaks images 1 and 2 of the four that are right, two breaks image 0 of the others; 3 is left for three."""
+    found = run_cascade({"one": switch(1), "two": switch(2), "three": switch(1)})
+    assert calls == [4, 2, 1]
+    assert found.accuracy == {
+        "one": pytest.approx(2 / 6),
+        "two": pytest.approx(1 / 6),
+        "three": pytest.approx(1 / 6),
+    }
+    assert found.interval["two"] == wilson_interval(1, 6)
+    assert found.accuracy_after == found.accuracy
+    assert found.worst_case.accuracy == found.accuracy["three"]
+    assert found.broken_by.tolist() == [1, 0, 0, -1, -2, -2]
+    two = found.outcomes["two"]
+    assert two.attacked.tolist() == [True, False, False, True, False, False]
+    assert two.forwards.tolist() == [4, 0, 0, 4, 0, 0]
+    assert two.backwards.tolist() == [1, 0, 0, 1, 0, 0]
+    assert two.prediction.tolist() == [1, 0, 0, 0, 1, 1]  # as when clean, where it was not run
+    assert two.about["after"] == ["one"]
+    assert [found.curve(name).robust[-1].successes for name in ("one", "two")] == [2, 1]
+    apart = evaluate(Table(STATES), numbered([0] * 6), {"one": switch(1), "two": switch(2)}, limit=None)
+    assert apart.broken_by.tolist() == found.broken_by.tolist()
+    assert "after" not in apart.outcomes["two"].about
+    assert "A cascade" in found.table()
+    assert " ".join(found.table().splitlines()[3].split()).startswith("two 16.7 %")
+    assert found.to_json()["attacks"]["two"]["accuracy"] == pytest.approx(1 / 6)
+
+
+def test_a_cascade_packs_what_is_left_and_ends_when_nothing_is() -> None:
+    labels = [0] * 6
+    states = [[0] * 6, [1, 0, 1, 0, 1, 0], [1] * 6]
+    calls.clear()
+    attacks = {"one": switch(1), "two": switch(2), "never": switch(1)}
+    found = evaluate(Table(states), numbered(labels), attacks, limit=None, cascade=True, batch_size=3)
+    assert calls == [3, 3, 3]
+    assert not found.outcomes["never"].attacked.any()
+    assert found.accuracy["never"] == 0
+
+
+def test_what_an_attack_of_a_cascade_cannot_say() -> None:
+    found = run_cascade({"one": switch(1), "two": switch(2)})
+    with pytest.raises(InputError, match="run only on what one left"):
+        compare(found.outcomes["two"], found.outcomes["two"])
+    assert compare(found.outcomes["one"], found.outcomes["one"]).difference == 0
+    with pytest.raises(InputError, match="'two' was run in a cascade"):
+        found.curve_by_distance("two", norm="linf", eps=[0.1])
+    with pytest.raises(InputError, match="cascade=True takes no eps="):
+        run_cascade({"one": switch(1)}, eps=["1/255"])
+
+
+def test_autoattack_is_the_cascade_of_its_attacks() -> None:
+    model, split = small_model(torch.float64), random_split(23)
+    whole = AutoAttack(norm="linf", eps=0.06)
+    settings: dict[str, Any] = {"limit": None, "seed": 1}
+    alone = evaluate(model, split, {"auto": whole}, **settings).outcomes["auto"]
+    found = evaluate(model, split, whole.members(4), cascade=True, **settings)
+    assert list(found.outcomes) == ["apgd-ce", "apgd-t", "fab-t", "square"]
+    assert 0 < alone.broken.sum() < alone.correct_clean.sum()
+    assert found.survivors().tolist() == alone.robust.tolist()
+    shares = [found.clean_accuracy, *found.accuracy.values()]
+    assert shares == sorted(shares, reverse=True)
+
+
+def test_a_cascade_goes_on_where_it_was(tmp_path: Path) -> None:
+    attacks: dict[str, Any] = {"one": switch(1), "two": switch(2), "three": switch(1)}
+    expected = run_cascade(attacks)
+
+    def stop_at(name: str) -> Callable[[int, int, str], None]:
+        def progress(done: int, total: int, news: str) -> None:
+            if news.startswith(name) and calls:
+                raise KeyboardInterrupt
+
+        return progress
+
+    for name in ("two", "three"):
+        with pytest.raises(KeyboardInterrupt):
+            run_cascade(attacks, run_dir=tmp_path / name, batch_size=1, progress=stop_at(name))
+        resumed = run_cascade(attacks, run_dir=tmp_path / name, batch_size=1)
+        for key, outcomes in expected.outcomes.items():
+            assert_same(resumed.outcomes[key], outcomes)
+        run_cascade(attacks, run_dir=tmp_path / name)
+        assert calls == []
+        again = load_evaluation(tmp_path / name)
+        assert (again.accuracy, again.to_json()) == (resumed.accuracy, resumed.to_json())
+        summary = files.read_json(tmp_path / name / "eval.json")["evaluation"]
+        assert summary["attacks"]["two"]["accuracy"] == pytest.approx(1 / 6)
+    with pytest.raises(InputError, match=r"another order of attacks \(\['one'\] there, \[\] here\)"):
+        run_cascade({"two": switch(2)}, run_dir=tmp_path / "two")
+    with pytest.raises(InputError, match="another order of attacks"):
+        run_cascade({"one": switch(1)}, run_dir=tmp_path / "two", cascade=False)
+    more = {"limit": 3, "run_dir": tmp_path / "longer"}
+    run_cascade(attacks, **more)
+    longer = run_cascade(attacks, **{**more, "limit": None})
+    for key, outcomes in expected.outcomes.items():
+        assert_same(longer.outcomes[key], outcomes)
+
+
+def test_an_attack_that_the_model_does_not_bear(tmp_path: Path) -> None:
+    def fails(model: nn.Module, images: Tensor, labels: Tensor) -> Tensor:
+        raise IndexError("no such layer\nand more")
+
+    attacks: dict[str, Any] = {"one": switch(1), "fails": fails, "two": switch(2)}
+    with pytest.raises(IndexError, match="no such layer"):
+        run_cascade(attacks)
+    for folder in (None, tmp_path, tmp_path):
+        found = run_cascade(attacks, keep_going=True, run_dir=folder)
+        assert found.failures == {"fails": "no such layer"}
+        assert list(found.outcomes) == ["one", "two"]
+        assert found.outcomes["two"].about["after"] == ["one"]
+        assert found.to_json()["failures"] == {"fails": "no such layer"}
+
+
+@pytest.mark.parametrize("cascade", [False, True])
+def test_attacked_images_are_shown_attack_by_attack(tmp_path: Path, cascade: bool) -> None:
+    split = numbered([0] * 6)
+    clean, _ = split[:]
+    for folder in (None, tmp_path, tmp_path):  # computed, kept, and read again
+        seen: dict[str, Tensor] = {}
+
+        def watch(outcomes: Outcomes, images: Tensor, seen: dict[str, Tensor] = seen) -> None:
+            assert len(outcomes) == len(images) == 6
+            seen[outcomes.name] = images
+
+        run_cascade(
+            {"one": switch(1, keep="last"), "two": switch(2, keep="last")},
+            cascade=cascade,
+            watch=watch,
+            run_dir=folder,
+            batch_size=3,
+        )
+        moved = {name: (images != clean).flatten(1).any(dim=1).tolist() for name, images in seen.items()}
+        assert list(moved) == ["one", "two"]
+        assert moved["one"] == ([True] * 4 + [False] * 2 if cascade else [True] * 6)
+        assert moved["two"] == ([True, False, False, True, False, False] if cascade else [True] * 6)
+
+
+def test_progress_of_a_cascade_tells_what_stands() -> None:
+    news: list[tuple[int, int, str]] = []
+    run_cascade({"one": switch(1), "two": switch(2)}, batch_size=2, progress=lambda *told: news.append(told))
+    assert news[-5:] == [
+        (8, 18, "one: 66.7 % stand"),
+        (10, 18, "one: 50.0 % stand"),
+        (12, 18, "one: 33.3 % stand"),
+        (16, 18, "two: 33.3 % stand"),
+        (18, 18, "two: 16.7 % stand"),
+    ]
+
+
+def test_a_random_model_is_evaluated_alike_twice() -> None:
+    """Torch's generators are seeded for each batch, whatever attacks it."""
+    dice = Strange(lambda images: torch.rand(len(images), 2) + 0 * images.flatten(1)[:, :2])
+    attack = PGD(norm="linf", eps=0.1, steps=2, step_size=0.1, keep="last")
+    found = []
+    for noise in (1, 2):
+        torch.manual_seed(noise)
+        found.append(evaluate(dice, numbered([0] * 50), {"a": attack}, limit=None, batch_size=20))
+    assert_same(found[0].clean, found[1].clean)
+    assert_same(found[0].outcomes["a"], found[1].outcomes["a"])
 
 
 # Provenance

@@ -55,6 +55,7 @@ from ecnn.attacks import (
     Transfer,
 )
 from ecnn.auditing import Budget, Examples
+from ecnn.auditing.subject import Subject
 from ecnn.auditing.suite import suite
 from ecnn.evaluation import compare, load_evaluation, member_transfer, model_transfer
 
@@ -120,8 +121,8 @@ def suite_of(model: nn.Module, data: Any, eps: float, audited: int) -> dict[str,
     images, labels = data.test[audited:]
     examples = Examples(images, labels, are_true=True)
     budget = make_budget("tiny", restarts=1, autoattack=False)
-    options: dict[str, Any] = {"norm": "linf", "eps": eps, "budget": budget, "examples": examples}
-    return suite(model, **options, num_classes=model(images[:1]).shape[1], random=False, seed=2)
+    subject = Subject(model=model, images=images, labels=labels, norm="linf", eps=eps, budget=budget, seed=2)
+    return suite(subject, examples=examples, num_classes=model(images[:1]).shape[1], random=False)
 
 
 def history_of(history: Any) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import os
@@ -12,7 +13,7 @@ import tempfile
 import tomllib
 import zipfile
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -195,23 +196,47 @@ def write_arrays(
 
 
 def read_arrays(path: str | os.PathLike[str]) -> tuple[dict[str, np.ndarray], dict[str, str]]:
-    """Arrays and header of what `write_arrays` wrote; nothing in the file can run code.
-
-    Sizes are checked before memory is asked for, so that a hostile file is an InputError like a truncated one.
-    """
-    source = Path(path)
+    """Arrays and header of what `write_arrays` wrote."""
+    arrays = read_npz(path)
     try:
-        with zipfile.ZipFile(source) as archive:
-            entries = archive.infolist()
-            if len(entries) > _MAX_ARRAYS or sum(entry.file_size for entry in entries) > MAX_ARRAY_BYTES:
-                raise InputError(f"{source} holds more than an array file of ours would.")
-            arrays = {entry.filename.removesuffix(".npy"): _read_array(archive, entry) for entry in entries}
-        if len(arrays) != len(entries):
-            raise ValueError("two arrays of one name")
         header = json.loads(arrays.pop(_HEADER).tobytes().decode())
         if not isinstance(header, dict) or not all(isinstance(value, str) for value in header.values()):
             raise ValueError("the header is no table of strings")
-        return arrays, header
+    except (KeyError, ValueError, RecursionError) as error:
+        raise InputError(_not_whole(path)) from error
+    return arrays, header
+
+
+def read_npz(
+    path: str | os.PathLike[str], *, keys: Sequence[str] | None = None, content: bytes | None = None
+) -> dict[str, np.ndarray]:
+    """Arrays of numbers by name from any .npz file, read-only; nothing in the file can run code.
+
+    Sizes are checked before memory is asked for, so that a hostile file is an InputError like a truncated one.
+
+    Args:
+        keys: which arrays; all of them if not given.
+        content: the bytes of the file, where they have been read before.
+    """
+    source = Path(path)
+    try:
+        with zipfile.ZipFile(source if content is None else io.BytesIO(content)) as archive:
+            every = archive.infolist()
+            size = sum(entry.file_size for entry in every)
+            if len(every) > _MAX_ARRAYS or size > MAX_ARRAY_BYTES:
+                raise InputError(
+                    f"{source} holds {len(every)} arrays of {size >> 20} MiB together, too large for a file of ours."
+                )
+            entries = {entry.filename.removesuffix(".npy"): entry for entry in every}
+            if len(entries) != len(every):
+                raise ValueError("two arrays of one name")
+            for key in keys or ():
+                if key not in entries:
+                    has = ", ".join(sorted(entries)) or "none"
+                    raise InputError(
+                        f'{source} has no array "{key}"; it needs {", ".join(keys or ())} and has {has}.'
+                    )
+            return {name: _read_array(archive, entries[name]) for name in keys or entries}
     except InputError:
         raise
     except OSError as error:
@@ -228,9 +253,11 @@ def read_arrays(path: str | os.PathLike[str]) -> tuple[dict[str, np.ndarray], di
         RuntimeError,
         MemoryError,
     ) as error:
-        raise InputError(
-            f"{source} is not a whole array file (.npz): it is truncated, altered or of another kind."
-        ) from error
+        raise InputError(_not_whole(source)) from error
+
+
+def _not_whole(path: str | os.PathLike[str]) -> str:
+    return f"{path} is not a whole array file (.npz): it is truncated, altered or of another kind."
 
 
 def _read_array(archive: zipfile.ZipFile, entry: zipfile.ZipInfo) -> np.ndarray:

@@ -1,7 +1,7 @@
 """Attacks: immutable objects called as attack(model, images, labels) -> images in the same ball, still in [0, 1]."""
 
 from ecnn.attacks.apgd import APGD
-from ecnn.attacks.auto import AutoAttack, Doubt, SuiteResult
+from ecnn.attacks.auto import AutoAttack, Doubt
 from ecnn.attacks.ball import project, random_start
 from ecnn.attacks.base import Attack, Attacked, Cost
 from ecnn.attacks.blackbox import HopSkipJump, RandomNoise, Transfer
@@ -58,7 +58,6 @@ __all__ = [
     "RandomNoise",
     "ScoreView",
     "Square",
-    "SuiteResult",
     "Transfer",
     "VIEWS",
     "View",

@@ -8,30 +8,25 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, get_args
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ecnn.attacks.apgd import APGD
 from ecnn.attacks.attempts import Attempts
-from ecnn.attacks.ball import Norm, check_norm, check_unit_range, l2_norm
-from ecnn.attacks.base import Attack, Attacked, Cost, Target, check_batch
+from ecnn.attacks.ball import Norm, check_norm, l2_norm
+from ecnn.attacks.base import Attack, Cost, Target
 from ecnn.attacks.draws import Draws
 from ecnn.attacks.fab import FAB
 from ecnn.attacks.square import Square
 from ecnn.attacks.views import View, find_score_view, score_loss
-from ecnn.backbones import without_tf32
 from ecnn.checks import check_choice, parse_eps
 from ecnn.errors import InputError
 
 Version = Literal["standard", "apgd-ce", "apgd-t", "fab-t", "square"]
 _STEPS, _TARGETS, _QUERIES = 100, 9, 5000
-_CHECKED = 256  # images that the warnings look at
 _DIFFERENCE = 1e-4  # of two passes, relative to the length of the scores
 _SUM_TOLERANCE = 1e-5
-_SQUARE_SHARE = 0.002
 
-DoubtKind = Literal[
-    "random", "probabilities", "dynamic", "no_gradient", "zero_gradient", "few_classes", "square"
-]
+DoubtKind = Literal["random", "probabilities", "dynamic", "no_gradient", "zero_gradient", "few_classes"]
 _SENTENCES: dict[DoubtKind, str] = {
     "random": "Two passes over the same images gave different scores (up to {:.2g} of their length): the model is "
     "random, so attack the average over its randomness.",
@@ -45,8 +40,6 @@ _SENTENCES: dict[DoubtKind, str] = {
     "before the layer that saturates or quantises.",
     "few_classes": "The targeted DLR loss needs 4 classes and the model has {}: APGD-T raised the margin, whose "
     "gradient may vanish with the scale of the scores.",
-    "square": "Square broke another {:.1%} of the images, without gradients, that the gradient attacks had left: the "
-    "gradients mislead, so attack with more queries and look for what masks them.",
 }
 
 
@@ -68,31 +61,12 @@ class Doubt:
         return cls(kind, _SENTENCES[kind].format(figure))
 
 
-@dataclass(frozen=True)
-class SuiteResult:
-    """What AutoAttack made of a set of images, attack by attack.
-
-    Attributes:
-        attacked: images, verdicts and cost of the whole suite.
-        names: "clean" and the attacks, in the order in which they ran.
-        broken_by: (batch,) position in `names` of what broke each image, 0 if it was wrong before any attack; -1 if it
-            still stands.
-        accuracies: name -> share of all images that stand after it.
-        warnings: reasons to doubt the last accuracy.
-    """
-
-    attacked: Attacked
-    names: tuple[str, ...]
-    broken_by: Tensor
-    accuracies: dict[str, float]
-    warnings: tuple[Doubt, ...]
-
-
 @dataclass(frozen=True, kw_only=True)
 class AutoAttack(Attack):
     """AutoAttack (Croce & Hein 2020): APGD on cross-entropy, APGD-T on DLR, FAB-T, Square, each on what still stands.
 
-    `run_suite` also tells which of them broke an image, and warns.
+    `evaluate(model, split, attack.members(num_classes), cascade=True)` also tells which of them broke an image;
+    `examine` tells when not to trust them.
 
     Attributes:
         norm: of the ball, "linf" or "l2".
@@ -153,81 +127,6 @@ class AutoAttack(Attack):
             broken = part.verdict(points) != labels[rows]
             attempts.keep(points, broken, broken.to(images.dtype))
         return attempts.points
-
-    def run_suite(
-        self,
-        model: nn.Module,
-        images: Tensor,
-        labels: Tensor,
-        *,
-        seed: int = 0,
-        index: Tensor | None = None,
-        batch_size: int | None = None,
-    ) -> SuiteResult:
-        """`run`, attack by attack over all images, so that it can say what each of them did.
-
-        Args:
-            batch_size: images asked about at once, all of them if not given; it changes no result.
-        """
-        check_batch(images, labels)
-        images = images.detach()
-        check_unit_range(images)
-        if not len(images):
-            raise InputError("a suite needs images: there are none.")
-        rows = torch.arange(len(images), device=images.device)
-        index, size = rows if index is None else index.to(images.device), batch_size or len(images)
-        target = Target(model, len(images), images.device, self.precision)
-        with without_tf32():
-            predictions = torch.cat(
-                [target.narrow(part).verdict(images[part]) for part in torch.split(rows, size)]
-            )
-            checked = rows[: min(size, _CHECKED)]
-            num_classes, warnings = examine(target.narrow(checked), images[checked], self.on)
-        labels = predictions if self.labels == "predicted" else labels
-        progress = _Progress(images, labels, predictions, target)
-        members = self.members(num_classes)
-        for name, member in members.items():
-            for part in torch.split(progress.standing(), size):
-                attacked = member.run(model, images[part], labels[part], seed=seed, index=index[part])
-                progress.take(name, part, attacked)
-            progress.close(name)
-        return progress.result((*warnings, *_doubt_square(progress.accuracies)))
-
-
-class _Progress:
-    """The suite's result as it grows."""
-
-    def __init__(self, images: Tensor, labels: Tensor, predictions: Tensor, target: Target) -> None:
-        self.images, self.predictions = images.clone(), predictions.clone()
-        self.forwards, self.backwards = target.forwards, target.backwards
-        self.names = ["clean"]
-        self.broken_by = torch.where(predictions == labels, -1, 0)
-        self.accuracies = {"clean": self.accuracy()}
-
-    def standing(self) -> Tensor:
-        """(n,) positions of the images that nothing has broken."""
-        return torch.nonzero(self.broken_by < 0).squeeze(1)
-
-    def accuracy(self) -> float:
-        return float((self.broken_by < 0).double().mean())
-
-    def take(self, name: str, rows: Tensor, attacked: Attacked) -> None:
-        """Books what an attack made of some images that stood."""
-        won = rows[attacked.success]
-        self.images[won] = attacked.images[attacked.success]
-        self.predictions[won] = attacked.predictions[attacked.success]
-        self.broken_by[won] = len(self.names)
-        self.forwards[rows.cpu()] += attacked.forwards
-        self.backwards[rows.cpu()] += attacked.backwards
-
-    def close(self, name: str) -> None:
-        """Ends an attack's turn."""
-        self.names.append(name)
-        self.accuracies[name] = self.accuracy()
-
-    def result(self, warnings: tuple[Doubt, ...]) -> SuiteResult:
-        attacked = Attacked(self.images, self.predictions, self.broken_by >= 0, self.forwards, self.backwards)
-        return SuiteResult(attacked, tuple(self.names), self.broken_by, self.accuracies, warnings)
 
 
 def examine(target: Target, images: Tensor, on: str | View = "scores") -> tuple[int, tuple[Doubt, ...]]:
@@ -290,11 +189,3 @@ def _share_of_zero_gradients(target: Target, images: Tensor, labels: Tensor, on:
     if losses.requires_grad:
         (gradient,) = torch.autograd.grad(losses.sum(), points, allow_unused=True)
     return None if gradient is None else float((gradient.flatten(1) == 0).all(dim=1).double().mean())
-
-
-def _doubt_square(accuracies: dict[str, float]) -> tuple[Doubt, ...]:
-    """Only a suite can say this: Square must have followed something else."""
-    if "square" not in accuracies or len(accuracies) < 3:
-        return ()
-    gain = min(value for name, value in accuracies.items() if name != "square") - accuracies["square"]
-    return (Doubt.of("square", gain),) if gain > _SQUARE_SHARE else ()

@@ -14,10 +14,10 @@ from ecnn.auditing.adaptive import (
 from ecnn.auditing.auditor import audit
 from ecnn.auditing.bpda import straight_through
 from ecnn.auditing.budgets import BUDGETS, Budget, resolve_budget
-from ecnn.auditing.case import Case
 from ecnn.auditing.diagnostics import CHECKS, diagnose, read_evidence
 from ecnn.auditing.findings import Finding
 from ecnn.auditing.report import Audit, Stage, load_audit
+from ecnn.auditing.subject import Subject
 from ecnn.auditing.suite import Traits, estimate_cost, find_traits
 from ecnn.auditing.surrogates import Examples
 
@@ -26,7 +26,7 @@ __all__ = [
     "BUDGETS",
     "Budget",
     "CHECKS",
-    "Case",
+    "Subject",
     "Coded",
     "Cost",
     "Examples",

@@ -3,33 +3,34 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from ecnn import files
+from ecnn.attacks import Attack
 from ecnn.attacks.auto import Doubt, examine
 from ecnn.attacks.ball import Norm, check_norm
 from ecnn.attacks.base import Target
 from ecnn.auditing.budgets import Budget, resolve_budget
-from ecnn.auditing.case import Case
 from ecnn.auditing.diagnostics import diagnose, read_evidence
-from ecnn.auditing.findings import Finding, Level
+from ecnn.auditing.findings import Finding, alarm, note
 from ecnn.auditing.report import Audit, Verdict
-from ecnn.auditing.staging import Course, Staged
+from ecnn.auditing.stages import Staged, run_stages
+from ecnn.auditing.subject import Subject
 from ecnn.auditing.suite import find_traits, suite
 from ecnn.auditing.surrogates import choose_examples
 from ecnn.backbones import eval_mode, without_tf32
-from ecnn.checks import parse_eps
+from ecnn.checks import check_number, parse_eps
 from ecnn.data import Split
 from ecnn.errors import InputError
+from ecnn.evaluation import Evaluation
+from ecnn.evaluation.batch import BATCH_SIZE, check_request, place, read_model, seeded
 from ecnn.evaluation.intervals import Interval, wilson_interval
-from ecnn.evaluation.measuring import BATCH_SIZE, check_request, place, read_model
-from ecnn.evaluation.provenance import describe, describe_model, hash_images
+from ecnn.evaluation.provenance import describe
 from ecnn.progress import Progress
 
 FOLDER, RESULT, PAGE = "audit", "audit.json", "audit.md"
@@ -83,20 +84,26 @@ def audit(
         progress: called as progress(done, total, note).
     """
     check_norm(norm)
-    request = _Request(norm, parse_eps(eps), _check_claim(claim), resolve_budget(budget), seed)
-    chosen = check_request(model, split, request.budget.images if limit is None else limit, BATCH_SIZE)
+    eps, budget = parse_eps(eps), resolve_budget(budget)
+    if claim is not None:
+        check_number("claim (such as 0.72 for 72 %)", claim, most=1.0)
+    chosen = check_request(model, split, budget.images if limit is None else limit, BATCH_SIZE)
     folder = None if run_dir is None else Path(run_dir) / FOLDER
     if run_dir is not None:
         files.check_writable(Path(run_dir) / RESULT)
+    images = place(model, chosen[:][0])
+    labels = chosen.labels.to(images.device)
+    subject = Subject(model=model, images=images, labels=labels, norm=norm, eps=eps, budget=budget, seed=seed)
     with eval_mode(model), without_tf32():
-        course = _plan(model, split, len(chosen), request, folder, resume, progress)
-        staged = course.run()
-        findings = _find(model, chosen, request, folder, resume, progress)
-    evidence = (
-        [] if course.passes else read_evidence(staged.evaluation)
-    )  # one pass of a random model is no evidence
+        attacks, is_random = _choose_attacks(subject, split, folder, resume)
+        staged = run_stages(
+            subject, split, attacks, is_random=is_random, folder=folder, resume=resume, progress=progress
+        )
+        findings = _find(subject, staged.evaluation, folder, resume, progress)
+    # One pass of a random model is no evidence.
+    evidence = [] if is_random else read_evidence(staged.evaluation)
     result = _conclude(
-        request, staged, [*evidence, *_failures(staged), *findings], model, bool(course.passes)
+        subject, staged, [*evidence, *_failures(staged.evaluation), *findings], claim, is_random
     )
     if run_dir is not None:
         result.save(Path(run_dir) / RESULT)
@@ -104,81 +111,30 @@ def audit(
     return result
 
 
-@dataclasses.dataclass(frozen=True)
-class _Request:
-    norm: Norm
-    eps: float
-    claim: float | None
-    budget: Budget
-    seed: int
-
-
-def _plan(
-    model: nn.Module,
-    split: Split,
-    count: int,
-    request: _Request,
-    folder: Path | None,
-    resume: bool,
-    progress: Progress | None,
-) -> Course:
-    """The suite that this model needs, ready to run."""
-    images = place(model, split[: min(count, _FLAGGED)][0])
-    num_classes = read_model(model, images[:1]).shape[1]
-    is_random = find_traits(model, images, num_classes).is_random
+def _choose_attacks(
+    subject: Subject, split: Split, folder: Path | None, resume: bool
+) -> tuple[dict[str, Attack], bool]:
+    """The suite that this model needs, and whether the model is random."""
+    num_classes = read_model(subject.model, subject.images[:1]).shape[1]
+    is_random = find_traits(subject.model, subject.images[:_FLAGGED], num_classes).is_random
+    examples = choose_examples(subject.model, split, len(subject.images))
     attacks = suite(
-        model,
-        norm=request.norm,
-        eps=request.eps,
-        budget=request.budget,
-        num_classes=num_classes,
-        random=is_random,
-        examples=choose_examples(model, split, count),
-        seed=request.seed,
-        folder=folder,
-        resume=resume,
+        subject, num_classes=num_classes, random=is_random, examples=examples, folder=folder, resume=resume
     )
-    return Course(
-        model=model,
-        split=split,
-        count=count,
-        attacks=attacks,
-        norm=request.norm,
-        eps=request.eps,
-        seed=request.seed,
-        passes=request.budget.eot if is_random else 0,
-        folder=folder,
-        resume=resume,
-        progress=progress,
-    )
+    return attacks, is_random
 
 
 def _find(
-    model: nn.Module,
-    chosen: Split,
-    request: _Request,
-    folder: Path | None,
-    resume: bool,
-    progress: Progress | None,
+    subject: Subject, evaluation: Evaluation, folder: Path | None, resume: bool, progress: Progress | None
 ) -> list[Finding]:
     """What AutoAttack's flags and the diagnostics find, or found in an earlier run of the same audit."""
-    asked = describe(dataclasses.replace(request, claim=None))
-    identity = {"model": describe_model(model), "images": _hash(chosen), **asked}
+    asked = {"norm": subject.norm, "eps": subject.eps, "budget": subject.budget, "seed": subject.seed}
+    model, images = evaluation.clean.about["model"], evaluation.images_sha256
+    identity = {"model": model, "images": images, **describe(asked)}
     kept = _kept_findings(folder, identity) if resume else None
     if kept is not None:
         return kept
-    images, labels = chosen[:]
-    images = place(model, images)
-    case = Case(
-        model=model,
-        images=images,
-        labels=labels.to(images.device),
-        norm=request.norm,
-        eps=request.eps,
-        budget=request.budget,
-        seed=request.seed,
-    )
-    found = [_plain(finding) for finding in (*_flags(model, images), *diagnose(case, progress=progress))]
+    found = [_plain(finding) for finding in (*_flags(subject), *diagnose(subject, progress=progress))]
     if folder is not None:
         values = {"identity": identity, "findings": [finding.to_dict() for finding in found]}
         files.write_json(folder / "findings.json", values)
@@ -188,14 +144,6 @@ def _find(
 def _plain(finding: Finding) -> Finding:
     """With evidence that JSON can hold, and gives back as it was."""
     return dataclasses.replace(finding, evidence=describe(finding.evidence))
-
-
-def _check_claim(claim: Any) -> float | None:
-    if claim is None:
-        return None
-    if isinstance(claim, bool) or not isinstance(claim, int | float) or not 0 <= claim <= 1:
-        raise InputError(f"claim must be an accuracy from 0 to 1, such as 0.72 for 72 %, not {claim!r}.")
-    return float(claim)
 
 
 def judge(claimed: float, accuracy: float, interval: Interval, alarms: Sequence[str]) -> tuple[Verdict, str]:
@@ -226,12 +174,11 @@ def judge(claimed: float, accuracy: float, interval: Interval, alarms: Sequence[
 
 
 def _conclude(
-    request: _Request, staged: Staged, findings: list[Finding], model: nn.Module, is_random: bool
+    subject: Subject, staged: Staged, findings: list[Finding], claim: float | None, is_random: bool
 ) -> Audit:
     n = len(staged.right)
     accuracy, plain = float(staged.right.mean()), float(staged.right_when_plain.mean())
-    claimed = plain if request.claim is None else request.claim
-    source: Literal["given", "plain attack"] = "plain attack" if request.claim is None else "given"
+    claimed = plain if claim is None else float(claim)
     # Of a random model shares of images are added up; a share has no more spread than a whole image.
     interval = wilson_interval(round(float(staged.right.sum())), n)
     alarms = [finding.name for finding in findings if finding.is_open]
@@ -240,75 +187,59 @@ def _conclude(
         verdict=verdict,
         reason=reason,
         claimed=claimed,
-        claim_source=source,
+        claim_source="plain attack" if claim is None else "given",
         accuracy=accuracy,
         interval=interval,
         clean_accuracy=float(staged.right_when_clean.mean()),
         plain_accuracy=plain,
         images=n,
-        norm=request.norm,
-        eps=request.eps,
-        budget=request.budget.name,
-        seed=request.seed,
+        norm=subject.norm,
+        eps=subject.eps,
+        budget=subject.budget.name,
+        seed=subject.seed,
         is_random=is_random,
         stages=staged.stages,
         broken_by=tuple(int(position) for position in staged.broken_by),
         findings=tuple(_plain(finding) for finding in findings),
-        model=describe_model(model),
+        model=staged.evaluation.clean.about["model"],
         environment=staged.environment,
     )
 
 
-def _flags(model: nn.Module, images: Tensor) -> list[Finding]:
+def _flags(subject: Subject) -> list[Finding]:
     """What AutoAttack warns of, each warning a finding.
 
     The suite has an answer to all but one, so that they are notes: means over passes, logarithms, attacks on members
     and features, float64, attacks by classes alone. It has none to a model that takes gradients while it classifies.
     """
-    checked = images[:_FLAGGED]
+    checked = subject.images[:_FLAGGED]
     try:
-        _, doubts = examine(Target(model, len(checked), checked.device), checked)
+        with seeded(checked.device, subject.seed):
+            _, doubts = examine(Target(subject.model, len(checked), checked.device), checked)
     except RuntimeError as error:  # a model that cannot be differentiated at all
         doubts = (Doubt("no_gradient", f"The model cannot be differentiated: {str(error).splitlines()[0]}."),)
     findings = []
     for number, doubt in enumerate(doubts):
-        is_dynamic = doubt.kind == "dynamic"
-        level: Level = "alarm" if is_dynamic else "note"
-        findings.append(
-            Finding(
-                name=f"autoattack_flag_{number + 1}",
-                level=level,
-                claim=doubt.sentence,
-                evidence={"images": len(checked)},
-                advice="Attack the optimisation inside the model."
-                if is_dynamic
-                else "See which attack broke what.",
-                source="Croce & Hein 2020, AutoAttack: flags",
-            )
-        )
+        evidence = {"images": len(checked)}
+        if doubt.kind == "dynamic":
+            advice = "Attack the optimisation inside the model."
+            found = alarm(doubt.sentence, evidence, advice, kind=doubt.kind)
+        else:
+            found = note(doubt.sentence, evidence, "See which attack broke what.", kind=doubt.kind)
+        name, source = f"autoattack_flag_{number + 1}", "Croce & Hein 2020, AutoAttack: flags"
+        findings.append(dataclasses.replace(found, name=name, source=source))
     return findings
 
 
-def _failures(staged: Staged) -> list[Finding]:
-    if not staged.failures:
+def _failures(evaluation: Evaluation) -> list[Finding]:
+    """A note that names the attacks which the model does not bear, if there are any."""
+    failures = dict(evaluation.failures)
+    if not failures:
         return []
-    names = ", ".join(staged.failures)
-    return [
-        Finding(
-            name="attacks_not_made",
-            level="note",
-            claim=f"The model does not bear {len(staged.failures)} of the attacks: {names}.",
-            evidence=dict(staged.failures),
-            advice="They broke nothing for that reason: read why, and mend it if you can.",
-            source="the suite",
-        )
-    ]
-
-
-def _hash(chosen: Split) -> str:
-    digest = hashlib.sha256(hash_images(chosen).tobytes())
-    digest.update(chosen.labels.cpu().numpy().tobytes())
-    return digest.hexdigest()
+    claim = f"The model does not bear {len(failures)} of the attacks: {', '.join(failures)}."
+    advice = "They broke nothing for that reason: read why, and mend it if you can."
+    found = note(claim, failures, advice)
+    return [dataclasses.replace(found, name="attacks_not_made", source="the suite")]
 
 
 def _kept_findings(folder: Path | None, identity: dict[str, Any]) -> list[Finding] | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ecnn.errors import InputError
+from ecnn.checks import check_choice
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +55,5 @@ def resolve_budget(budget: str | Budget) -> Budget:
     """The budget of that name, or the one given."""
     if isinstance(budget, Budget):
         return budget
-    if budget not in BUDGETS:
-        raise InputError(f"budget must be one of {', '.join(BUDGETS)}, not {budget!r}.")
+    check_choice("budget", budget, BUDGETS)
     return BUDGETS[budget]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, get_args
 
-from ecnn.errors import InputError
+from ecnn.checks import check_choice
 
 Level = Literal["ok", "note", "alarm"]
 
@@ -16,6 +16,7 @@ class Finding:
 
     Attributes:
         name: of the check, a word that stays the same from version to version.
+        kind: which of the things that the check can find, such a word too; its name where there is only one.
         level: "ok" when nothing speaks against the model's number; "note" for something a reader should know that is
             no reason to disbelieve it; "alarm" for a sign that attacks fail for another reason than robustness.
         claim: one sentence for a person: what was found.
@@ -24,16 +25,17 @@ class Finding:
         source: where the check comes from.
     """
 
-    name: str
+    name: str = ""
+    kind: str = ""
     level: Level
     claim: str
     evidence: dict[str, Any]
-    advice: str
-    source: str
+    advice: str = ""
+    source: str = ""
 
     def __post_init__(self) -> None:
-        if self.level not in get_args(Level):
-            raise InputError(f"level must be one of {', '.join(get_args(Level))}, not {self.level!r}.")
+        check_choice("level", self.level, get_args(Level))
+        object.__setattr__(self, "kind", self.kind or self.name)
 
     @property
     def is_open(self) -> bool:
@@ -47,3 +49,18 @@ class Finding:
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
         return asdict(self)
+
+
+def ok(claim: str, evidence: dict[str, Any]) -> Finding:
+    """Nothing speaks against the number; whoever runs the check adds its name and source."""
+    return Finding(level="ok", claim=claim, evidence=evidence)
+
+
+def note(claim: str, evidence: dict[str, Any], advice: str = "", *, kind: str = "") -> Finding:
+    """Something that a reader should know."""
+    return Finding(level="note", kind=kind, claim=claim, evidence=evidence, advice=advice)
+
+
+def alarm(claim: str, evidence: dict[str, Any], advice: str, *, kind: str = "") -> Finding:
+    """A sign that attacks fail for another reason than robustness."""
+    return Finding(level="alarm", kind=kind, claim=claim, evidence=evidence, advice=advice)

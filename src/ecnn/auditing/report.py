@@ -10,6 +10,7 @@ from typing import Any, Literal, get_args
 
 from ecnn import files
 from ecnn.auditing.findings import Finding
+from ecnn.checks import check_choice
 from ecnn.errors import InputError
 from ecnn.evaluation.intervals import Interval
 
@@ -86,8 +87,7 @@ class Audit:
     environment: str
 
     def __post_init__(self) -> None:
-        if self.verdict not in get_args(Verdict):
-            raise InputError(f"verdict must be one of {', '.join(get_args(Verdict))}, not {self.verdict!r}.")
+        check_choice("verdict", self.verdict, get_args(Verdict))
 
     def __str__(self) -> str:
         low, high = self.interval

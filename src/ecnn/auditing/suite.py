@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ecnn.attacks import APGD, PGD, Attack, AutoAttack, Cost, HopSkipJump, Square, Transfer
-from ecnn.attacks.ball import Norm, l2_norm
+from ecnn.attacks.ball import l2_norm
 from ecnn.attacks.views import Averaged, View, WeakestBit
 from ecnn.auditing.adaptive import (
     CheapestBits,
@@ -37,6 +37,7 @@ from ecnn.auditing.adaptive import (
 )
 from ecnn.auditing.bpda import Passing, can_pass_through
 from ecnn.auditing.budgets import Budget, resolve_budget
+from ecnn.auditing.subject import Subject
 from ecnn.auditing.surrogates import (
     Examples,
     all_features,
@@ -49,7 +50,6 @@ from ecnn.auditing.surrogates import (
     train_student,
 )
 from ecnn.backbones import eval_mode, full_precision, without_tf32
-from ecnn.checks import parse_eps
 from ecnn.errors import InputError
 
 PLAIN = "pgd-ce"  # what a usual evaluation would have run
@@ -141,15 +141,11 @@ def _hides_scores(model: nn.Module, images: Tensor, num_classes: int) -> bool:
 
 
 def suite(
-    model: nn.Module,
+    subject: Subject,
     *,
-    norm: Norm,
-    eps: float | str,
-    budget: str | Budget,
     num_classes: int,
     random: bool,
     examples: Examples | None = None,
-    seed: int = 0,
     folder: Path | None = None,
     resume: bool = True,
 ) -> dict[str, Attack]:
@@ -159,24 +155,21 @@ def suite(
     left out: those on features, those by way of a surrogate, and those that only a look at the model recommends.
 
     Args:
-        model: pixels in [0, 1] to scores, in eval mode.
-        norm, eps: of the ball.
-        budget: how much may be asked.
+        subject: what is audited. Its images are not needed, and may be none.
         num_classes: scores per image.
         random: whether passes differ; then attacks average over passes and return where they end.
         examples: clean images, see `Examples`.
-        seed: of the surrogates' training.
         folder: where surrogates are kept, so that a resumed audit has the same.
         resume: takes them from there.
     """
-    budget = resolve_budget(budget)
+    model = subject.model
     traits = _unseen(model) if examples is None else find_traits(model, examples.images, num_classes)
-    maker = _Maker(model, norm, parse_eps(eps), budget, num_classes, traits)
-    in_the_dark = examples is not None and (traits.blind >= _BLIND or budget.name == "thorough")
+    maker = _Maker(subject, num_classes, traits)
+    in_the_dark = examples is not None and (traits.blind >= _BLIND or subject.budget.name == "thorough")
     attacks = maker.plain()
     attacks |= maker.averaged() if random else maker.on_scores() | maker.on_members() | maker.on_votes()
     if examples is not None:
-        surrogates = _Surrogates(model, examples, num_classes, maker.eps, seed, folder, resume)
+        surrogates = _Surrogates(subject, examples, num_classes, folder, resume)
         attacks |= maker.by_surrogates(surrogates, imitate=in_the_dark or random, random=random)
     if random:
         return attacks | {"square": maker.square()}
@@ -203,17 +196,15 @@ def _unseen(model: nn.Module) -> Traits:
 class _Surrogates:
     """Makes surrogates when they are asked for, or takes them from the folder."""
 
-    model: nn.Module
+    subject: Subject
     examples: Examples
     num_classes: int
-    eps: float
-    seed: int
     folder: Path | None
     resume: bool
 
     @cached_property
     def features(self) -> Tensor:
-        return all_features(self.model, self.examples.images)
+        return all_features(self.subject.model, self.examples.images)
 
     def means(self) -> Tensor:
         labels = self.examples.labels
@@ -222,12 +213,14 @@ class _Surrogates:
 
     def head(self) -> nn.Module:
         def make() -> dict[str, Tensor]:
-            return own_state(train_head(self.model, self.features, self.examples.labels, self.num_classes))
+            return own_state(
+                train_head(self.subject.model, self.features, self.examples.labels, self.num_classes)
+            )
 
-        return rebuild_head(self.model, self._kept(make, "head"))
+        return rebuild_head(self.subject.model, self._kept(make, "head"))
 
     def student(self) -> nn.Module:
-        settings = (self.model, self.examples, self.num_classes, self.eps, self.seed)
+        settings = (self.subject.model, self.examples, self.num_classes, self.subject.eps, self.subject.seed)
         return rebuild_student(self._kept(lambda: own_state(train_student(*settings)), "student"))
 
     def _kept(self, make: Callable[[], dict[str, Tensor]], name: str) -> dict[str, Tensor]:
@@ -244,16 +237,25 @@ class _Surrogates:
 class _Maker:
     """Groups of attacks for one model and ball."""
 
-    model: nn.Module
-    norm: Norm
-    eps: float
-    budget: Budget
+    subject: Subject
     num_classes: int
     traits: Traits
 
     @property
+    def model(self) -> nn.Module:
+        return self.subject.model
+
+    @property
+    def eps(self) -> float:
+        return self.subject.eps
+
+    @property
+    def budget(self) -> Budget:
+        return self.subject.budget
+
+    @property
     def ball(self) -> dict[str, Any]:
-        return {"norm": self.norm, "eps": self.eps}
+        return {"norm": self.subject.norm, "eps": self.subject.eps}
 
     @property
     def walk(self) -> dict[str, Any]:
@@ -374,7 +376,7 @@ class _Maker:
     def by_classes(self) -> dict[str, Attack]:
         """By the model's classes alone; a walk along the border costs about samples * 2/3 * steps^1.5 questions."""
         steps = max(1, round((1.5 * self.budget.queries / 50) ** (2 / 3)))
-        walk = HopSkipJump(norm=self.norm, steps=steps, samples=50)
+        walk = HopSkipJump(norm=self.subject.norm, steps=steps, samples=50)
         return {"hopskipjump": Within(attack=walk, **self.ball)}
 
 
@@ -392,7 +394,9 @@ def estimate_cost(model: nn.Module, budget: str | Budget, limit: int | None, num
     Diagnostics come on top, on `budget.probe_images` images. A model that falls early costs a small part of this.
     """
     budget = resolve_budget(budget)
-    attacks = suite(model, norm="linf", eps=0.1, budget=budget, num_classes=num_classes, random=False)
+    nothing = torch.zeros(0, dtype=torch.int64)
+    subject = Subject(model=model, images=nothing, labels=nothing, norm="linf", eps=0.1, budget=budget)
+    attacks = suite(subject, num_classes=num_classes, random=False)
     # What only a look at the model recommends: features, a surrogate, and one more place to look.
     extra = Cost(1, 1) * (budget.steps * budget.restarts * (min(budget.targets, _FEATURE_TARGETS) + 2))
     images = budget.images if limit is None else limit

@@ -21,7 +21,7 @@ from ecnn.auditing.adaptive import features_of
 from ecnn.backbones import eval_mode
 from ecnn.data import Split
 from ecnn.errors import InputError
-from ecnn.evaluation.measuring import place
+from ecnn.evaluation.batch import place
 
 _MOST_EXAMPLES = 1000
 _HEAD_STEPS, _HEAD_LR = 300, 0.1

@@ -9,7 +9,6 @@ import math
 import pickle
 import struct
 import warnings
-import zipfile
 import zlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -20,7 +19,6 @@ import numpy as np
 from ecnn.errors import InputError
 from ecnn.progress import Progress
 
-MAX_NPZ_BYTES = 4 * 2**30
 _GREY_MODES = ("1", "L", "LA")
 _DEEP_MODES = ("I", "F")  # also I;16 and its kin: Pillow would clip them, not scale them
 _IDX_HEAD = 4
@@ -111,33 +109,6 @@ def read_pickle(content: bytes, path: Path, keys: Sequence[str]) -> dict[str, An
     if missing:
         raise InputError(f'{path} has no entry "{missing[0]}", which a CIFAR file has.')
     return {key: entries[key] for key in keys}
-
-
-def read_npz(path: Path, keys: Sequence[str], md5: str | None = None) -> dict[str, np.ndarray]:
-    """The named arrays of an .npz file; arrays of Python objects, which could run code, are refused."""
-    content = read_checked(path, md5)
-    arrays = {}
-    try:
-        with zipfile.ZipFile(io.BytesIO(content)) as archive:
-            names = set(archive.namelist())
-            size = sum(info.file_size for info in archive.infolist())
-            if size > MAX_NPZ_BYTES:
-                raise InputError(f"{path} unpacks to {size >> 30} GiB, too large for a dataset of ours.")
-            for key in keys:
-                if f"{key}.npy" not in names:
-                    raise InputError(
-                        f'{path} has no array "{key}"; it needs {", ".join(keys)} and has '
-                        f"{', '.join(sorted(name.removesuffix('.npy') for name in names)) or 'none'}."
-                    )
-                with archive.open(f"{key}.npy") as member:
-                    arrays[key] = np.lib.format.read_array(member, allow_pickle=False)
-    except InputError:
-        raise
-    except (OSError, ValueError, EOFError, MemoryError, NotImplementedError, RuntimeError) as error:
-        raise InputError(f"{path} is not an .npz file of plain arrays: {_first_line(error)}.") from error
-    except (zipfile.BadZipFile, zlib.error) as error:
-        raise InputError(f"{path} is not a whole .npz file: {_first_line(error)}.") from error
-    return arrays
 
 
 def read_images(

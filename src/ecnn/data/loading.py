@@ -9,8 +9,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from ecnn import files
 from ecnn.data.datasets import AdversarialSigns, Dataset, Split, hold_out
-from ecnn.data.formats import read_npz
+from ecnn.data.formats import read_checked
 from ecnn.data.sources import CHECKSUMS, NEVER_MIRRORED, READERS, Arrays, Request, check_sizes, read_folder
 from ecnn.errors import InputError
 from ecnn.progress import Progress
@@ -65,7 +66,8 @@ def load_adversarial_signs(root: str | os.PathLike[str] | None = None) -> Advers
     relative = "optprojtran/optprojtran.npz"
     path = _resolve_root(root) / relative
     keys = ("x_adv", "y_true", "y_target", "victim", "x_clean", "y_clean")
-    arrays = read_npz(path, keys, CHECKSUMS.get(relative))
+    content = read_checked(path, CHECKSUMS.get(relative))
+    arrays = files.read_npz(path, keys=keys, content=content)
     for key, kinds, ndim in zip(keys, ("f", "iu", "iu", "iu", "u", "iu"), (4, 1, 1, 1, 4, 1), strict=True):
         if arrays[key].dtype.kind not in kinds or arrays[key].ndim != ndim:
             raise InputError(

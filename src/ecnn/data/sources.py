@@ -9,9 +9,10 @@ from pathlib import Path
 
 import numpy as np
 
+from ecnn import files
 from ecnn.data.datasets import hold_out
 from ecnn.data.downloads import Archive, provide
-from ecnn.data.formats import gunzip, read_checked, read_idx, read_images, read_npz, read_pickle, resize
+from ecnn.data.formats import gunzip, read_checked, read_idx, read_images, read_pickle, resize
 from ecnn.errors import InputError
 from ecnn.progress import Progress
 
@@ -267,7 +268,7 @@ def read_gtsrb(request: Request) -> Arrays:
 
 
 def _read_gtsrb_npz(path: Path, keys: tuple[str, ...]) -> dict[str, np.ndarray]:
-    arrays = read_npz(path, keys)
+    arrays = files.read_npz(path, keys=keys)
     images = arrays["x"]
     if images.dtype != np.uint8 or images.ndim != 4 or images.shape[1:] != (32, 32, 3):
         raise InputError(

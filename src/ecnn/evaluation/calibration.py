@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ecnn.checks import check_count
 from ecnn.errors import InputError
 
 BINS = 15
@@ -60,8 +61,7 @@ def summarise(
     nll: np.ndarray, brier: np.ndarray, confidence: np.ndarray, right: np.ndarray, *, bins: int = BINS
 ) -> Calibration:
     """The three means from per-image records (image,), as `Outcomes` keep them."""
-    if isinstance(bins, bool) or not isinstance(bins, int) or bins < 1:
-        raise InputError(f"bins must be a whole number from 1 up, not {bins!r}.")
+    check_count("bins", bins)
     return Calibration(
         nll=float(nll.mean(dtype=np.float64)),
         ece=expected_calibration_error(confidence, right, bins=bins),

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 from statistics import NormalDist
 
+from ecnn.checks import check_count
 from ecnn.errors import InputError
 
 CONFIDENCE = 0.95
@@ -133,7 +134,6 @@ def _quantile(confidence: float) -> float:
 
 def _check_counts(*, may_be_empty: bool = False, **counts: int) -> None:
     for name, count in counts.items():
-        if isinstance(count, bool) or not isinstance(count, int) or count < 0:
-            raise InputError(f"{name} must be a whole number from 0 up, not {count!r}.")
+        check_count(name, count, least=0)
     if not may_be_empty and not sum(counts.values()):
         raise InputError("a share of no images has no interval: count at least one.")

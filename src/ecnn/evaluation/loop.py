@@ -1,26 +1,27 @@
-"""evaluate(): every image under every attack, batch by batch, resumable."""
+"""evaluate(): every image under every attack, or each attack on what the others left; batch by batch, resumable."""
 
 from __future__ import annotations
 
 import dataclasses
 import os
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ecnn.attacks import Attack
 from ecnn.backbones import eval_mode, without_tf32
-from ecnn.checks import parse_eps
+from ecnn.checks import check_count, parse_eps
 from ecnn.data import Split
 from ecnn.errors import InputError
-from ecnn.evaluation.measuring import (
+from ecnn.evaluation.batch import (
     BATCH_SIZE,
     ForeignAttack,
+    batch_seed,
     check_ball,
     check_request,
     measure_change,
@@ -28,12 +29,16 @@ from ecnn.evaluation.measuring import (
     place,
     read_model,
     run_attack,
+    seeded,
 )
 from ecnn.evaluation.outcomes import Outcomes, join
-from ecnn.evaluation.provenance import describe, describe_environment, describe_model, hash_images, now
+from ecnn.evaluation.provenance import Fingerprint, describe, describe_environment, now
 from ecnn.evaluation.records import Records, check_names, prepare_folder, write_summary
 from ecnn.evaluation.results import CLEAN, Evaluation
 from ecnn.progress import Progress
+
+#: Called with the outcomes of a finished attack and the attacked images (image, channel, height, width), on the CPU.
+Watcher = Callable[[Outcomes, Tensor], None]
 
 
 def evaluate(
@@ -44,10 +49,13 @@ def evaluate(
     limit: int | None,
     seed: int = 0,
     eps: Sequence[float | str] | None = None,
+    cascade: bool = False,
+    keep_going: bool = False,
     batch_size: int = BATCH_SIZE,
     run_dir: str | os.PathLike[str] | None = None,
     resume: bool = True,
     save_images: bool = False,
+    watch: Watcher | None = None,
     progress: Progress | None = None,
 ) -> Evaluation:
     """What becomes of each of the first images of a split under each attack, and of the same images left alone.
@@ -60,40 +68,53 @@ def evaluate(
         model: pixels in [0, 1] to scores (batch, class), on any device.
         split: usually `data.test`.
         attacks: by name, an `Attack` or any callable (model, images, labels) -> images. Ours draw random numbers by
-            seed and position, so that batch size, order and resumption change nothing; others are run with torch's
-            generator seeded per batch, and restored after.
+            seed and position, so that batch size, order and resumption change nothing. Torch's generators, from which
+            others and random models draw, are seeded for each batch and restored after it.
         limit: how many images, the first of the split, or all of them for None; positions are those in the split.
         seed: of all randomness.
         eps: repeats each attack that has an `eps` at each of these radii, named like "pgd@8/255"; its other settings,
             step sizes too, stay as they are.
+        cascade: runs each attack only on the images that are right when clean and that the attacks before it left.
+            The other images come back as they are, cost nothing and count as right in that attack's outcomes;
+            `Evaluation.accuracy` counts what stands after an attack and all before it.
+        keep_going: an attack that the model does not bear (it raises RuntimeError, TypeError or IndexError) is left
+            out and noted in `Evaluation.failures`, and the others go on; else the error is raised.
         batch_size: images attacked at a time; a batch too large for the GPU's memory is halved by our attacks.
         run_dir: keeps outcomes there (see `ecnn.evaluation.records`), batch by batch.
         resume: goes on with what a killed, or shorter, evaluation left there, if it is of the same attack, seed, model
             and images; False discards what is there of these attacks and computes them again.
         save_images: keeps the attacked images too, under run_dir.
+        watch: called as watch(outcomes, attacked images) when an attack is finished; with a run_dir the images are
+            kept there as with save_images.
         progress: called as progress(done, total, note).
     """
     jobs = _plan(attacks, eps, seed)
+    if cascade and eps is not None:
+        raise InputError(
+            "cascade=True takes no eps=: what broke at one radius would not be attacked at the others. Evaluate each "
+            "radius by itself."
+        )
     chosen = check_request(model, split, limit, batch_size)
     if save_images and run_dir is None:
         raise InputError("save_images=True needs a run_dir to keep them in.")
-    about = describe_model(model)
+    fingerprint = Fingerprint(model, split)
     if run_dir is not None:
-        prepare_folder(run_dir, about, split, () if resume else [job.name for job in jobs])
-    run = _Run(
+        prepare_folder(run_dir, fingerprint, () if resume else [job.name for job in jobs])
+    evaluator = _Evaluator(
         model=model,
-        split=split,
         chosen=chosen,
+        fingerprint=fingerprint,
+        cascade=cascade,
+        keep_going=keep_going,
         batch_size=batch_size,
-        about=about,
         run_dir=run_dir,
-        save_images=save_images,
+        save_images=save_images or watch is not None,
+        watch=watch,
         progress=progress,
         total=(1 + len(jobs)) * len(chosen),
     )
     with eval_mode(model), without_tf32():
-        clean = run.finish(_Job(CLEAN, None, None, None, 0), None)
-        return Evaluation(clean, {job.name: run.finish(job, clean) for job in jobs})
+        return evaluator.run(jobs)
 
 
 @dataclass(frozen=True)
@@ -110,8 +131,7 @@ class _Job:
 def _plan(
     attacks: Mapping[str, Attack | ForeignAttack], eps: Sequence[float | str] | None, seed: int
 ) -> list[_Job]:
-    if isinstance(seed, bool) or not isinstance(seed, int):
-        raise InputError(f"seed must be a whole number, not {seed!r}.")
+    check_count("seed", seed, least=0)
     if isinstance(eps, str) or (eps is not None and not len(eps)):
         raise InputError(f'eps must be None or a list of radii such as ["2/255", "4/255"], not {eps!r}.')
     jobs = []
@@ -133,101 +153,147 @@ def _plan(
 
 def _has_eps(attack: Any) -> bool:
     return dataclasses.is_dataclass(attack) and any(
-        field.name == "eps" and field.init for field in dataclasses.fields(attack)
+        entry.name == "eps" and entry.init for entry in dataclasses.fields(attack)
     )
 
 
 @dataclass(kw_only=True)
-class _Run:
+class _Evaluator:
     """Runs jobs over the chosen images and keeps their outcomes.
 
     Attributes:
-        split: the images there are; `chosen` are the first of them.
-        about: the model, described.
+        chosen: the images that are evaluated.
+        fingerprint: of the model and of all images of the split.
         total: images times jobs, of which `done` are done.
+        clean: outcomes of the images as they are, once they are known.
+        memory: positions and attacked images of the job under way, where no run_dir keeps them.
     """
 
     model: nn.Module
-    split: Split
     chosen: Split
+    fingerprint: Fingerprint
+    cascade: bool
+    keep_going: bool
     batch_size: int
-    about: dict[str, Any]
     run_dir: str | os.PathLike[str] | None
     save_images: bool
+    watch: Watcher | None
     progress: Progress | None
     total: int
     done: int = 0
+    clean: Outcomes | None = None
+    memory: list[tuple[np.ndarray, np.ndarray]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.image_hash = hash_images(self.chosen)
         self.environment = describe_environment(place(self.model, self.chosen[:1][0]).device)
 
-    def finish(self, job: _Job, clean: Outcomes | None) -> Outcomes:
-        """The outcomes of a job: what is on the disk, and the rest computed now."""
-        about = {
-            "attack": None if job.attack is None else describe(job.attack),
-            "base": job.base,
-            "eps": job.eps,
-            "seed": None if job.attack is None else job.seed,
-            "model": self.about,
-        }
-        records = None if self.run_dir is None else Records(self.run_dir, job.name)
-        found = [] if records is None else records.read(about, self.split)
-        missing = self._missing(job, records, found)
+    def run(self, jobs: Sequence[_Job]) -> Evaluation:
+        """The clean images once, then every job; in a cascade each on what the ones before it left."""
+        everything = np.ones(len(self.chosen), dtype=bool)
+        self.clean = clean = self._finish(_Job(CLEAN, None, None, None, 0), everything, ())
+        standing = clean.robust
+        outcomes: dict[str, Outcomes] = {}
+        failures: dict[str, str] = {}
+        for number, job in enumerate(jobs):
+            self.done, self.memory = (1 + number) * len(self.chosen), []
+            try:
+                found = self._finish(job, standing if self.cascade else everything, tuple(outcomes))
+            except torch.cuda.OutOfMemoryError:
+                raise
+            except (RuntimeError, TypeError, IndexError) as error:
+                if not self.keep_going:
+                    raise
+                failures[job.name] = (str(error).splitlines() or [type(error).__name__])[0]
+                continue
+            outcomes[job.name] = found
+            standing = standing & found.robust
+            if self.watch is not None:
+                self.watch(found, self._attacked_images(job))
+        return Evaluation(clean, outcomes, failures)
+
+    def _finish(self, job: _Job, wanted: np.ndarray, after: tuple[str, ...]) -> Outcomes:
+        """The outcomes of a job on the wanted images: what is on the disk, and the rest computed now."""
+        about, records = self._describe(job, after), self._records(job)
+        found = [] if records is None else records.read(about, self.fingerprint)
+        missing = self._missing(job, wanted, found)
         self.done += len(self.chosen) - len(missing)
-        self._report(job, clean, found)
+        self._report(job, wanted, found)
         for start in range(0, len(missing), self.batch_size):
             positions = missing[start : start + self.batch_size]
             # Later parts come first: of an image in two parts the first is kept.
-            found.insert(0, self._batch(job, clean, positions, about, records))
+            found.insert(0, self._batch(job, positions, about))
             self.done += len(positions)
-            self._report(job, clean, found)
-        whole = join(found)
+            self._report(job, wanted, found)
+        left_alone = self._leave_alone(job, about, found)
+        whole = join([*found, *left_alone])
         if records is not None and self.run_dir is not None:
-            records.finish(whole, is_new=bool(len(missing)))
+            records.finish(whole, is_new=bool(len(missing) or left_alone))
             write_summary(self.run_dir)
         return whole.take(whole.index < len(self.chosen))
 
-    def _missing(self, job: _Job, records: Records | None, found: list[Outcomes]) -> np.ndarray:
-        positions = np.arange(len(self.chosen))
-        known = np.concatenate([part.index for part in found]) if found else positions[:0]
+    def _records(self, job: _Job) -> Records | None:
+        return None if self.run_dir is None else Records(self.run_dir, job.name)
+
+    def _describe(self, job: _Job, after: tuple[str, ...]) -> dict[str, Any]:
+        is_attack = job.attack is not None
+        return {
+            "attack": describe(job.attack),
+            "base": job.base,
+            "eps": job.eps,
+            "seed": job.seed if is_attack else None,
+            "model": self.fingerprint.model,
+            **({"after": list(after)} if self.cascade and is_attack else {}),
+        }
+
+    def _missing(self, job: _Job, wanted: np.ndarray, found: Sequence[Outcomes]) -> np.ndarray:
+        """(n,) positions of the wanted images on which no record says that the attack was run."""
+        known = np.concatenate([np.zeros(0, dtype=int), *(part.index[part.attacked] for part in found)])
+        records = self._records(job)
         if self.save_images and job.attack is not None and records is not None:
             known = np.intersect1d(known, records.image_positions())
-        return np.setdiff1d(positions, known)
+        return np.setdiff1d(np.flatnonzero(wanted), known)
 
-    def _batch(
-        self,
-        job: _Job,
-        clean: Outcomes | None,
-        positions: np.ndarray,
-        about: dict[str, Any],
-        records: Records | None,
-    ) -> Outcomes:
+    def _leave_alone(self, job: _Job, about: dict[str, Any], found: Sequence[Outcomes]) -> list[Outcomes]:
+        """Outcomes of the images that the attack was not run on, if there are any: as they were when clean."""
+        known = np.concatenate([np.zeros(0, dtype=int), *(part.index for part in found)])
+        rest = np.setdiff1d(np.arange(len(self.chosen)), known)
+        if self.clean is None or not len(rest):
+            return []
+        part = self.clean.take(rest)
+        about = {**about, "started": now(), "finished": now(), "environments": [self.environment]}
+        return [dataclasses.replace(part, name=job.name, forwards=0 * part.forwards, about=about)]
+
+    def _batch(self, job: _Job, positions: np.ndarray, about: dict[str, Any]) -> Outcomes:
         started, clock = now(), time.monotonic()
         index = torch.from_numpy(positions)
         images, labels = self.chosen[index]
         images = place(self.model, images)
         labels = labels.to(images.device)
-        crafted = run_attack(self.model, job.attack, job.name, images, labels, job.seed, index)
-        columns = {
-            **measure_scores(read_model(self.model, crafted.images), labels),
-            **measure_change(crafted.images, images),
-        }
-        check_ball(job.attack, job.eps, job.name, columns, images[0].numel())
+        with seeded(images.device, batch_seed(job.seed, int(positions[0]))):
+            crafted = run_attack(self.model, job.attack, job.name, images, labels, job.seed, index)
+            columns = {
+                **measure_scores(read_model(self.model, crafted.images), labels),
+                **measure_change(crafted.images, images),
+            }
+        norm = getattr(job.attack, "norm", None)
+        if isinstance(job.attack, Attack) and norm in ("linf", "l2") and job.eps is not None:
+            check_ball(job.name, norm, job.eps, float(columns[norm].max()), images[0].numel())
         disagreements = 0
         if crafted.predictions is not None:
             disagreements = int((crafted.predictions.cpu().numpy() != columns["prediction"]).sum())
-        if clean is not None:
+        if self.clean is not None:
             # An image that was left alone has the outcome it had: rounding in another batch must not break it.
             alone = columns["l0"] == 0
             for column in ("prediction", "nll", "confidence", "brier"):
-                columns[column] = np.where(alone, getattr(clean, column)[positions], columns[column])
+                columns[column] = np.where(alone, getattr(self.clean, column)[positions], columns[column])
         part = Outcomes(
             name=job.name,
             index=positions,
-            image_hash=self.image_hash[positions],
+            image_hash=self.fingerprint.image_hashes(len(self.chosen))[positions],
             label=labels.cpu().numpy(),
-            clean_prediction=columns["prediction"] if clean is None else clean.prediction[positions],
+            clean_prediction=columns["prediction"]
+            if self.clean is None
+            else self.clean.prediction[positions],
             forwards=crafted.forwards,
             backwards=crafted.backwards,
             about={
@@ -240,16 +306,40 @@ class _Run:
             },
             **columns,
         )
-        if records is not None:
-            if self.save_images and job.attack is not None:
-                records.add_images(part, crafted.images)
-            records.add_part(part)
+        self._keep(job, part, crafted.images)
         return part
 
-    def _report(self, job: _Job, clean: Outcomes | None, found: list[Outcomes]) -> None:
+    def _keep(self, job: _Job, part: Outcomes, images: Tensor) -> None:
+        """Keeps a finished batch on the disk, and its images, if they are asked for, there or in memory."""
+        records = self._records(job)
+        if self.save_images and job.attack is not None:
+            if records is None:
+                self.memory.append((part.index, images.cpu().float().numpy()))
+            else:
+                records.add_images(part, images)
+        if records is not None:
+            records.add_part(part)
+
+    def _attacked_images(self, job: _Job) -> Tensor:
+        """(image, channel, height, width) float32, on the CPU: what the attack made of every chosen image."""
+        images, records = self.chosen[:][0].cpu().clone(), self._records(job)
+        for index, part in self.memory if records is None else records.image_batches():
+            inside = index < len(images)
+            images[torch.tensor(index[inside])] = torch.tensor(part[inside])
+        return images
+
+    def _report(self, job: _Job, wanted: np.ndarray, found: Sequence[Outcomes]) -> None:
+        """Tells the accuracies so far: of this attack, or in a cascade what stands after it and all before it."""
         if self.progress is None:
             return
-        notes = [] if clean is None else [f"{CLEAN} {100 * clean.rate().accuracy:.1f} %"]
+        if self.cascade and self.clean is not None:
+            stands = wanted.copy()
+            for part in found:
+                inside = part.index < len(stands)
+                stands[part.index[inside]] &= part.robust[inside]
+            self.progress(self.done, self.total, f"{job.name}: {100 * stands.mean():.1f} % stand")
+            return
+        notes = [] if self.clean is None else [f"{CLEAN} {100 * self.clean.rate().accuracy:.1f} %"]
         robust = [part.robust[part.index < len(self.chosen)] for part in found]
         if sum(map(len, robust)):
             notes.append(f"{job.name} {100 * float(np.concatenate(robust).mean()):.1f} %")

@@ -8,11 +8,12 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 
 from ecnn import files
+from ecnn.checks import check_choice
 from ecnn.errors import InputError
 from ecnn.evaluation.calibration import BINS, Calibration, summarise
 from ecnn.evaluation.intervals import CONFIDENCE, PairedComparison, Rate, compare_counts
@@ -34,8 +35,9 @@ COLUMNS: dict[str, str] = {
     "brier": "float32",
 }
 #: What must agree between records for them to be parts of one.
-IDENTITY = ("attack", "seed", "model")
-Verdict = Literal["robust", "correct_after"]
+IDENTITY = ("attack", "seed", "model", "after")
+#: What an image must be to be counted: right before and after the attack, or right after it alone.
+Criterion = Literal["robust", "correct_after"]
 
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
@@ -52,12 +54,14 @@ class Outcomes:
         linf: largest change of a value, on the [0, 1] scale.
         l2: Euclidean length of the change.
         l0: number of values (channel, row, column) that changed.
-        forwards: passes that the attack asked for; -1 where an attack of other make does not say.
+        forwards: passes that the attack asked for; -1 where an attack of other make does not say; 0 where, in a
+            cascade, the attack was not run because another had broken the image.
         backwards: gradients that it asked for; -1 likewise.
         nll: negative log probability of the true class after the attack, in nats, from a softmax of the scores.
         confidence: probability of the predicted class after the attack.
         brier: squared distance of the probabilities from the truth, 0 to 2.
-        about: where the records come from: settings of the attack, seed, model, environment, time.
+        about: where the records come from: settings of the attack, seed, model, environment, time; in a cascade
+            "after", the names of the attacks before this one.
     """
 
     name: str
@@ -102,6 +106,11 @@ class Outcomes:
         return f"Outcomes({self.name!r}, {len(self)} images, robust {self.rate()})"
 
     @property
+    def attacked(self) -> np.ndarray:
+        """(image,) whether the attack was run on it; False only in a cascade."""
+        return np.asarray(self.forwards != 0)
+
+    @property
     def correct_clean(self) -> np.ndarray:
         """(image,) right before the attack."""
         return np.asarray(self.clean_prediction == self.label)
@@ -126,15 +135,14 @@ class Outcomes:
         """(image,) right before the attack and wrong after it."""
         return np.asarray(self.correct_clean & ~self.correct_after)
 
-    def rate(self, verdict: Verdict = "robust") -> Rate:
+    def rate(self, criterion: Criterion = "robust") -> Rate:
         """The share of images that are robust, or "correct_after"."""
-        return Rate(int(self.verdicts(verdict).sum()), len(self))
+        return Rate(int(self.meets(criterion).sum()), len(self))
 
-    def verdicts(self, verdict: Verdict) -> np.ndarray:
-        """(image,) the column of that name."""
-        if verdict not in ("robust", "correct_after"):
-            raise InputError(f'a verdict is "robust" or "correct_after", not {verdict!r}.')
-        column: np.ndarray = getattr(self, verdict)
+    def meets(self, criterion: Criterion) -> np.ndarray:
+        """(image,) whether each is robust, or "correct_after"."""
+        check_choice("criterion", criterion, get_args(Criterion))
+        column: np.ndarray = getattr(self, criterion)
         return column
 
     def calibration(self, *, bins: int = BINS) -> Calibration:
@@ -146,7 +154,7 @@ class Outcomes:
         return dataclasses.replace(self, **{column: getattr(self, column)[rows] for column in COLUMNS})
 
     def save(self, path: str | os.PathLike[str]) -> Path:
-        """Writes a .npz that NumPy reads without pickles; the verdicts are columns too, for other readers."""
+        """Writes a .npz that NumPy reads without pickles; `robust` and `correct_after` are columns too, for others."""
         arrays = {column: getattr(self, column) for column in (*COLUMNS, "correct_after", "robust")}
         header = {"format": FORMAT, "version": VERSION, "name": self.name, "about": json.dumps(self.about)}
         return files.write_arrays(path, arrays, header)
@@ -166,9 +174,9 @@ class Outcomes:
             outcomes = cls(name=header["name"], about=dict(about), **{key: arrays[key] for key in COLUMNS})
         except (KeyError, ValueError, TypeError, RecursionError) as error:
             raise InputError(f"{path} is damaged: {error}") from error
-        for verdict in ("correct_after", "robust"):
-            if not np.array_equal(arrays[verdict], getattr(outcomes, verdict)):
-                raise InputError(f"{path} is damaged: {verdict} contradicts the predictions.")
+        for column in get_args(Criterion):
+            if not np.array_equal(arrays[column], getattr(outcomes, column)):
+                raise InputError(f"{path} is damaged: {column} contradicts the predictions.")
         return outcomes
 
 
@@ -194,7 +202,7 @@ def join(parts: Sequence[Outcomes]) -> Outcomes:
 
 
 def compare(
-    a: Outcomes, b: Outcomes, *, verdict: Verdict = "robust", confidence: float = CONFIDENCE
+    a: Outcomes, b: Outcomes, *, criterion: Criterion = "robust", confidence: float = CONFIDENCE
 ) -> PairedComparison:
     """Whether a is better than b on the same images: difference, interval (Newcombe 1998, method 10), exact McNemar.
 
@@ -207,7 +215,13 @@ def compare(
                 f"{a.name!r} and {b.name!r} are not outcomes of the same images ({len(a)} and {len(b)} images, other "
                 f"{column}): evaluate both on the same first images of one split."
             )
-    won_a, won_b = a.verdicts(verdict), b.verdicts(verdict)
+    for outcomes in (a, b):
+        if outcomes.about.get("after"):
+            raise InputError(
+                f"{outcomes.name!r} was run only on what {', '.join(outcomes.about['after'])} left, so that its "
+                "outcomes alone say little: compare evaluations that were made without cascade=True."
+            )
+    won_a, won_b = a.meets(criterion), b.meets(criterion)
     counts = [int((one & other).sum()) for one in (won_a, ~won_a) for other in (won_b, ~won_b)]
     both, only_a, only_b, neither = counts
     return compare_counts(both, only_a, only_b, neither, confidence)

@@ -128,6 +128,26 @@ def hash_images(split: Split) -> np.ndarray:
     return np.frombuffer(b"".join(digests), dtype="<u8").astype(np.uint64)
 
 
+class Fingerprint:
+    """What is evaluated, told from anything else: the model described and its images hashed, each once.
+
+    Attributes:
+        model: as `describe_model` has it.
+        split: whose images are hashed when they are first asked for.
+    """
+
+    def __init__(self, model: nn.Module, split: Split) -> None:
+        self.model, self.split = describe_model(model), split
+        self._hashes = np.zeros(0, dtype=np.uint64)
+
+    def image_hashes(self, count: int) -> np.ndarray:
+        """(count,) checksums of the first images of the split."""
+        if count > len(self._hashes):
+            more = self.split.select(torch.arange(len(self._hashes), count))
+            self._hashes = np.concatenate([self._hashes, hash_images(more)])
+        return self._hashes[:count]
+
+
 def describe_environment(device: torch.device) -> str:
     """Library versions and the device, in one line."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()

@@ -22,10 +22,9 @@ import torch
 from torch import Tensor
 
 from ecnn import files
-from ecnn.data import Split
 from ecnn.errors import InputError
 from ecnn.evaluation.outcomes import IDENTITY, Outcomes
-from ecnn.evaluation.provenance import hash_images
+from ecnn.evaluation.provenance import Fingerprint
 from ecnn.evaluation.results import CLEAN, Evaluation, summarise_outcomes
 
 SUMMARY, FOLDER = "eval.json", "eval"
@@ -66,13 +65,13 @@ class Records:
         self._parts = folder / f"{stem}.parts"
         self._images = folder / f"{stem}.images"
 
-    def read(self, about: dict[str, Any], split: Split) -> list[Outcomes]:
+    def read(self, about: dict[str, Any], fingerprint: Fingerprint) -> list[Outcomes]:
         """Everything finished; InputError if it is damaged, or of another attack, model or image."""
         found = []
         for path in (self.path, *_npz_files(self._parts)):
             if path.exists():
                 found.append(_load(path))
-                _check_origin(path, found[-1], {key: about[key] for key in IDENTITY}, split)
+                _check_origin(path, found[-1], {key: about.get(key) for key in IDENTITY}, fingerprint)
         return found
 
     def add_part(self, part: Outcomes) -> None:
@@ -86,28 +85,27 @@ class Records:
 
     def image_positions(self) -> np.ndarray:
         """(image,) positions of the attacked images that are kept."""
-        return np.array(
-            [position for arrays in self._image_arrays() for position in arrays["index"]], dtype=int
-        )
+        return np.array([position for index, _ in self.image_batches() for position in index], dtype=int)
 
     def read_images(self) -> tuple[Tensor, Tensor]:
         """Positions (image,) and attacked images (image, channel, height, width) that were kept."""
         kept: dict[int, np.ndarray] = {}
-        for arrays in self._image_arrays():
-            kept.update(zip(arrays["index"].tolist(), arrays["images"], strict=True))
+        for index, images in self.image_batches():
+            kept.update(zip(index.tolist(), images, strict=True))
         if not kept:
             raise InputError(
                 f"no attacked images of {self.name!r} were kept: evaluate with save_images=True."
             )
-        index = sorted(kept)
-        return torch.tensor(index), torch.from_numpy(np.stack([kept[position] for position in index]))
+        order = sorted(kept)
+        return torch.tensor(order), torch.from_numpy(np.stack([kept[position] for position in order]))
 
-    def _image_arrays(self) -> Iterator[dict[str, np.ndarray]]:
+    def image_batches(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """Positions (image,) and attacked images (image, channel, height, width), batch by batch."""
         for path in _npz_files(self._images):
             arrays, _ = files.read_arrays(path)
             if set(arrays) != {"index", "images"} or len(arrays["index"]) != len(arrays["images"]):
                 raise InputError(f"{path} does not hold attacked images.")
-            yield arrays
+            yield arrays["index"], arrays["images"]
 
     def finish(self, outcomes: Outcomes, *, is_new: bool) -> None:
         """Replaces the parts by one file of everything known; without parts or anything new the file stays."""
@@ -122,9 +120,7 @@ class Records:
         _remove_folder(self._images)
 
 
-def prepare_folder(
-    run_dir: str | os.PathLike[str], model: dict[str, Any], split: Split, anew: Sequence[str]
-) -> None:
+def prepare_folder(run_dir: str | os.PathLike[str], fingerprint: Fingerprint, anew: Sequence[str]) -> None:
     """Discards the attacks that are to be run anew; InputError if others there are of another model or other images.
 
     To find that out at the end would be late. The clean outcomes stay as long as an attack does that refers to them.
@@ -137,7 +133,7 @@ def prepare_folder(
         stems.add(CLEAN)
         staying = []
     for path in staying:
-        _check_origin(path, _load(path), {"model": model}, split)
+        _check_origin(path, _load(path), {"model": fingerprint.model}, fingerprint)
     for stem in sorted(stems):
         Records(run_dir, stem).discard()
 
@@ -186,10 +182,13 @@ def write_summary(run_dir: str | os.PathLike[str]) -> None:
         raise InputError(f"{path} is not a table: move it away.")
     every, shared = read_all(run_dir), load_evaluation(run_dir)
     summary = shared.to_json()
-    # The worst case needs the same images for all; an attack's own figures do not.
+    # The worst case and a cascade need the same images for all; an attack's own figures do not.
     summary[CLEAN] = summarise_outcomes(every[CLEAN])
     summary["attacks"] = {
-        name: {"file": f"{FOLDER}/{file_stem(name)}.npz", **summarise_outcomes(outcomes)}
+        name: {
+            "file": f"{FOLDER}/{file_stem(name)}.npz",
+            **(shared.summarise(name) if "after" in outcomes.about else summarise_outcomes(outcomes)),
+        }
         for name, outcomes in every.items()
         if name != CLEAN
     }
@@ -208,19 +207,22 @@ def _load(path: Path) -> Outcomes:
         raise InputError(f"{error} Delete it to have it computed again.") from error
 
 
-def _check_origin(path: Path, outcomes: Outcomes, about: dict[str, Any], split: Split) -> None:
-    """Raises InputError unless the outcomes are of what `about` says and of the split's images."""
+def _check_origin(path: Path, outcomes: Outcomes, about: dict[str, Any], fingerprint: Fingerprint) -> None:
+    """Raises InputError unless the outcomes are of what `about` says and of the fingerprint's images."""
     for key, wanted in about.items():
         if outcomes.about.get(key) != wanted:
+            what = "order of attacks" if key == "after" else key
             raise InputError(
-                f"{path} holds outcomes of another {key} ({_difference(outcomes.about.get(key), wanted)}): choose "
+                f"{path} holds outcomes of another {what} ({_difference(outcomes.about.get(key), wanted)}): choose "
                 "another run_dir, or another name for the attack."
             )
-    known = outcomes.index < len(split)  # the records may go further than this split
-    part = split.select(torch.from_numpy(outcomes.index[known].astype(np.int64)))
+    labels = fingerprint.split.labels.cpu().numpy()
+    known = outcomes.index < len(labels)  # the records may go further than this split
+    index = outcomes.index[known]
+    hashes = fingerprint.image_hashes(int(index.max(initial=-1)) + 1)
     if not (
-        np.array_equal(outcomes.image_hash[known], hash_images(part))
-        and np.array_equal(outcomes.label[known], part.labels.cpu().numpy())
+        np.array_equal(outcomes.image_hash[known], hashes[index])
+        and np.array_equal(outcomes.label[known], labels[index])
     ):
         raise InputError(f"{path} holds outcomes of other images: choose another run_dir.")
 

@@ -5,17 +5,19 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
 
-from ecnn.checks import parse_eps
+from ecnn.checks import check_choice, parse_eps
 from ecnn.errors import InputError
 from ecnn.evaluation.intervals import CONFIDENCE, Interval, Rate
-from ecnn.evaluation.outcomes import Outcomes
+from ecnn.evaluation.outcomes import Criterion, Outcomes
 
 CLEAN = "clean"
+#: In place of the number of an attack: nothing broke the image, or it was wrong before any attack.
+STANDS, WRONG = -1, -2
 
 
 @dataclass(frozen=True)
@@ -38,13 +40,18 @@ class Curve:
 class Evaluation:
     """Outcomes of several attacks on one model over the same images; every figure is computed from them.
 
+    An attack of a cascade was run only on what others had left. Its figures here are of the images that stand after it
+    and after all attacks before it, so that they can be read like any others.
+
     Attributes:
         clean: outcomes without an attack.
         outcomes: by attack, or attack and radius as in "pgd@8/255".
+        failures: by name, why an attack could not be run (`evaluate(..., keep_going=True)`); it has no outcomes.
     """
 
     clean: Outcomes
     outcomes: Mapping[str, Outcomes]
+    failures: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for name, outcomes in self.outcomes.items():
@@ -68,7 +75,7 @@ class Evaluation:
     @property
     def accuracy(self) -> dict[str, float]:
         """Robust accuracy of each attack: right before and after it."""
-        return {name: outcomes.rate().accuracy for name, outcomes in self.outcomes.items()}
+        return {name: self.rate_of(name).accuracy for name in self.outcomes}
 
     @property
     def accuracy_after(self) -> dict[str, float]:
@@ -76,14 +83,35 @@ class Evaluation:
 
         The paper's tables count this. Where keep="last" it tells of iterates that the model gets right again.
         """
-        return {name: outcomes.rate("correct_after").accuracy for name, outcomes in self.outcomes.items()}
+        return {name: self.rate_of(name, "correct_after").accuracy for name in self.outcomes}
 
     @property
     def interval(self) -> dict[str, Interval]:
         """Wilson's 95 % interval of each robust accuracy, and of "clean"."""
         return {
-            name: outcomes.rate().interval for name, outcomes in {CLEAN: self.clean, **self.outcomes}.items()
+            CLEAN: self.clean.rate().interval,
+            **{name: self.rate_of(name).interval for name in self.outcomes},
         }
+
+    def rate_of(self, name: str, criterion: Criterion = "robust") -> Rate:
+        """The share of images that are robust under an attack, or "correct_after" it."""
+        return Rate(int(self._standing(name, criterion).sum()), len(self))
+
+    def _standing(self, name: str, criterion: Criterion = "robust") -> np.ndarray:
+        """(image,) right under the attack and, in a cascade, under those before it."""
+        outcomes = self._outcomes_of(name)
+        standing = outcomes.meets(criterion)
+        for earlier in outcomes.about.get("after", ()):
+            standing = standing & self._outcomes_of(earlier).meets(criterion)
+        return standing
+
+    @property
+    def broken_by(self) -> np.ndarray:
+        """(image,) number of the first attack that broke it, in their order; -1 if it stands, -2 if it was wrong."""
+        breaker = np.where(self.clean.robust, STANDS, WRONG)
+        for number, outcomes in enumerate(self.outcomes.values()):
+            breaker[(breaker == STANDS) & ~outcomes.robust] = number
+        return breaker
 
     @property
     def worst_case(self) -> Rate:
@@ -95,7 +123,11 @@ class Evaluation:
         return Rate(int(self.survivors(names).sum()), len(self))
 
     def survivors(self, names: Sequence[str] | None = None) -> np.ndarray:
-        """(image,) right when clean and under each of the attacks named, or under all."""
+        """(image,) right when clean and under each of the attacks named, or under all.
+
+        In a cascade an attack says nothing of images that it was not run on: only of all attacks together does this
+        tell which images stand.
+        """
         alive = self.clean.robust
         for name in self.outcomes if names is None else names:
             alive = alive & self._outcomes_of(name).robust
@@ -104,10 +136,10 @@ class Evaluation:
     def curve(self, name: str) -> Curve:
         """Robust accuracy against eps of an attack that was run at several radii, or at one."""
         known: dict[str, list[tuple[float, np.ndarray]]] = {}
-        for outcomes in self.outcomes.values():
+        for key, outcomes in self.outcomes.items():
             base, eps = outcomes.about.get("base"), outcomes.about.get("eps")
             if base is not None and eps is not None:
-                known.setdefault(base, []).append((eps, outcomes.robust))
+                known.setdefault(base, []).append((eps, self._standing(key)))
         if name not in known:
             raise InputError(
                 f"no attack called {name!r} was run at a radius; known: {', '.join(known) or 'none'}."
@@ -123,8 +155,11 @@ class Evaluation:
         Of an attack with a radius of its own it is an upper bound only, and a loose one.
         """
         outcomes = self._outcomes_of(name)
-        if norm not in ("linf", "l2", "l0"):
-            raise InputError(f"norm must be one of linf, l2, l0, not {norm!r}.")
+        check_choice("norm", norm, ("linf", "l2", "l0"))
+        if outcomes.about.get("after"):
+            raise InputError(
+                f"{name!r} was run in a cascade: of images that others broke it knows no distance."
+            )
         distance = np.where(outcomes.robust, np.inf, getattr(outcomes, norm))
         radii = sorted({0.0, *(parse_eps(radius) for radius in eps)})
         # A point on the border is inside, whichever way its float32 distance was rounded.
@@ -136,8 +171,11 @@ class Evaluation:
     def table(self) -> str:
         """The figures as text: robust and plain accuracy, what the attack changed where it broke, and its cost."""
         head = ("attack", "robust", "95 % interval", "after", "Linf", "L2", "L0", "passes", "gradients")
-        rows = [_table_row(CLEAN, self.clean)]
-        rows += [_table_row(name, outcomes) for name, outcomes in self.outcomes.items()]
+        rows = [_table_row(CLEAN, self.clean, self.clean.rate(), self.clean.rate())]
+        rows += [
+            _table_row(name, outcomes, self.rate_of(name), self.rate_of(name, "correct_after"))
+            for name, outcomes in self.outcomes.items()
+        ]
         if len(self.outcomes) > 1:
             rows.append(("worst case", *_rate_cells(self.worst_case), *[""] * 6))
         widths = [max(len(row[column]) for row in (head, *rows)) for column in range(len(head))]
@@ -152,21 +190,35 @@ class Evaluation:
             f"{len(self)} images. robust: right before and after an attack; after: right after it, as the paper counts."
             "\nLinf, L2, L0: median where the attack broke an image. passes, gradients: mean per image."
         )
+        if any(outcomes.about.get("after") for outcomes in self.outcomes.values()):
+            note += (
+                "\nA cascade: each attack was run on what those above left; what they broke counts as broken."
+            )
         return "\n".join([*lines, note])
 
     def to_json(self) -> dict[str, Any]:
         """All figures and where they come from, in plain values."""
         return {
             "images": len(self),
-            "images_sha256": hashlib.sha256(
-                self.clean.image_hash.tobytes() + self.clean.label.tobytes()
-            ).hexdigest(),
+            "images_sha256": self.images_sha256,
             "model": self.clean.about.get("model"),
             "confidence": CONFIDENCE,
             CLEAN: summarise_outcomes(self.clean),
-            "attacks": {name: summarise_outcomes(outcomes) for name, outcomes in self.outcomes.items()},
+            "attacks": {name: self.summarise(name) for name in self.outcomes},
             "worst_case": {"attacks": list(self.outcomes), **_rate_json(self.worst_case)},
+            **({"failures": dict(self.failures)} if self.failures else {}),
         }
+
+    def summarise(self, name: str) -> dict[str, Any]:
+        """The figures of one attack and its provenance, in plain values."""
+        own = summarise_outcomes(self._outcomes_of(name))
+        after = self.rate_of(name, "correct_after").accuracy
+        return {**own, **_rate_json(self.rate_of(name)), "accuracy_after": after}
+
+    @property
+    def images_sha256(self) -> str:
+        """A checksum of the images and their labels."""
+        return hashlib.sha256(self.clean.image_hash.tobytes() + self.clean.label.tobytes()).hexdigest()
 
     def _outcomes_of(self, name: str) -> Outcomes:
         if name not in self.outcomes:
@@ -175,7 +227,7 @@ class Evaluation:
 
 
 def summarise_outcomes(outcomes: Outcomes) -> dict[str, Any]:
-    """The figures of one attack and its provenance, in plain values."""
+    """The figures of one attack by itself and its provenance, in plain values."""
     found = outcomes.calibration()
     return {
         **_rate_json(outcomes.rate()),
@@ -203,7 +255,7 @@ def _make_curve(steps: Sequence[tuple[float, np.ndarray]]) -> Curve:
     )
 
 
-def _table_row(name: str, outcomes: Outcomes) -> tuple[str, ...]:
+def _table_row(name: str, outcomes: Outcomes, robust: Rate, correct_after: Rate) -> tuple[str, ...]:
     broken = outcomes.broken
     changes = [
         f"{np.median(getattr(outcomes, norm)[broken]):.{digits}g}" if broken.any() else "-"
@@ -213,8 +265,8 @@ def _table_row(name: str, outcomes: Outcomes) -> tuple[str, ...]:
         "-" if (count < 0).any() else f"{count.mean():,.0f}"
         for count in (outcomes.forwards, outcomes.backwards)
     ]
-    after = f"{outcomes.rate('correct_after').accuracy:.1%}".replace("%", " %")
-    return (name, *_rate_cells(outcomes.rate()), after, *changes, *costs)
+    after = f"{correct_after.accuracy:.1%}".replace("%", " %")
+    return (name, *_rate_cells(robust), after, *changes, *costs)
 
 
 def _rate_cells(rate: Rate) -> tuple[str, str]:

@@ -16,8 +16,17 @@ from ecnn.attacks.views import member_margins, members_of
 from ecnn.backbones import eval_mode, without_tf32
 from ecnn.data import Split
 from ecnn.errors import InputError
+from ecnn.evaluation.batch import (
+    BATCH_SIZE,
+    ForeignAttack,
+    batch_seed,
+    check_request,
+    place,
+    predict,
+    run_attack,
+    seeded,
+)
 from ecnn.evaluation.intervals import Rate
-from ecnn.evaluation.measuring import BATCH_SIZE, ForeignAttack, check_request, place, predict, run_attack
 from ecnn.progress import Progress
 
 #: The attack of the paper's fig:transfer, eps 0.04 and 200 iterations; the step is that of the authors' program.
@@ -199,7 +208,8 @@ def _fill(
             if row == 0:
                 clean_counts += judge(images, images, own).cpu().numpy()
             goals = own if task is None else task[own]
-            crafted = run_attack(source, attack, name, images, goals, seed, index)
+            with seeded(images.device, batch_seed(seed, int(index[0]))):
+                crafted = run_attack(source, attack, name, images, goals, seed, index)
             counts[row] += judge(crafted.images, images, own).cpu().numpy()
             done += len(index)
             if progress is not None:

@@ -15,6 +15,7 @@ from ecnn.attacks import Attack
 from ecnn.checks import did_you_mean
 from ecnn.errors import InputError
 from ecnn.evaluation import Evaluation, evaluate, load_images
+from ecnn.evaluation.batch import BATCH_SIZE
 from ecnn.pipeline.devices import find_device
 from ecnn.pipeline.training import load_spec_data
 from ecnn.progress import Progress
@@ -81,8 +82,8 @@ def evaluate_run(
                 run_dir=folder,
                 resume=resume,
                 save_images=save_images is not None,
+                batch_size=BATCH_SIZE if batch_size is None else batch_size,
                 progress=progress,
-                **({} if batch_size is None else {"batch_size": batch_size}),
             )
             for (limit, eps), attacks in _groups(spec).items()
         ]

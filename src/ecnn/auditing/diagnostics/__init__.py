@@ -1,6 +1,6 @@
 """Diagnostics: signs that attacks fail on a model for another reason than its robustness.
 
-Each check is a function of a `Case` that returns one `Finding` and raises nothing, whatever the model does. An alarm
+Each check is a function of a `Subject` that returns one `Finding` and raises nothing, whatever the model does. An alarm
 needs harm on the images at hand, by a count that an exact test tells from chance; what is odd but harmless is a note.
 Where another attack of ours has broken every image in question, the evidence says "answered": the finding then explains
 why a claim was too high and casts no doubt on the audited number.
@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from ecnn.auditing.case import Case
 from ecnn.auditing.diagnostics.binarization import check_binarization
 from ecnn.auditing.diagnostics.evidence import read_evidence
 from ecnn.auditing.diagnostics.gradients import (
@@ -22,8 +21,12 @@ from ecnn.auditing.diagnostics.gradients import (
     check_unstable_loss,
     check_zero_gradients,
 )
+from ecnn.auditing.diagnostics.loss_paths import (
+    check_incomplete_optimization,
+    check_loss_path,
+    check_saturation,
+)
 from ecnn.auditing.diagnostics.members import check_member_gradients
-from ecnn.auditing.diagnostics.paths import check_incomplete_optimization, check_loss_path, check_saturation
 from ecnn.auditing.diagnostics.probes import probe_of
 from ecnn.auditing.diagnostics.sanity import (
     check_black_box,
@@ -37,10 +40,11 @@ from ecnn.auditing.diagnostics.sanity import (
     check_unbounded,
 )
 from ecnn.auditing.findings import Finding
+from ecnn.auditing.subject import Subject
 from ecnn.progress import Progress
 
 #: By name, in the order in which a reader wants them: is there a gradient, does it help, do attacks keep their order.
-CHECKS: dict[str, Callable[[Case], Finding]] = {
+CHECKS: dict[str, Callable[[Subject], Finding]] = {
     "finite_scores": check_finite_scores,
     "differentiable": check_differentiable,
     "randomness": check_randomness,
@@ -65,21 +69,21 @@ CHECKS: dict[str, Callable[[Case], Finding]] = {
 }
 
 
-def diagnose(case: Case, *, progress: Progress | None = None) -> list[Finding]:
+def diagnose(subject: Subject, *, progress: Progress | None = None) -> list[Finding]:
     """The findings of all checks that ask the model, in the order of `CHECKS`; they share what they ask."""
     findings = []
     for done, (name, check) in enumerate(CHECKS.items()):
         if progress is not None:
             progress(done, len(CHECKS), name)
-        findings.append(check(case))
+        findings.append(check(subject))
     if progress is not None:
         progress(len(CHECKS), len(CHECKS), "")
     return findings
 
 
-def count_questions(case: Case) -> tuple[int, int]:
-    """Passes and gradients that the checks of this case have asked for so far, each over one image."""
-    return probe_of(case).cost
+def count_questions(subject: Subject) -> tuple[int, int]:
+    """Passes and gradients that the checks of this subject have asked for so far, each over one image."""
+    return probe_of(subject).cost
 
 
 __all__ = ["CHECKS", "count_questions", "diagnose", "read_evidence", *(f"check_{name}" for name in CHECKS)]

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from ecnn.attacks.ball import project, random_start, steepest
 from ecnn.attacks.draws import Draws
 from ecnn.attacks.views import ScoreView
-from ecnn.auditing.diagnostics.probes import Probe, Verdict, diagnostic, percent
+from ecnn.auditing.diagnostics.probes import Probe, diagnostic, percent
 from ecnn.auditing.diagnostics.statistics import TOLERANCE, exceeds
+from ecnn.auditing.findings import Finding, alarm, note, ok
 from ecnn.backbones import full_precision
 
 #: Images that get a planted task, and inner points of each: bounds of the cost. The authors' scripts use 999 inner
@@ -72,7 +73,7 @@ class PlantedScores(ScoreView):
 @diagnostic(
     "binarization", "Zimmermann et al. 2022, Increasing confidence in adversarial robustness evaluations"
 )
-def check_binarization(probe: Probe) -> Verdict:
+def check_binarization(probe: Probe) -> Finding:
     """Alarm where PGD does not find points that are planted in the ball.
 
     For each image the last layer is replaced by a head that separates 100 points inside the ball from one on its edge,
@@ -85,14 +86,15 @@ def check_binarization(probe: Probe) -> Verdict:
     rows = probe.rows[probe.right.to(probe.rows.device)][:_PLANTED]
     evidence: dict[str, Any] = {"tried": len(rows), "planted": 0}
     if not len(rows):
-        return "note", "No image is classified correctly, so that nothing was planted.", evidence, ""
+        claim = "No image is classified correctly, so that nothing was planted."
+        return note(claim, evidence, kind="nothing_to_attack")
     features, place = find_features(probe, rows)
     planted = plant(probe, rows, features)
     n = len(planted.rows)
     evidence |= {"planted": n, "on": place}
     if 2 * n < planted.tried:
         claim = f"A weakness could be planted in {percent(n, planted.tried)} only: features hardly move in the ball."
-        return "note", claim, evidence, "The test says nothing here."
+        return note(claim, evidence, "The test says nothing here.", kind="not_planted")
     zeros = torch.zeros(n, dtype=torch.int64, device=planted.rows.device)
     broken = probe.walk(planted.view_of, planted.rows, labels=zeros).broken
     failed = int((~broken).sum())
@@ -103,13 +105,10 @@ def check_binarization(probe: Probe) -> Verdict:
     }
     if exceeds(failed, n, TOLERANCE):
         claim = f"PGD misses the misclassified points that were planted in the balls of {percent(failed, n)}."
-        return (
-            "alarm",
-            claim,
-            evidence,
-            "An attack that misses planted points misses others: use a stronger one.",
+        return alarm(
+            claim, evidence, "An attack that misses planted points misses others: use a stronger one."
         )
-    return "ok", f"PGD finds the points that were planted in {percent(n - failed, n)}.", evidence, ""
+    return ok(f"PGD finds the points that were planted in {percent(n - failed, n)}.", evidence)
 
 
 def find_features(probe: Probe, rows: Tensor) -> tuple[Features, str]:

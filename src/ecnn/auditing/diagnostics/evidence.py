@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from ecnn.auditing.diagnostics.probes import percent, plain
 from ecnn.auditing.diagnostics.statistics import DOMINATED_TOLERANCE, TOLERANCE, exceeds
-from ecnn.auditing.findings import Finding
+from ecnn.auditing.findings import Finding, alarm, note, ok
 from ecnn.evaluation.outcomes import Outcomes
 from ecnn.evaluation.results import Evaluation
 
@@ -26,7 +28,11 @@ def read_evidence(evaluation: Evaluation) -> list[Finding]:
     An attack is black-box if it asked for no gradient, its own or a surrogate's. Where it looks is read from its
     settings (`on`); an attack that looks nowhere in particular reads the scores.
     """
-    return [_broken_by(evaluation), _black_box(evaluation), _views(evaluation), _losses(evaluation)]
+    found = []
+    for name, (read, source) in _READINGS.items():
+        finding = read(evaluation)
+        found.append(replace(finding, name=name, source=source, evidence=plain(finding.evidence)))
+    return found
 
 
 def _broken_by(evaluation: Evaluation) -> Finding:
@@ -37,7 +43,7 @@ def _broken_by(evaluation: Evaluation) -> Finding:
     table = [
         {
             "attack": name,
-            "made_on": int((right & (evaluation.outcomes[name].forwards != 0)).sum()),
+            "made_on": int((right & evaluation.outcomes[name].attacked).sum()),
             "broken": int(mask.sum()),
             "broken_alone": int((mask & (total == 1)).sum()),
         }
@@ -51,7 +57,7 @@ def _broken_by(evaluation: Evaluation) -> Finding:
             f"{table[0]['attack']} broke the most, {table[0]['broken']} of the {table[0]['made_on']} images that it "
             f"was made on; all attacks together leave {left:.1f} % of all images."
         )
-    return _finding("attacks", "ok", claim, {"attacks": table}, "", "per-image outcomes of the suite")
+    return ok(claim, {"attacks": table})
 
 
 def _black_box(evaluation: Evaluation) -> Finding:
@@ -65,13 +71,11 @@ def _black_box(evaluation: Evaluation) -> Finding:
     alone = evaluation.survivors(seeing) & ~evaluation.survivors(sorted(blind))
     count = int(alone.sum())
     evidence = {"black_box": sorted(blind), "images": n, "broken_without_gradients_only": count}
-    source = "Athalye et al. 2018; Croce & Hein 2020, AutoAttack: flags"
     if blind and seeing and exceeds(count, n, DOMINATED_TOLERANCE):
         claim = f"Attacks without gradients break {percent(count, n)} that no gradient attack breaks."
         advice = "Gradients mislead on this model: find what masks them, and attack with more queries."
-        return _finding("black_box_suite", "alarm", claim, evidence, advice, source)
-    claim = "Attacks without gradients break nothing that matters beyond gradient attacks."
-    return _finding("black_box_suite", "ok", claim, evidence, "", source)
+        return alarm(claim, evidence, advice)
+    return ok("Attacks without gradients break nothing that matters beyond gradient attacks.", evidence)
 
 
 def _views(evaluation: Evaluation) -> Finding:
@@ -85,7 +89,6 @@ def _views(evaluation: Evaluation) -> Finding:
     hidden = evaluation.survivors(on_scores) & ~evaluation.survivors(elsewhere)
     count = int(hidden.sum())
     evidence = {"images": n, "broken_by_place": broken, "hidden_from_scores": count}
-    source = "Tramer et al. 2020, On adaptive attacks; Zhang et al. 2020 on error-correcting output codes"
     if on_scores and elsewhere and exceeds(count, n, TOLERANCE):
         claim = (
             f"{percent(count, n)} stand under attacks on the scores and fall to attacks that look elsewhere."
@@ -93,13 +96,13 @@ def _views(evaluation: Evaluation) -> Finding:
         advice = (
             "A claim measured on the scores is too high by this much: attack the members or the features."
         )
-        return _finding("views", "alarm", claim, {**evidence, "answered": True}, advice, source)
+        return alarm(claim, {**evidence, "answered": True}, advice)
     claim = (
         "Attacks on the scores see what attacks elsewhere see."
         if elsewhere
         else "All attacks look at the scores."
     )
-    return _finding("views", "ok", claim, evidence, "", source)
+    return ok(claim, evidence)
 
 
 def _losses(evaluation: Evaluation) -> Finding:
@@ -111,14 +114,11 @@ def _losses(evaluation: Evaluation) -> Finding:
     hidden = evaluation.survivors(entropy) & ~evaluation.survivors(others)
     count = int(hidden.sum())
     evidence = {"images": n, "cross_entropy": entropy, "others": others, "hidden_from_cross_entropy": count}
-    source = "Carlini & Wagner 2017; Croce & Hein 2020 on the scale of scores"
     if entropy and others and exceeds(count, n, TOLERANCE):
         claim = f"{percent(count, n)} stand under cross-entropy and fall to the margin or DLR loss on the same scores."
         advice = "A claim measured with cross-entropy is too high by this much."
-        return _finding("losses", "note", claim, evidence, advice, source)
-    return _finding(
-        "losses", "ok", "The choice of the loss changes nothing that matters.", evidence, "", source
-    )
+        return note(claim, evidence, advice)
+    return ok("The choice of the loss changes nothing that matters.", evidence)
 
 
 def _group(evaluation: Evaluation, key: Any) -> dict[Any, list[str]]:
@@ -164,9 +164,13 @@ def _loss_of(outcomes: Outcomes) -> str | None:
     return str(on["name"] if isinstance(on, dict) else loss)
 
 
-def _finding(
-    name: str, level: Any, claim: str, evidence: dict[str, Any], advice: str, source: str
-) -> Finding:
-    return Finding(
-        name=name, level=level, claim=claim, evidence=plain(evidence), advice=advice, source=source
-    )
+#: By name: what is read from the outcomes, and where the question comes from.
+_READINGS: dict[str, tuple[Callable[[Evaluation], Finding], str]] = {
+    "attacks": (_broken_by, "per-image outcomes of the suite"),
+    "black_box_suite": (_black_box, "Athalye et al. 2018; Croce & Hein 2020, AutoAttack: flags"),
+    "views": (
+        _views,
+        "Tramer et al. 2020, On adaptive attacks; Zhang et al. 2020 on error-correcting output codes",
+    ),
+    "losses": (_losses, "Carlini & Wagner 2017; Croce & Hein 2020 on the scale of scores"),
+}

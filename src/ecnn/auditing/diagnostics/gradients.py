@@ -12,8 +12,9 @@ from ecnn.attacks.ball import project, random_start, steepest
 from ecnn.attacks.base import Target
 from ecnn.attacks.draws import Draws
 from ecnn.attacks.views import SCORES, Averaged
-from ecnn.auditing.diagnostics.probes import Probe, Verdict, diagnostic, percent, share, unusable
+from ecnn.auditing.diagnostics.probes import Probe, diagnostic, percent, share, unusable
 from ecnn.auditing.diagnostics.statistics import DOMINATED_TOLERANCE, TOLERANCE, exceeds
+from ecnn.auditing.findings import Finding, alarm, note, ok
 
 #: Share of images with a useless gradient that no honest network explains: a dead ReLU network, at most now and then.
 _DEAD = 0.01
@@ -40,7 +41,7 @@ _PINTOR = "Pintor et al. 2022, Indicators of attack failure"
 
 
 @diagnostic("finite_scores", "Carlini et al. 2019, On evaluating adversarial robustness")
-def check_finite_scores(probe: Probe) -> Verdict:
+def check_finite_scores(probe: Probe) -> Finding:
     """Alarm where scores are not numbers: an image with such scores is never counted as broken on purpose."""
     draws = Draws.of(probe.seed, probe.rows).fold(47)
     noisy = random_start(probe.images, probe.norm, probe.eps, draws)
@@ -53,36 +54,31 @@ def check_finite_scores(probe: Probe) -> Verdict:
     nan, infinite = (sum(counts[f"{kind}_{name}"] for name in points) for kind in ("nan", "infinite"))
     if nan:
         claim = f"The model gives scores that are not numbers, for {nan} of {2 * len(probe.images)} inputs."
-        return "alarm", claim, counts, "Find the operation that overflows or divides by zero."
+        return alarm(claim, counts, "Find the operation that overflows or divides by zero.", kind="nan")
     if infinite:
         claim = f"The model gives infinite scores, for {infinite} of {2 * len(probe.images)} inputs."
-        return (
-            "note",
-            claim,
-            counts,
-            "Losses of infinite scores have no gradient: attack what lies before them.",
-        )
-    return "ok", "All scores are finite numbers.", counts, ""
+        advice = "Losses of infinite scores have no gradient: attack what lies before them."
+        return note(claim, counts, advice, kind="infinite")
+    return ok("All scores are finite numbers.", counts)
 
 
 @diagnostic("differentiable", f"{_ATHALYE}; {_PINTOR}: unavailable gradients")
-def check_differentiable(probe: Probe) -> Verdict:
+def check_differentiable(probe: Probe) -> Finding:
     """Alarm where no gradient reaches the pixels, because a layer detaches, counts or has no derivative."""
     trouble = probe.gradient_error
     evidence = {"reaches_pixels": trouble is None, "trouble": trouble}
     if trouble is not None:
-        return (
-            "alarm",
+        return alarm(
             "No gradient reaches the pixels: gradient attacks cannot have attacked this model.",
             evidence,
             "Replace the layer without a derivative by a smooth one in the backward pass (BPDA), or attack without "
             "gradients.",
         )
-    return "ok", "The scores have a gradient in the pixels.", evidence, ""
+    return ok("The scores have a gradient in the pixels.", evidence)
 
 
 @diagnostic("zero_gradients", f"{_ATHALYE}; {_CROCE}; {_PINTOR}: unavailable gradients")
-def check_zero_gradients(probe: Probe) -> Verdict:
+def check_zero_gradients(probe: Probe) -> Finding:
     """Alarm where images stand because the gradient there is zero, denormal or made of rounding errors.
 
     For the margin it is enough that such an image stands. Cross-entropy's gradient dies with confidence alone, also in
@@ -102,29 +98,21 @@ def check_zero_gradients(probe: Probe) -> Verdict:
     evidence |= {"standing_without_gradient": stuck, "hidden_from_cross_entropy": hidden}
     if exceeds(stuck, n, _DEAD):
         claim = f"{percent(stuck, n)} stand under PGD with no usable gradient: it never attacked them."
-        return (
-            "alarm",
-            claim,
-            evidence,
-            "Attack before the layer that saturates or quantises, or without gradients.",
-        )
+        advice = "Attack before the layer that saturates or quantises, or without gradients."
+        return alarm(claim, evidence, advice, kind="standing")
     if exceeds(hidden, n, DOMINATED_TOLERANCE):
         claim = (
             f"{percent(hidden, n)} stand under PGD with cross-entropy only because its gradient vanishes in float32: "
             "PGD with the margin breaks them."
         )
-        return (
-            "alarm",
-            claim,
-            {**evidence, "answered": True},
-            "Use a loss that does not depend on the scale of the scores: margin or DLR.",
-        )
+        advice = "Use a loss that does not depend on the scale of the scores: margin or DLR."
+        return alarm(claim, {**evidence, "answered": True}, advice, kind="hidden")
     if useless:
         claim = (
             f"A gradient is zero, denormal or made of rounding errors for {percent(useless, n)}; PGD copes."
         )
-        return "note", claim, evidence, "Prefer the margin or the DLR loss to cross-entropy."
-    return "ok", "Gradients are usable in float32.", evidence, ""
+        return note(claim, evidence, "Prefer the margin or the DLR loss to cross-entropy.", kind="harmless")
+    return ok("Gradients are usable in float32.", evidence)
 
 
 def _look_at_gradients(
@@ -158,7 +146,7 @@ def _cosine(one: Tensor, other: Tensor) -> Tensor:
 
 
 @diagnostic("gradient_direction", f"{_ATHALYE}: shattered and incorrect gradients")
-def check_gradient_direction(probe: Probe) -> Verdict:
+def check_gradient_direction(probe: Probe) -> Finding:
     """Alarm where a step along the gradient raises the loss no more than steps in random directions do.
 
     A quarter of the radius is small against what the attack may do and large enough to pass a quantiser. Images whose
@@ -187,17 +175,14 @@ def check_gradient_direction(probe: Probe) -> Verdict:
     }
     if exceeds(int(lost.sum()), n, _SPOILED):
         claim = f"On {percent(int(lost.sum()), n)} that stand, a step along the gradient gains no more than chance."
-        return (
-            "alarm",
-            claim,
-            evidence,
-            "The gradient is not that of the scores: look for detached or noisy layers.",
+        return alarm(
+            claim, evidence, "The gradient is not that of the scores: look for detached or noisy layers."
         )
-    return "ok", "Gradients of the images that stand point uphill, or nothing stands.", evidence, ""
+    return ok("Gradients of the images that stand point uphill, or nothing stands.", evidence)
 
 
 @diagnostic("unstable_loss", f"{_PINTOR}: unstable predictions")
-def check_unstable_loss(probe: Probe) -> Verdict:
+def check_unstable_loss(probe: Probe) -> Finding:
     """Alarm where the loss is jagged: noise ten times smaller changes it by much more than a tenth.
 
     Departs: the indicator averages the relative change under noise of one radius, which grows with the loss's slope;
@@ -225,13 +210,10 @@ def check_unstable_loss(probe: Probe) -> Verdict:
     }
     if exceeds(int(rough.sum()), n, TOLERANCE):
         claim = f"The loss is jagged around {percent(int(rough.sum()), n)} that stand: less noise changes it as much."
-        return (
-            "alarm",
-            claim,
-            evidence,
-            "Average gradients over noise (EOT), or remove what makes the loss jump.",
+        return alarm(
+            claim, evidence, "Average gradients over noise (EOT), or remove what makes the loss jump."
         )
-    return "ok", "The loss is smooth around the images that stand, or nothing stands.", evidence, ""
+    return ok("The loss is smooth around the images that stand, or nothing stands.", evidence)
 
 
 def _step(probe: Probe, moves: Tensor, length: float) -> Tensor:
@@ -253,12 +235,12 @@ def _losses(probe: Probe, points: Tensor, *, double: bool = False) -> Tensor:
 
 
 @diagnostic("randomness", f"{_ATHALYE}: expectation over transformation; {_CROCE}")
-def check_randomness(probe: Probe) -> Verdict:
+def check_randomness(probe: Probe) -> Finding:
     """Alarm where two passes differ and averaging over the randomness breaks what PGD left; a note otherwise."""
     difference, flipped = probe.two_passes
     evidence: dict[str, Any] = {"largest_difference": difference, "flipped_predictions": flipped}
     if not probe.is_random:
-        return "ok", "Two passes over the same images agree.", evidence, ""
+        return ok("Two passes over the same images agree.", evidence)
     view = Averaged(view=SCORES, passes=probe.budget.eot)
     rows = torch.nonzero(probe.standing).squeeze(1).to(probe.rows.device)
     looks = [
@@ -275,12 +257,12 @@ def check_randomness(probe: Probe) -> Verdict:
     advice = "Attack the average over the model's randomness (EOT), and repeat the measurement."
     if exceeds(gained, n, TOLERANCE):
         claim += f", and averaging gradients breaks {percent(gained, n)} that plain PGD left."
-        return "alarm", claim, evidence, advice
-    return "note", f"{claim}; averaging gradients breaks no more than that explains.", evidence, advice
+        return alarm(claim, evidence, advice)
+    return note(f"{claim}; averaging gradients breaks no more than that explains.", evidence, advice)
 
 
 @diagnostic("probabilities", _CROCE)
-def check_probabilities(probe: Probe) -> Verdict:
+def check_probabilities(probe: Probe) -> Finding:
     """A note where the scores are probabilities, which saturate; where that blinds attacks, another check alarms."""
     scores = probe.scores
     sums = ((scores.sum(dim=1) - 1).abs() < _SUM_TOLERANCE).all()
@@ -288,9 +270,9 @@ def check_probabilities(probe: Probe) -> Verdict:
     certain = int((scores == 1).any(dim=1).sum())
     evidence = {"probabilities": bool(sums & inside), "images": len(scores), "certain_in_float32": certain}
     if not evidence["probabilities"]:
-        return "ok", "The scores are no probabilities.", evidence, ""
+        return ok("The scores are no probabilities.", evidence)
     claim = (
         f"The scores are probabilities; for {percent(certain, len(scores))} float32 rounds one of them to 1."
     )
     advice = "Attack the logits before the softmax: probabilities saturate, and cross-entropy on them softens twice."
-    return "note", claim, evidence, advice
+    return note(claim, evidence, advice)

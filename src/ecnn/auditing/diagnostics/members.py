@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from ecnn.attacks.views import member_margins
-from ecnn.auditing.diagnostics.probes import Probe, Verdict, diagnostic, unusable
+from ecnn.auditing.diagnostics.probes import Probe, diagnostic, unusable
+from ecnn.auditing.findings import Finding, ok
 from ecnn.objectives import score_margin
 
 #: Bounds of the cost: one gradient per member.
@@ -16,7 +17,7 @@ _IMAGES, _MEMBERS = 16, 16
 
 
 @diagnostic("member_gradients", "Pang et al. 2019 and Kariyappa & Qureshi 2019 on diversity of ensembles")
-def check_member_gradients(probe: Probe) -> Verdict:
+def check_member_gradients(probe: Probe) -> Finding:
     """How much the members' gradients point the same way: the mean cosine over pairs. For information only.
 
     Members with parallel gradients fall together; orthogonal ones make attacks harder for single-member losses, and
@@ -24,17 +25,12 @@ def check_member_gradients(probe: Probe) -> Verdict:
     """
     rows = probe.rows[probe.right.to(probe.rows.device)][:_IMAGES]
     if not len(rows):
-        return (
-            "ok",
-            "No image is classified correctly: no gradients of members to compare.",
-            {"images": 0},
-            "",
-        )
+        return ok("No image is classified correctly: no gradients of members to compare.", {"images": 0})
     points = probe.images[rows].clone().requires_grad_(True)
     with torch.enable_grad():
         margins = _margins(probe, points, probe.labels[rows])
     if margins is None:
-        return "ok", "The model has no members.", {"members": 0}, ""
+        return ok("The model has no members.", {"members": 0})
     chosen = torch.linspace(0, margins.shape[1] - 1, min(_MEMBERS, margins.shape[1])).round().long().tolist()
     gradients = torch.stack([_gradient(margins[:, member], points) for member in chosen], dim=1).double()
     probe.target.narrow(rows).count(1, len(chosen))
@@ -54,9 +50,9 @@ def check_member_gradients(probe: Probe) -> Verdict:
         "zero_gradients": float((~alive).double().mean()),
     }
     if evidence["mean_cosine"] is None:
-        return "ok", "No two members have gradients to compare.", evidence, ""
+        return ok("No two members have gradients to compare.", evidence)
     claim = f"The gradients of two members have a cosine of {evidence['mean_cosine']:.2f} on average."
-    return "ok", claim, evidence, ""
+    return ok(claim, evidence)
 
 
 def _margins(probe: Probe, points: Tensor, labels: Tensor) -> Tensor | None:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import cached_property, wraps
 from typing import Any, Literal
 from weakref import WeakKeyDictionary
@@ -19,9 +18,10 @@ from ecnn.attacks.base import Attack, Target
 from ecnn.attacks.draws import Draws
 from ecnn.attacks.gradient import PGD
 from ecnn.attacks.views import SCORES, Look, Loss, View, score_loss
-from ecnn.auditing.case import Case
-from ecnn.auditing.findings import Finding, Level
+from ecnn.auditing.findings import Finding, note
+from ecnn.auditing.subject import Subject
 from ecnn.backbones import eval_mode, full_precision, without_tf32
+from ecnn.evaluation.batch import seeded
 from ecnn.objectives import score_margin
 
 #: Images asked about at once; it bounds the memory and changes no result.
@@ -34,8 +34,6 @@ _DIFFERENCE = 1e-4
 
 #: (positions of some images) -> what a walk raises there; per-image settings are picked by the positions.
 ViewOf = Callable[[Tensor], View]
-#: Level, claim, evidence, advice.
-Verdict = tuple[Level, str, dict[str, Any], str]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,18 +60,18 @@ class Walk:
 
 
 class Probe:
-    """A case's first images, what the model says of them, and the walks that several checks read.
+    """A subject's first images, what the model says of them, and the walks that several checks read.
 
-    Everything is computed when it is first needed and then kept as long as the case.
+    Everything is computed when it is first needed and then kept as long as the subject.
     """
 
-    def __init__(self, case: Case) -> None:
-        self.model, self.norm, self.eps = case.model, case.norm, float(case.eps)
-        self.budget, self.seed = case.budget, case.seed
-        self.images = case.images[: case.budget.probe_images].detach()
-        self.labels = case.labels[: case.budget.probe_images]
+    def __init__(self, subject: Subject) -> None:
+        self.model, self.norm, self.eps = subject.model, subject.norm, float(subject.eps)
+        self.budget, self.seed = subject.budget, subject.seed
+        self.images = subject.images[: subject.budget.probe_images].detach()
+        self.labels = subject.labels[: subject.budget.probe_images]
         self.rows = torch.arange(len(self.images), device=self.images.device)
-        self.target = Target(case.model, len(self.images), self.images.device)
+        self.target = Target(subject.model, len(self.images), self.images.device)
         self._spent = [0, 0]  # by attacks that count for themselves
 
     @property
@@ -193,7 +191,7 @@ class Probe:
         draws = Draws.of(self.seed, rows).fold(_STREAM)
         if not len(rows):
             return _empty_walk(self.images[:0])
-        with seeded(self.seed, self.images.device):
+        with seeded(self.images.device, self.seed):
             walks = []
             for part in torch.split(torch.arange(len(rows), device=rows.device), _GROUP):
                 here = rows[part]
@@ -249,7 +247,7 @@ class Probe:
         """(image,) which of all images the attack breaks, of the rows (a mask on the CPU) it is given."""
         found = torch.zeros(len(self.images), dtype=torch.bool)
         chosen = torch.nonzero(rows).squeeze(1)
-        with seeded(self.seed, self.images.device):
+        with seeded(self.images.device, self.seed):
             for part in torch.split(chosen, _GROUP):
                 here = part.to(self.images.device)
                 attacked = attack.run(
@@ -270,63 +268,49 @@ class Probe:
         return PGD(norm=self.norm, eps=eps, steps=steps, step_size=_REACH * eps / max(1, steps), **options)
 
 
-_PROBES: WeakKeyDictionary[Case, Probe] = WeakKeyDictionary()
+_PROBES: WeakKeyDictionary[Subject, Probe] = WeakKeyDictionary()
 
 
-def probe_of(case: Case) -> Probe:
-    """The case's probe: one per case, so that checks share what it has asked. A model must not change meanwhile."""
-    if case not in _PROBES:
-        _PROBES[case] = Probe(case)
-    return _PROBES[case]
+def probe_of(subject: Subject) -> Probe:
+    """The one probe of a subject: checks share what it has asked, so the model must not change meanwhile."""
+    if subject not in _PROBES:
+        _PROBES[subject] = Probe(subject)
+    return _PROBES[subject]
 
 
-def diagnostic(name: str, source: str) -> Callable[[Callable[[Probe], Verdict]], Callable[[Case], Finding]]:
+def diagnostic(
+    name: str, source: str
+) -> Callable[[Callable[[Probe], Finding]], Callable[[Subject], Finding]]:
     """Turns a function of a probe into a check: a Finding of that name, which no model's error can prevent.
 
     A model that raises cannot be asked this question: the finding says so, as a note, and the other checks go on.
     """
 
-    def decorate(function: Callable[[Probe], Verdict]) -> Callable[[Case], Finding]:
+    def decorate(function: Callable[[Probe], Finding]) -> Callable[[Subject], Finding]:
         @wraps(function)
-        def check(case: Case) -> Finding:
-            with eval_mode(case.model), without_tf32(), seeded(case.seed, case.images.device):
+        def check(subject: Subject) -> Finding:
+            with eval_mode(subject.model), without_tf32(), seeded(subject.images.device, subject.seed):
                 try:
-                    level, claim, evidence, advice = function(probe_of(case))
+                    found = function(probe_of(subject))
                 except (
                     Exception
                 ) as error:  # whatever the model under audit throws is evidence, not our failure
-                    level, claim, evidence, advice = _could_not_ask(name, error)
-            return Finding(
-                name=name,
-                level=level,
-                claim=claim,
-                evidence=plain(evidence),
-                advice=advice,
-                source=source,
-            )
+                    found = _could_not_ask(name, error)
+            return replace(found, name=name, source=source, evidence=plain(found.evidence))
 
         return check
 
     return decorate
 
 
-def _could_not_ask(name: str, error: Exception) -> Verdict:
+def _could_not_ask(name: str, error: Exception) -> Finding:
     text = f"{type(error).__name__}: {error}".splitlines()[0][:200]
-    return (
-        "note",
+    return note(
         f"The check {name!r} could not be made, because the model raised an error ({text}).",
         {"error": text},
         "Make the model run on these images, forward and backward.",
+        kind="not_made",
     )
-
-
-@contextmanager
-def seeded(seed: int, device: torch.device) -> Iterator[None]:
-    """Torch's generators seeded for models that draw from them, and restored afterwards."""
-    devices = [device] if device.type == "cuda" else []
-    with torch.random.fork_rng(devices=devices):
-        torch.manual_seed(seed)
-        yield
 
 
 def unusable(gradients: Tensor) -> Tensor:

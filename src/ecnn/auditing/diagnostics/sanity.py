@@ -12,8 +12,9 @@ from ecnn.attacks.blackbox import RandomNoise
 from ecnn.attacks.gradient import PGD
 from ecnn.attacks.square import Square
 from ecnn.attacks.views import SCORES
-from ecnn.auditing.diagnostics.probes import Probe, Verdict, diagnostic, percent, share
+from ecnn.auditing.diagnostics.probes import Probe, diagnostic, percent, share
 from ecnn.auditing.diagnostics.statistics import DOMINATED_TOLERANCE, TOLERANCE, exceeds
+from ecnn.auditing.findings import Finding, alarm, note, ok
 
 _RESTARTS = 2
 _NOISES = 20
@@ -30,7 +31,7 @@ def grey_radius(norm: str, images: Tensor) -> float:
 
 
 @diagnostic("radius", f"{_CARLINI}; {_ATHALYE}")
-def check_radius(probe: Probe) -> Verdict:
+def check_radius(probe: Probe) -> Finding:
     """Alarm where a larger ball leaves images that are known to be breakable in it.
 
     Two things are certain: what breaks an image within a radius lies within every larger one; and the grey image lies
@@ -38,7 +39,7 @@ def check_radius(probe: Probe) -> Verdict:
     are breakable there. Accuracy "falls with eps and reaches 0 at 0.5" as far as that, and ties are no offence.
     """
     if not probe.num_right:
-        return "note", _NOTHING, {"images": 0}, ""
+        return note(_NOTHING, {"images": 0}, kind="nothing_to_attack")
     wide = grey_radius(probe.norm, probe.images)
     radii = [radius for radius in (probe.eps / 2, probe.eps, 2 * probe.eps) if 0 < radius < wide] + [wide]
     grey = probe.target.narrow(probe.rows[:1]).scores(torch.full_like(probe.images[:1], 0.5)).argmax(dim=1)
@@ -66,86 +67,74 @@ def check_radius(probe: Probe) -> Verdict:
     left, radius = worst
     if exceeds(left, probe.num_right, TOLERANCE):
         claim = f"PGD leaves {percent(left, probe.num_right)} at radius {radius:.3g} that are surely breakable there."
-        return (
-            "alarm",
-            claim,
-            evidence,
-            "The attack is at fault, not the radius: look for what hides the gradient.",
+        return alarm(
+            claim, evidence, "The attack is at fault, not the radius: look for what hides the gradient."
         )
-    return "ok", f"Accuracy falls with the radius, as far as it must, up to {wide:.3g}.", evidence, ""
+    return ok(f"Accuracy falls with the radius, as far as it must, up to {wide:.3g}.", evidence)
 
 
 @diagnostic("unbounded", f"{_CARLINI}; {_PINTOR}: unconstrained attack failure")
-def check_unbounded(probe: Probe) -> Verdict:
+def check_unbounded(probe: Probe) -> Finding:
     """Alarm where an attack that may do anything to an image does not break it.
 
     Within radius 1 (Linf, in L2 sqrt(pixels)) lies every other image, so that each can be broken as soon as the model
     knows two classes.
     """
     if not probe.num_right:
-        return "note", _NOTHING, {"images": 0}, ""
+        return note(_NOTHING, {"images": 0}, kind="nothing_to_attack")
     radius = 2 * grey_radius(probe.norm, probe.images)
     broken = probe.broken_by(probe.pgd(radius, start="image"), probe.right)
     left, n = int((probe.right & ~broken).sum()), probe.num_right
     classes = len(torch.unique(probe.scores.argmax(dim=1)))
     evidence = {"images": n, "left": left, "eps": radius, "classes_seen": classes}
     if classes < 2:
-        return (
-            "note",
-            "The model gives all images one class: whether another exists is unknown.",
-            evidence,
-            "",
-        )
+        claim = "The model gives all images one class: whether another exists is unknown."
+        return note(claim, evidence, kind="one_class")
     if exceeds(left, n, TOLERANCE):
         claim = (
             f"An unbounded attack leaves {percent(left, n)}, though each can be turned into any other image."
         )
-        return (
-            "alarm",
-            claim,
-            evidence,
-            "Attacks fail on this model for another reason than robustness: find it first.",
+        return alarm(
+            claim, evidence, "Attacks fail on this model for another reason than robustness: find it first."
         )
-    return "ok", f"An unbounded attack breaks {percent(n - left, n)}.", evidence, ""
+    return ok(f"An unbounded attack breaks {percent(n - left, n)}.", evidence)
 
 
 @diagnostic("steps", _CARLINI)
-def check_steps(probe: Probe) -> Verdict:
+def check_steps(probe: Probe) -> Finding:
     """Alarm where PGD still breaks many more images when its steps are doubled, a note where only its halves differ."""
     walk, n = probe.margin_walk, probe.num_right
     half = walk.wrong[: 1 + (len(walk.wrong) - 1) // 2].any(dim=0)
     late = int((walk.broken & ~half & probe.right).sum())
     evidence: dict[str, Any] = {"images": n, "steps": probe.budget.probe_steps, "broken_in_second_half": late}
     if not exceeds(late, n, TOLERANCE):
-        return "ok", "PGD has converged in its steps.", evidence, ""
+        return ok("PGD has converged in its steps.", evidence)
     doubled = probe.broken_by(probe.pgd(probe.eps, steps=2 * probe.budget.probe_steps), probe.standing)
     evidence["broken_by_twice_the_steps"] = more = int(doubled.sum())
     advice = "Attack with more steps, until twice as many change nothing."
     if exceeds(more, n, TOLERANCE):
         claim = f"PGD has not converged: twice the steps break another {percent(more, n)}."
-        return "alarm", claim, evidence, advice
-    return "note", f"PGD broke {percent(late, n)} only in the second half of its steps.", evidence, advice
+        return alarm(claim, evidence, advice)
+    claim = f"PGD broke {percent(late, n)} only in the second half of its steps."
+    return note(claim, evidence, advice, kind="late")
 
 
 @diagnostic("restarts", _CARLINI)
-def check_restarts(probe: Probe) -> Verdict:
+def check_restarts(probe: Probe) -> Finding:
     """Alarm where a few more random starts break many more images."""
     again = probe.broken_by(probe.pgd(probe.eps, restarts=_RESTARTS), probe.standing, seed=probe.seed + 1)
     gained, n = int(again.sum()), probe.num_right
     evidence = {"images": n, "restarts": _RESTARTS, "broken_by_restarts": gained}
     if exceeds(gained, n, TOLERANCE):
         claim = f"{_RESTARTS} more random starts break another {percent(gained, n)}."
-        return (
-            "alarm",
-            claim,
-            evidence,
-            "Attack with more restarts, until they change nothing; average random models.",
+        return alarm(
+            claim, evidence, "Attack with more restarts, until they change nothing; average random models."
         )
-    return "ok", "More random starts change nothing that matters.", evidence, ""
+    return ok("More random starts change nothing that matters.", evidence)
 
 
 @diagnostic("one_step", f"{_ATHALYE}; {_CARLINI}")
-def check_one_step(probe: Probe) -> Verdict:
+def check_one_step(probe: Probe) -> Finding:
     """Alarm where a single step of full length breaks images that the iterated attack leaves."""
     single = PGD(norm=probe.norm, eps=probe.eps, steps=1, step_size=probe.eps, start="image")
     gained = int((probe.broken_by(single, probe.standing)).sum())
@@ -153,17 +142,14 @@ def check_one_step(probe: Probe) -> Verdict:
     evidence = {"images": n, "standing": int(probe.standing.sum()), "broken_by_one_step_only": gained}
     if exceeds(gained, n, DOMINATED_TOLERANCE):
         claim = f"One step breaks {percent(gained, n)} that {probe.budget.probe_steps} steps leave."
-        return (
-            "alarm",
-            claim,
-            evidence,
-            "The iterated attack gets stuck near the image: look for masked gradients.",
+        return alarm(
+            claim, evidence, "The iterated attack gets stuck near the image: look for masked gradients."
         )
-    return "ok", "One step breaks nothing that matters beyond the iterated attack.", evidence, ""
+    return ok("One step breaks nothing that matters beyond the iterated attack.", evidence)
 
 
 @diagnostic("black_box", f"{_ATHALYE}; Croce & Hein 2020, AutoAttack: flags")
-def check_black_box(probe: Probe) -> Verdict:
+def check_black_box(probe: Probe) -> Finding:
     """Alarm where Square, which sees no gradient, breaks images that both gradient attacks leave."""
     left = probe.standing & ~probe.cross_entropy_walk.broken
     square = Square(norm=probe.norm, eps=probe.eps, queries=probe.budget.queries, l2_moves="turns")
@@ -176,22 +162,14 @@ def check_black_box(probe: Probe) -> Verdict:
     }
     if exceeds(gained, n, DOMINATED_TOLERANCE):
         claim = f"Square breaks {percent(gained, n)} without gradients that gradient attacks leave."
-        return (
-            "alarm",
-            claim,
-            evidence,
-            "Gradients mislead here: attack with more queries, and find what masks them.",
+        return alarm(
+            claim, evidence, "Gradients mislead here: attack with more queries, and find what masks them."
         )
-    return (
-        "ok",
-        "A search without gradients breaks nothing that matters beyond gradient attacks.",
-        evidence,
-        "",
-    )
+    return ok("A search without gradients breaks nothing that matters beyond gradient attacks.", evidence)
 
 
 @diagnostic("noise", _CARLINI)
-def check_noise(probe: Probe) -> Verdict:
+def check_noise(probe: Probe) -> Finding:
     """Alarm where random noise breaks images that both gradient attacks leave."""
     left = probe.standing & ~probe.cross_entropy_walk.broken
     noise = RandomNoise(
@@ -206,17 +184,16 @@ def check_noise(probe: Probe) -> Verdict:
         claim = (
             f"The best of {_NOISES} random points breaks {percent(gained, n)} that gradient attacks leave."
         )
-        return (
-            "alarm",
+        return alarm(
             claim,
             evidence,
             "Gradients mislead here, or the model is random: attack without them, or average.",
         )
-    return "ok", "Random noise breaks nothing that matters beyond gradient attacks.", evidence, ""
+    return ok("Random noise breaks nothing that matters beyond gradient attacks.", evidence)
 
 
 @diagnostic("labels", "Carlini et al. 2019; the ECNN authors' program attacks the model's own predictions")
-def check_labels(probe: Probe) -> Verdict:
+def check_labels(probe: Probe) -> Finding:
     """A note where attacking the model's own predictions, in place of the truth, makes wrong images right.
 
     It is no sign against the model: it says by how much a number is too high that was measured so.
@@ -239,22 +216,14 @@ def check_labels(probe: Probe) -> Verdict:
         claim = (
             f"An attack on the model's own predictions makes {percent(now_right, n)} right that were wrong."
         )
-        return (
-            "note",
-            claim,
-            evidence,
-            "Attack the true labels, and count an image only if it was right at first.",
+        return note(
+            claim, evidence, "Attack the true labels, and count an image only if it was right at first."
         )
-    return (
-        "ok",
-        "Own predictions or true labels as what is attacked: it makes no difference here.",
-        evidence,
-        "",
-    )
+    return ok("Own predictions or true labels as what is attacked: it makes no difference here.", evidence)
 
 
 @diagnostic("last_iterate", f"{_PINTOR}: silent success")
-def check_last_iterate(probe: Probe) -> Verdict:
+def check_last_iterate(probe: Probe) -> Finding:
     """Alarm where PGD passes through misclassified points and ends at one that is right again."""
     walk, n = probe.margin_walk, probe.num_right
     silent = int((probe.right & walk.broken & ~walk.wrong[-1]).sum())
@@ -272,16 +241,12 @@ def check_last_iterate(probe: Probe) -> Verdict:
     advice = 'Keep the best iterate of an attack, not the last one (keep="best").'
     if exceeds(silent, n, TOLERANCE):
         claim = f"PGD breaks {percent(silent, n)} on its way and leaves them right in the end."
-        return "alarm", claim, {**evidence, "answered": True}, advice
+        return alarm(claim, {**evidence, "answered": True}, advice, kind="silent_success")
     if exceeds(corrected, int(mistaken.sum()), TOLERANCE):
         claim = f"PGD makes {corrected} of {int(mistaken.sum())} images right that were wrong before it."
-        return (
-            "alarm",
-            claim,
-            evidence,
-            "The attack helps the model: its loss does not say what is right. Change it.",
-        )
-    return "ok", "The last iterate is as wrong as the best one.", evidence, ""
+        advice = "The attack helps the model: its loss does not say what is right. Change it."
+        return alarm(claim, evidence, advice, kind="corrected")
+    return ok("The last iterate is as wrong as the best one.", evidence)
 
 
 def _parts(n: int) -> tuple[Tensor, ...]:

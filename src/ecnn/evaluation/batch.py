@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from ecnn.attacks import Attack
 from ecnn.attacks.ball import l2_norm
 from ecnn.backbones import eval_mode, full_precision
+from ecnn.checks import check_count
 from ecnn.data import Split
 from ecnn.errors import InputError
 
@@ -28,8 +30,7 @@ def check_request(model: nn.Module, split: Split, limit: int | None, batch_size:
         raise InputError(f"model must be a torch module, not a {type(model).__name__}.")
     if not isinstance(split, Split):
         raise InputError(f"evaluate takes a Split such as data.test, not a {type(split).__name__}.")
-    if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
-        raise InputError(f"batch_size must be a whole number from 1 up, not {batch_size!r}.")
+    check_count("batch_size", batch_size)
     chosen = split.take(limit)
     if not len(chosen):
         raise InputError("there is no image to evaluate: the split is empty or limit is 0.")
@@ -75,6 +76,19 @@ def predict(model: nn.Module, images: Tensor) -> Tensor:
     return torch.where(torch.isfinite(scores.amax(dim=1)), scores.argmax(dim=1), -1)
 
 
+@contextmanager
+def seeded(device: torch.device, seed: int) -> Iterator[None]:
+    """Torch's generators seeded as long as this lasts, and then what they were: random models draw from them."""
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        torch.manual_seed(seed % 2**63)
+        yield
+
+
+def batch_seed(seed: int, first: int) -> int:
+    """The seed of torch's generators for the batch that begins with the image at position `first`."""
+    return seed * 1_000_003 + first
+
+
 @dataclass(frozen=True)
 class Crafted:
     """What an attack made of a batch, checked.
@@ -101,29 +115,28 @@ def run_attack(
     seed: int,
     index: Tensor,
 ) -> Crafted:
-    """What an attack makes of a batch; without an attack, the images as they are."""
+    """What an attack makes of a batch; without an attack, the images as they are.
+
+    Attacks of other make and random models draw from torch's generators: call it within `seeded`.
+    """
     if attack is None:
         return Crafted(images, np.ones(len(images), dtype=int), np.zeros(len(images), dtype=int), None)
     if isinstance(attack, Attack):
         found = attack.run(model, images, labels, seed=seed, index=index)
         forwards, backwards = (np.asarray(count.cpu()) for count in (found.forwards, found.backwards))
         return Crafted(check_attacked(found.images, images, name), forwards, backwards, found.predictions)
-    foreign = check_attacked(_run_foreign(model, attack, images, labels, seed, index), images, name)
+    foreign = check_attacked(_run_foreign(model, attack, images, labels), images, name)
     unknown = np.full(len(images), -1)
     return Crafted(foreign, unknown, unknown, None)
 
 
-def _run_foreign(
-    model: nn.Module, attack: ForeignAttack, images: Tensor, labels: Tensor, seed: int, index: Tensor
-) -> Tensor:
-    """Calls an attack of other make on copies; generator, modes and gradients are afterwards what they were."""
+def _run_foreign(model: nn.Module, attack: ForeignAttack, images: Tensor, labels: Tensor) -> Tensor:
+    """Calls an attack of other make on copies; modes and gradients are afterwards what they were."""
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
     for parameter, _ in gradients:
         parameter.grad = None  # a backward pass of theirs would add to what is there
-    generators = torch.random.fork_rng(devices=[images.device] if images.is_cuda else [])
     try:
-        with generators, eval_mode(model), torch.enable_grad():
-            torch.manual_seed((seed * 1_000_003 + int(index[0])) % 2**63)
+        with eval_mode(model), torch.enable_grad():
             attacked = attack(model, images.clone(), labels.clone())
     finally:
         for parameter, gradient in gradients:
@@ -178,15 +191,16 @@ def measure_change(attacked: Tensor, images: Tensor) -> dict[str, np.ndarray]:
     return {name: values.cpu().numpy() for name, values in columns.items()}
 
 
-def check_ball(
-    attack: Any, eps: float | None, name: str, columns: dict[str, np.ndarray], pixels: int
-) -> None:
-    """Raises InputError if one of our attacks left the ball that its norm and eps declare, by more than rounding."""
-    norm = getattr(attack, "norm", None)
-    if eps is None or norm not in ("linf", "l2") or not isinstance(attack, Attack):
-        return
+def check_ball(name: str, norm: str, eps: float, farthest: float, pixels: int) -> None:
+    """Raises InputError if an attack left a ball by more than rounding.
+
+    Args:
+        name: of the attack.
+        norm, eps: of the ball.
+        farthest: how far it moved an image, in that norm.
+        pixels: values of an image.
+    """
     rounding = 1e-6 if norm == "linf" else 1e-6 * (1 + math.sqrt(pixels) / 10)
-    farthest = float(columns[norm].max())
     if farthest > eps + rounding:
         raise InputError(
             f"the attack {name!r} left its {norm} ball of radius {eps:.6g}: one image is {farthest:.6g} away."

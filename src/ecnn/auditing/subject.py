@@ -1,4 +1,4 @@
-"""What is audited, in one object that every check takes."""
+"""What is audited: one object that `audit` makes and the suite, the stages and every check take."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from ecnn.checks import parse_eps
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class Case:
+class Subject:
     """A model, the images it is asked about, and the ball it is said to be robust in.
 
     Attributes:
         model: pixels in [0, 1] to scores, in eval mode.
-        images: (batch, channel, height, width), on the model's device; all of them, right or wrong.
-        labels: (batch,) the true classes.
+        images: (image, channel, height, width), on the model's device; all that are audited, right or wrong.
+        labels: (image,) the true classes.
         norm: "linf" or "l2".
         eps: radius on the [0, 1] scale.
         budget: how much may be asked.

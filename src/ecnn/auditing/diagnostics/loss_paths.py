@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 
 from ecnn.attacks.views import member_margins, members_of
-from ecnn.auditing.diagnostics.probes import Probe, Verdict, diagnostic, percent
+from ecnn.auditing.diagnostics.probes import Probe, diagnostic, percent
 from ecnn.auditing.diagnostics.statistics import TOLERANCE, exceeds
+from ecnn.auditing.findings import Finding, alarm, note, ok
 
 #: Pintor et al.'s: an attack is incomplete if its best loss, rescaled to [0, 1] over the walk, still rises by this much
 #: within the last steps.
@@ -28,7 +29,7 @@ _PINTOR = "Pintor et al. 2022, Indicators of attack failure"
 
 
 @diagnostic("loss_path", f"{_PINTOR}; Carlini et al. 2019")
-def check_loss_path(probe: Probe) -> Verdict:
+def check_loss_path(probe: Probe) -> Finding:
     """Alarm where the loss of images that stand ends no higher than it began; the evidence holds the curve.
 
     A walk with a constant step may go to and fro near the top, so that rising at every step is not asked for.
@@ -47,25 +48,17 @@ def check_loss_path(probe: Probe) -> Verdict:
         "curve_standing": _curve(losses),
     }
     if probe.eps < _LEAST_EPS:
-        return (
-            "ok",
-            f"A ball of radius {probe.eps:.3g} is too small for a climb to show in float32.",
-            evidence,
-            "",
-        )
+        return ok(f"A ball of radius {probe.eps:.3g} is too small for a climb to show in float32.", evidence)
     if exceeds(count, n, TOLERANCE):
         claim = f"The loss of {percent(count, n)} that stand is no higher after PGD than before."
-        return (
-            "alarm",
-            claim,
-            evidence,
-            "The attack does not climb: its gradient is missing, wrong or too noisy.",
+        return alarm(
+            claim, evidence, "The attack does not climb: its gradient is missing, wrong or too noisy."
         )
-    return "ok", "Along the attack the loss rises.", evidence, ""
+    return ok("Along the attack the loss rises.", evidence)
 
 
 @diagnostic("incomplete_optimization", f"{_PINTOR}: incomplete optimisation")
-def check_incomplete_optimization(probe: Probe) -> Verdict:
+def check_incomplete_optimization(probe: Probe) -> Finding:
     """A note where the best loss still rises in the last steps; whether more steps break more is another check."""
     losses = probe.margin_walk.losses[:, probe.standing]
     best = losses.cummax(dim=0).values if len(losses) else losses
@@ -77,12 +70,12 @@ def check_incomplete_optimization(probe: Probe) -> Verdict:
     evidence = {"standing": n, "still_rising": count, "last_steps": last}
     if exceeds(count, n, _UNFINISHED):
         claim = f"PGD still climbs in its last {last} steps on {percent(count, n)} that stand."
-        return "note", claim, evidence, "Attack with more steps."
-    return "ok", "PGD has stopped climbing when it ends, or nothing stands.", evidence, ""
+        return note(claim, evidence, "Attack with more steps.")
+    return ok("PGD has stopped climbing when it ends, or nothing stands.", evidence)
 
 
 @diagnostic("saturation", "measured on error-correcting models; Carlini & Wagner 2017 on distillation")
-def check_saturation(probe: Probe) -> Verdict:
+def check_saturation(probe: Probe) -> Finding:
     """Alarm where PGD is satisfied by saturation: the score margin closes and nothing behind it gives way.
 
     An attack that works closes the margin because members change sides, or another class catches up. Where a saturating
@@ -112,8 +105,8 @@ def check_saturation(probe: Probe) -> Verdict:
         advice = (
             "The attack drives the decoder into saturation: attack the member logits, or their differences."
         )
-        return "alarm", claim, evidence, advice
-    return "ok", "Where PGD closes score margins, what is behind them gives way too.", evidence, ""
+        return alarm(claim, evidence, advice)
+    return ok("Where PGD closes score margins, what is behind them gives way too.", evidence)
 
 
 def _spread_kept(probe: Probe) -> tuple[Tensor, dict[str, float | None]]:
