@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import DATA
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -18,7 +19,6 @@ from ecnn.attacks.views import linear_scores, member_margins
 from ecnn.checks import parse_eps
 from ecnn.codes import load_code
 from ecnn.constructions import random_code
-from ecnn.data import Dataset
 from ecnn.errors import InputError
 from ecnn.model import ECNN
 from ecnn.objectives import score_margin
@@ -356,11 +356,11 @@ def test_a_free_common_level_satisfies_the_attack_and_keeps_the_answer() -> None
 
 
 @pytest.mark.slow
-@pytest.mark.data
+@pytest.mark.data("cifar-10-batches-py")
 def test_the_papers_effect_on_cifar() -> None:
     """The shipped q = 2 hinge model, 100 test images, the authors' PGD against the same budget on the members."""
     model = ecnn.load_model("cifar10-ecnn30-q2").eval()
-    images, labels = load_cifar().test[:100]
+    images, labels = ecnn.load_data("cifar10", root=DATA).test[:100]
     budget: dict[str, Any] = {"norm": "linf", "eps": 0.04, "loss_slack": 50, "keep": "last"}
 
     def after(**options: Any) -> float:
@@ -370,10 +370,3 @@ def test_the_papers_effect_on_cifar() -> None:
     clean = float((model(images).argmax(1) == labels).float().mean())
     assert after(steps=30, step_size=0.02, on="scores") >= clean - 0.02
     assert after(steps=15, step_size=0.01, on="members") <= 0.01
-
-
-def load_cifar() -> Dataset:
-    try:
-        return ecnn.load_data("cifar10", root="data")
-    except InputError as error:
-        pytest.skip(str(error))
