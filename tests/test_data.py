@@ -50,14 +50,6 @@ def refused(sentence: str) -> Any:
     return pytest.raises(InputError, match=sentence)
 
 
-@pytest.fixture
-def unofficial(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lets small files of the true formats pass for the official ones."""
-    for table in (sources.CHECKSUMS, sources.SIZES):
-        for key in list(table):
-            monkeypatch.delitem(table, key)
-
-
 def split_of(labels: list[int], size: int = 4) -> Split:
     rng = np.random.default_rng(len(labels))
     images = rng.integers(0, 256, (len(labels), 3, size, size), dtype=np.uint8)
