@@ -12,39 +12,21 @@ from conftest import DATA
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from toys import Saturated, distance, random_linear, tiny_ecnn
 
 import ecnn
 from ecnn.attacks import PGD, VIEWS, Draws, project, random_start
 from ecnn.attacks.views import linear_scores, member_margins
 from ecnn.checks import parse_eps
-from ecnn.codes import load_code
-from ecnn.constructions import random_code
 from ecnn.errors import InputError
 from ecnn.model import ECNN
 from ecnn.objectives import score_margin
-
-
-class Linear(nn.Module):
-    """Scores linear in the pixels, so that the worst image in a ball is known."""
-
-    def __init__(self, num_classes: int = 3, pixels: int = 12) -> None:
-        super().__init__()
-        generator = torch.Generator().manual_seed(1)
-        self.weight = nn.Parameter(torch.randn(num_classes, pixels, generator=generator, dtype=torch.float64))
-
-    def forward(self, images: Tensor) -> Tensor:
-        return images.flatten(1) @ self.weight.T
 
 
 def images_and_labels(batch: int = 5, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(0)
     images = torch.rand(batch, 3, 2, 2, generator=generator, dtype=dtype)
     return images, torch.randint(3, (batch,), generator=generator)
-
-
-def tiny_ecnn(**options: Any) -> ECNN:
-    torch.manual_seed(0)
-    return ECNN(random_code(4, 6, seed=0), 3, width=4, depth=8, feature_dim=8, **options).eval()
 
 
 @pytest.mark.parametrize(
@@ -74,11 +56,6 @@ def test_projection_is_into_the_ball_and_leaves_it_alone(norm: Any, eps: float, 
         assert found.min() >= 0
         assert found.max() <= 1
         assert torch.allclose(project(found, images, norm, eps), found, atol=1e-12, rtol=0)
-
-
-def distance(points: Tensor, images: Tensor, norm: str) -> Tensor:
-    moves = (points - images).flatten(1)
-    return moves.abs().amax(1) if norm == "linf" else moves.norm(dim=1)
 
 
 def test_random_starts_fill_the_ball() -> None:
@@ -160,7 +137,7 @@ def test_a_row_does_not_depend_on_the_others() -> None:
 @pytest.mark.parametrize("start", ["uniform", "image", "odi"])
 def test_linear_model_reaches_the_optimum(start: Any) -> None:
     """Two classes: the margin's worst point is the corner that the weight difference points at, cut to [0, 1]."""
-    model = Linear(num_classes=2)
+    model = random_linear(2, 12, middle=0)
     images, _ = images_and_labels()
     labels = torch.tensor([0, 1, 0, 1, 0])
     crafted = PGD(norm="linf", eps=0.2, steps=40, step_size=0.03, start=start, keep="last")(
@@ -187,7 +164,7 @@ def test_more_steps_never_mend_an_image() -> None:
 
 
 def test_slack_stops_pushing() -> None:
-    model = Linear(num_classes=2)
+    model = random_linear(2, 12, middle=0)
     images, labels = images_and_labels()
     labels = labels.clamp(max=1)
     far = PGD(norm="linf", eps=1.0, steps=50, step_size=0.05, start="image", keep="last")(
@@ -265,23 +242,6 @@ class _Shifted(nn.Module):
 
     def member_logits(self, images: Tensor) -> Tensor:
         return self.model.member_logits(images) + self.level
-
-
-class Saturated(nn.Module):
-    """Members whose logits are huge, read through tanh: gradients of the scores are exactly zero in float32."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.code = load_code("10x30")
-        self.code_symbols = torch.from_numpy(self.code.symbols.astype("int64"))
-        self.signs = torch.from_numpy(self.code.signed.astype("float32"))
-
-    def member_logits(self, images: Tensor) -> Tensor:
-        """The first ten pixels say how much the image looks like each class."""
-        return 60 * (images.flatten(1)[:, :10] @ self.signs)
-
-    def forward(self, images: Tensor) -> Tensor:
-        return torch.tanh(self.member_logits(images)) @ self.signs.T
 
 
 def saturated_images() -> tuple[Tensor, Tensor]:

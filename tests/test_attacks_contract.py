@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from toys import coded_model
 
 from ecnn.attacks import ATTACKS, PGD, Attack, Transfer
 from ecnn.constructions import random_code
@@ -41,17 +42,6 @@ EVERY = [SLOW if name == "autoattack" else name for name in SETTINGS]
 
 def make(name: str, **changes: Any) -> Attack:
     return ATTACKS[name](**{**SETTINGS[name], **changes})
-
-
-def coded_model(**options: Any) -> ECNN:
-    torch.manual_seed(0)
-    model = ECNN(random_code(5, 7, seed=0), 2, width=4, depth=8, feature_dim=6, activation="silu", **options)
-    with (
-        torch.no_grad()
-    ):  # untrained members all but agree; spread them so that attacks have something to cross
-        head: Any = model.head
-        head.weight.mul_(8)
-    return model.double().eval()
 
 
 def batch(size: int = 5) -> tuple[Tensor, Tensor]:

@@ -11,14 +11,13 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from toys import Constant, Linear, TanhNet, Undecoded, tiny_ecnn
 
 from ecnn.attacks.draws import Draws
 from ecnn.attacks.jsma import JSMA, best_one, best_pair, worth_pairing
-from ecnn.constructions import random_code
 from ecnn.errors import InputError
-from ecnn.model import ECNN
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -26,35 +25,17 @@ SHAPE = (1, 2, 8)
 FEATURES, CLASSES = math.prod(SHAPE), 4
 
 
-class Net(nn.Module):
-    """Two layers in float64, small enough to differentiate by hand."""
+class Net(TanhNet):
+    """Also differentiated by hand."""
 
     def __init__(self, seed: int) -> None:
-        super().__init__()
-        generator = torch.Generator().manual_seed(seed)
-        self.first = nn.Parameter(torch.randn(10, FEATURES, generator=generator, dtype=torch.float64) / 2)
-        self.last = nn.Parameter(torch.randn(CLASSES, 10, generator=generator, dtype=torch.float64))
-
-    def forward(self, images: Tensor) -> Tensor:
-        return torch.tanh((images.flatten(1) - 0.5) @ self.first.T) @ self.last.T
+        super().__init__(seed, pixels=FEATURES, hidden=10, spread=0.5)
 
     def scores_and_jacobian(self, features: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """(class,) and (class, feature), in NumPy."""
         first, last = self.first.detach().numpy(), self.last.detach().numpy()
         hidden = np.tanh(first @ (features - 0.5))
         return last @ hidden, last @ ((1 - hidden**2)[:, None] * first)
-
-
-class Linear(nn.Module):
-    """Scores linear in the features."""
-
-    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(weight)
-        self.bias = nn.Parameter(torch.zeros_like(weight[:, 0]) if bias is None else bias)
-
-    def forward(self, images: Tensor) -> Tensor:
-        return images.flatten(1) @ self.weight.T + self.bias
 
 
 def some_images(seed: int, batch: int = 4, shape: tuple[int, ...] = SHAPE) -> Tensor:
@@ -387,11 +368,6 @@ def test_costs_by_hand() -> None:
     assert short.forwards.tolist() == [1 + 1 + 3 + 1] * 2
 
 
-def tiny_ecnn(**options: Any) -> ECNN:
-    torch.manual_seed(0)
-    return ECNN(random_code(4, 6, seed=0), 3, width=4, depth=8, feature_dim=8, **options).eval()
-
-
 def ecnn_images(dtype: torch.dtype, batch: int = 6) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(0)
     images = torch.rand(batch, 3, 4, 4, generator=generator, dtype=torch.float64).to(dtype)
@@ -452,10 +428,6 @@ def test_early_exit_finds_what_the_whole_walk_passes() -> None:
 
 
 def test_a_model_without_slopes_is_left_alone() -> None:
-    class Constant(nn.Module):
-        def forward(self, images: Tensor) -> Tensor:
-            return torch.tensor([1.0, 0.0, 0.0]).repeat(len(images), 1)
-
     images, labels = torch.rand(3, 1, 2, 2), torch.zeros(3, dtype=torch.int64)
     settings: tuple[Any, ...] = ("pair", "one")
     for pixels in settings:
@@ -477,21 +449,6 @@ def test_a_slope_that_is_no_number_moves_nothing(pixels: Any) -> None:
     images, labels = torch.zeros(1, 1, 2, 3, dtype=torch.float64), torch.tensor([0])
     crafted = JSMA(max_pixel_fraction=0.34, pixels=pixels, keep="last")(model, images, labels)
     assert crafted.flatten().tolist() == [0.0, 0.0, 1.0, 1.0, 0.0, 0.0]
-
-
-class Undecoded(nn.Module):
-    """Members without a `decode`: what the model says of a point takes a pass of its own."""
-
-    def __init__(self, model: ECNN) -> None:
-        super().__init__()
-        self.model, self.code_symbols = model, model.code_symbols
-
-    def member_logits(self, images: Tensor) -> Tensor:
-        return self.model.member_logits(images)
-
-    def forward(self, images: Tensor) -> Tensor:
-        scores: Tensor = self.model(images)
-        return scores
 
 
 def test_a_model_that_cannot_decode_is_asked_again() -> None:
