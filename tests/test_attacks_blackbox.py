@@ -496,67 +496,7 @@ def test_what_fools_the_source_is_handed_over_and_the_target_only_judges(attack:
         assert torch.equal(best.images[row], crafted.images[row] if handed else images[row])
 
 
-# ---- The contract, for all
-
-
-def all_attacks(eps: float, keep: Any = "best") -> list[Attack]:
-    inner = PGD(norm="linf", eps=eps, steps=3, step_size=0.05, early_exit=False)
-    return [
-        HopSkipJump(norm="l2", steps=2, samples=20, keep=keep),
-        HopSkipJump(norm="linf", steps=2, samples=20, keep=keep),
-        RandomNoise(norm="linf", eps=eps, samples=4, keep=keep),
-        RandomNoise(norm="linf", eps=eps, samples=4, kind="corners", keep=keep),
-        RandomNoise(norm="l2", eps=6 * eps, samples=4, keep=keep),
-        Transfer(source=Net(8, torch.float32), attack=inner, keep=keep),
-    ]
-
-
-@pytest.mark.parametrize("keep", ["best", "last"])
-@pytest.mark.parametrize("which", range(6))
-def test_contract(which: int, keep: Any) -> None:
-    model, images = Net(7, torch.float32).train(), some_images(8, torch.float32)
-    labels = classes(model, images)
-    labels[0] = (labels[0] + 1) % 4
-    attack, given = all_attacks(0.15, keep)[which], images.clone()
-    norm = getattr(attack, "norm", "linf")
-    modules = [model] + ([attack.source.eval()] if isinstance(attack, Transfer) else [])
-    modes, before = [module.training for module in modules], torch.get_rng_state()
-    for crafted in (
-        attack(model, images, labels),
-        attack(model, images, labels, generator=torch.Generator().manual_seed(0)),
-    ):
-        assert crafted.shape == images.shape
-        assert crafted.dtype == images.dtype
-        assert 0 <= crafted.min() <= crafted.max() <= 1
-        assert not crafted.requires_grad
-        if not isinstance(attack, HopSkipJump):
-            assert distance(crafted, images, norm).max() <= (0.15 if norm == "linf" else 0.9) + 1e-6
-    assert torch.equal(images, given)
-    assert torch.equal(torch.get_rng_state(), before)
-    assert [module.training for module in modules] == modes
-    assert all(parameter.grad is None for module in modules for parameter in module.parameters())
-    if not isinstance(attack, HopSkipJump):
-        assert torch.equal(all_attacks(0.0, keep)[which](model, images, labels), images)
-
-
-@pytest.mark.parametrize("which", range(6))
-def test_a_row_depends_on_its_index_and_on_nothing_else(which: int) -> None:
-    model, images = Net(7), some_images(9)
-    labels = classes(model, images)
-    labels[4] = (labels[4] + 1) % 4
-    attack = all_attacks(0.2)[which]
-    if isinstance(attack, Transfer):
-        attack.source.double()
-    index = torch.tensor([4, 800, 15, 16, 23, 42, 0, 1, 7])
-    together = attack.run(model, images, labels, seed=1, index=index)
-    assert together.success.sum() > 1
-    for rows in (torch.tensor([3, 1]), torch.tensor([8]), torch.tensor([7, 6, 5, 4, 0])):
-        part = attack.run(model, images[rows], labels[rows], seed=1, index=index[rows])
-        assert torch.equal(part.images, together.images[rows])
-        assert torch.equal(part.forwards, together.forwards[rows])
-        assert torch.equal(part.success, together.success[rows])
-    if not isinstance(attack, Transfer):
-        assert not torch.equal(attack.run(model, images, labels, seed=2).images, together.images)
+# ---- Settings
 
 
 @pytest.mark.parametrize(

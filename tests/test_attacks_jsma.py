@@ -374,47 +374,6 @@ def ecnn_images(dtype: torch.dtype, batch: int = 6) -> tuple[Tensor, Tensor]:
     return images, torch.randint(4, (batch,), generator=generator)
 
 
-@pytest.mark.parametrize("keep", ["best", "last"])
-@pytest.mark.parametrize("pixels", ["pair", "one"])
-@pytest.mark.parametrize("on", ["scores", "linear", "tempered"])
-def test_contract(on: str, pixels: Any, keep: Any) -> None:
-    model = tiny_ecnn().train()
-    images, labels = ecnn_images(torch.float32)
-    before, given = torch.get_rng_state(), images.clone()
-    attack = JSMA(max_pixel_fraction=0.25, pixels=pixels, on=on, keep=keep)
-    for crafted in (
-        attack(model, images, labels),
-        attack(model, images, labels, generator=torch.Generator().manual_seed(0)),
-    ):
-        assert crafted.shape == images.shape
-        assert crafted.dtype == images.dtype
-        assert 0 <= crafted.min() <= crafted.max() <= 1
-        assert not crafted.requires_grad
-        assert (crafted != images).flatten(1).sum(1).max() <= 0.25 * 48
-    assert torch.equal(images, given)
-    assert model.training
-    assert all(parameter.grad is None for parameter in model.parameters())
-    assert torch.equal(torch.get_rng_state(), before)
-    nothing = JSMA(max_pixel_fraction=0, pixels=pixels, on=on, keep=keep)
-    assert torch.equal(nothing(model, images, labels), images)
-
-
-@pytest.mark.parametrize("goal", ["random", "each"])
-@pytest.mark.parametrize("pixels", ["pair", "one"])
-def test_a_row_depends_on_its_index_and_on_nothing_else(pixels: Any, goal: Any) -> None:
-    model, images = Net(5), some_images(5, batch=8)
-    labels = model(images).argmax(1)
-    attack = JSMA(max_pixel_fraction=0.5, pixels=pixels, goal=goal)
-    index = torch.tensor([70, 3, 11, 5, 900, 12, 1, 0])
-    together = attack.run(model, images, labels, index=index, seed=4)
-    assert together.success.any()
-    for rows in (torch.tensor([6, 2]), torch.tensor([0]), torch.tensor([7, 6, 5, 4, 3])):
-        part = attack.run(model, images[rows], labels[rows], index=index[rows], seed=4)
-        assert torch.equal(part.images, together.images[rows])
-        assert torch.equal(part.forwards, together.forwards[rows])
-        assert torch.equal(part.backwards, together.backwards[rows])
-
-
 def test_early_exit_finds_what_the_whole_walk_passes() -> None:
     """Without it the walk goes on to the goal; who is broken is the same, and never with fewer features."""
     model, images = Net(6), some_images(6, batch=30)
