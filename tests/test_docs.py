@@ -11,6 +11,7 @@ so that they run anywhere and training takes seconds. A comment in the Markdown,
 from __future__ import annotations
 
 import ast
+import json
 import re
 import shlex
 from collections import defaultdict
@@ -120,6 +121,17 @@ def test_every_block_says_what_it_is() -> None:
         for block in blocks_of(page):
             assert block.language in LANGUAGES, f"{page.name}:{block.line}: {block.language or 'no language'}"
             assert not block.note or block.note.startswith(("shrink ", "save as ", "skip, ")), block.note
+
+
+def test_commands_in_the_text_have_options_that_exist() -> None:
+    """Code in a sentence or table that begins with `ecnn COMMAND`, or with an option of some command."""
+    flags = json.loads((ROOT / "tests" / "cli_flags.json").read_text())
+    of_any = {flag for options in flags.values() for flag in options}
+    for page in PAGES:
+        for words in map(str.split, re.findall(r"`((?:ecnn |--)[^`]+)`", BLOCK.sub("", page.read_text()))):
+            known = flags[words[1]] if words[0] == "ecnn" else of_any
+            wrong = [word for word in words if word.startswith("--") and word not in known]
+            assert not wrong, f"{page.name}: {' '.join(words)}"
 
 
 def test_every_finding_is_explained() -> None:
