@@ -16,7 +16,7 @@ help:
 	@echo "make test       the test suite (make test-fast: its quick part, make test-all: everything)"
 	@echo "make test-peers compare with other libraries, in an environment of their own ($(PEERS), see peers.txt)"
 	@echo "make check      ruff and mypy (make format: let ruff rewrite)"
-	@echo "make codebook   design the shipped codes again        make bench   benchmarks"
+	@echo "make codebook   design the shipped codes again        make bench   do the benchmarks still run?"
 	@echo "Settings: PYTHON=$(PYTHON)  TORCH='$(TORCH)'  VENV=$(VENV)"
 
 demo: $(READY)
@@ -49,7 +49,7 @@ codebook: $(READY)
 	$(BIN)/python tools/make_codebook.py
 
 bench: $(READY)
-	$(BIN)/python benchmarks/annealing.py
+	for name in annealing training baselines attacks audit; do $(BIN)/python benchmarks/$$name.py --quick || exit 1; done
 
 # torch comes first and alone: whatever build of it is chosen then constrains all the rest, so that no other package
 # can pull another one. constraints.txt pins everything that torch does not bring.

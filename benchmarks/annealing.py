@@ -1,11 +1,13 @@
 """How fast codes are designed, and how good they are: writes annealing.json and annealing.md beside this file.
 
-Run: make bench. One process, one core; compile time is reported apart. Incremental updates are compared in the same
-run with a full re-evaluation of the energy per proposal, compiled by numba as well.
+Run: python benchmarks/annealing.py [--quick]. One process, one core; compile time is reported apart. Incremental
+updates are compared in the same run with a full re-evaluation of the energy per proposal, compiled by numba as well.
+With --quick little is done, in seconds, and written to out/quick: it only shows that everything runs.
 """
 
 from __future__ import annotations
 
+import argparse
 import math
 import time
 from pathlib import Path
@@ -73,17 +75,18 @@ def seconds_of(call: Any) -> tuple[float, Any]:
     return time.perf_counter() - started, result
 
 
-def rates() -> list[dict[str, Any]]:
+def rates(sizes: list[tuple[int, int]], work: int) -> list[dict[str, Any]]:
+    """Proposals per second at each size; `work` is about how many distances are updated for it."""
     table = []
-    for num_classes, code_length in RATE_SIZES:
+    for num_classes, code_length in sizes:
         weight = balanced_column_weight(num_classes, code_length)
         problem = energy_problem(num_classes, code_length, 2, weight)
         start = random_code(num_classes, code_length, seed=0).symbols
-        steps = max(20_000, 80_000_000 // (num_classes + code_length))
+        steps = max(20_000, work // (num_classes + code_length))
         elapsed, _ = seconds_of(
             lambda: anneal_chain(problem, start, steps, Budget(steps, None, None), np.random.SeedSequence(0))  # noqa: B023
         )
-        full_steps = max(5, 200_000_000 // (num_classes * code_length * (num_classes + code_length)))
+        full_steps = max(5, 5 * work // (2 * num_classes * code_length * (num_classes + code_length)))
         full_elapsed, _ = seconds_of(
             lambda: anneal_by_full_evaluation(start.astype(np.int64), weight, full_steps, 1e-4)  # noqa: B023
         )
@@ -100,12 +103,12 @@ def rates() -> list[dict[str, Any]]:
     return table
 
 
-def designs() -> list[dict[str, Any]]:
+def designs(paper_sizes: list[tuple[int, int]], steps: int | None) -> list[dict[str, Any]]:
     table = []
-    for objective, sizes in (("energy", [(10, 30)]), ("distance", PAPER_SIZES)):
+    for objective, sizes in (("energy", [(10, 30)]), ("distance", paper_sizes)):
         for num_classes, code_length in sizes:
             elapsed, code = seconds_of(
-                lambda: design_code(num_classes, code_length, objective=objective, seed=0)  # type: ignore[arg-type]  # noqa: B023
+                lambda: design_code(num_classes, code_length, objective=objective, steps=steps, seed=0)  # type: ignore[arg-type]  # noqa: B023
             )
             report = code.report()
             table.append(
@@ -128,7 +131,7 @@ def markdown(result: dict[str, Any]) -> str:
     lines = [
         "# Designing codes: speed and quality",
         "",
-        "`make bench` on one core; compiling, or loading what was compiled before, took "
+        "`python benchmarks/annealing.py` on one core; compiling, or loading what was compiled before, took "
         f"{result['compile_seconds']:.1f} s and is not counted.",
         "Absolute times depend on the machine; the ratios were taken in one run.",
         "",
@@ -159,11 +162,19 @@ def markdown(result: dict[str, Any]) -> str:
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="little, to out/quick: does it run?")
+    quick = parser.parse_args().quick
     compile_seconds, _ = seconds_of(lambda: design_code(4, 3, seed=0, steps=100))
     anneal_by_full_evaluation(np.eye(4, dtype=np.int64), 1.0, 1, 1.0)
-    result = {"compile_seconds": compile_seconds, "rates": rates(), "designs": designs()}
-    files.write_json(HERE / "annealing.json", result)
-    files.write_text(HERE / "annealing.md", markdown(result))
+    result = {
+        "compile_seconds": compile_seconds,
+        "rates": rates(RATE_SIZES[:2], 200_000) if quick else rates(RATE_SIZES, 80_000_000),
+        "designs": designs(PAPER_SIZES[:2], 20_000) if quick else designs(PAPER_SIZES, None),
+    }
+    folder = Path("out/quick") if quick else HERE
+    files.write_json(folder / "annealing.json", result)
+    files.write_text(folder / "annealing.md", markdown(result))
 
 
 if __name__ == "__main__":

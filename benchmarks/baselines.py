@@ -2,7 +2,7 @@
 
 Run: python benchmarks/baselines.py --device cuda. Everything is measured in one process, in turns; writes the figures
 and a table to baselines.json and baselines.md beside this file (or where --out says). On a CPU it only shows that it
-runs.
+runs; with --quick it does so in seconds and writes to out/quick.
 """
 
 from __future__ import annotations
@@ -257,7 +257,11 @@ def main() -> None:
     parser.add_argument("--timings", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=0.5, help="of each measurement, about")
     parser.add_argument("--out", type=Path, default=HERE / "baselines.json")
+    parser.add_argument("--quick", action="store_true", help="little, on the CPU, to out/quick: does it run?")
     options = parser.parse_args()
+    if options.quick:
+        options.device, options.batch, options.timings, options.seconds = "cpu", 4, 1, 0.0
+        options.out = Path("out/quick/baselines.json")
     if options.device == "cuda" and not torch.cuda.is_available():
         raise SystemExit("there is no CUDA device; --device cpu only shows that it runs")
     torch.backends.cudnn.benchmark = True

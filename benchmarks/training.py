@@ -1,7 +1,8 @@
 """What a member costs: throughput of ECNN beside ResNet-20 and beside a loop over members, and of adversarial training.
 
 Run on a machine with a CUDA device: python benchmarks/training.py [--compile] [--parts member_loops] [--json OUT.json].
-Everything is measured in one process, in turns; writes training.json and training.md beside this file.
+Everything is measured in one process, in turns; writes training.json and training.md beside this file. With --quick it
+runs on any machine, in seconds, and writes to out/quick: it only shows that everything runs.
 """
 
 from __future__ import annotations
@@ -30,7 +31,9 @@ from ecnn.objectives import make_objective
 from ecnn.training.engine import Engine
 
 HERE = Path(__file__).parent
-BATCHES = (128, 256, 2048)
+QUICK = "--quick" in sys.argv
+DEVICE = "cpu" if QUICK else "cuda"
+BATCHES = (4,) if QUICK else (128, 256, 2048)
 COMPILED = ("resnet20", "ecnn30")  # each costs half a minute of compiling for every batch size
 PLAIN = dataclasses.replace(RECIPES["paper"], diversity_weight=0.0, objective="member_cross_entropy")
 
@@ -87,7 +90,12 @@ def models() -> dict[str, Callable[[], nn.Module]]:
     }
 
 
-def synthetic(count: int = 20_480) -> Split:
+def wait() -> None:
+    if DEVICE == "cuda":
+        torch.cuda.synchronize()
+
+
+def synthetic(count: int = 64 if QUICK else 20_480) -> Split:
     generator = torch.Generator().manual_seed(0)
     images = torch.randint(0, 256, (count, 3, 32, 32), generator=generator, dtype=torch.uint8)
     return Split(images, torch.arange(count) % 10)
@@ -95,20 +103,23 @@ def synthetic(count: int = 20_480) -> Split:
 
 def images_per_second(call: Callable[[], Any], images: int, *, seconds: float = 0.6) -> float:
     """The fastest of nine timings of a call that handles that many images: what disturbs one only slows it."""
-    for _ in range(3):
+    timings, least = (1, 1) if QUICK else (9, 3)
+    for _ in range(least):
         call()
-    torch.cuda.synchronize()
+    wait()
     started = time.perf_counter()
     call()
-    torch.cuda.synchronize()
-    repeats = max(3, int(seconds / 9 / max(1e-5, time.perf_counter() - started)))
+    wait()
+    repeats = (
+        least if QUICK else max(least, int(seconds / timings / max(1e-5, time.perf_counter() - started)))
+    )
     rates = []
-    for _ in range(9):
-        torch.cuda.synchronize()
+    for _ in range(timings):
+        wait()
         started = time.perf_counter()
         for _ in range(repeats):
             call()
-        torch.cuda.synchronize()
+        wait()
         rates.append(repeats * images / (time.perf_counter() - started))
     return max(rates)
 
@@ -117,10 +128,10 @@ def make_engine(model: nn.Module, data: Split, batch: int, mode: str, attack: An
     name = "member_cross_entropy" if isinstance(model, ECNN) else "cross_entropy"
     recipe = dataclasses.replace(PLAIN, batch_size=batch)
     options = {"use_graph": mode != "eager", "compile_parts": mode == "compile"}
-    engine = Engine(model.cuda(), data, recipe, make_objective(name), attack, 0, **options)
+    engine = Engine(model.to(DEVICE), data, recipe, make_objective(name), attack, 0, **options)
     model.train()
     engine.lr.fill_(1e-4)
-    engine.index.copy_(torch.randperm(len(data), device="cuda")[:batch])
+    engine.index.copy_(torch.randperm(len(data), device=DEVICE)[:batch])
     if mode != "eager":
         engine._capture(engine.index.clone())
         if engine.graph is None:
@@ -138,8 +149,8 @@ def training_rate(
 def eager_calls(model: nn.Module, data: Split, batch: int) -> dict[str, Callable[[], Any]]:
     """What a model is timed at without a graph: scores, a forward and backward pass, a whole training step."""
     engine = make_engine(model, data, batch, "eager")
-    images = torch.rand(batch, 3, 32, 32, device="cuda").contiguous(memory_format=torch.channels_last)
-    labels = torch.arange(batch, device="cuda") % 10
+    images = torch.rand(batch, 3, 32, 32, device=DEVICE).contiguous(memory_format=torch.channels_last)
+    labels = torch.arange(batch, device=DEVICE) % 10
 
     def infer() -> Any:
         with torch.no_grad(), engine.autocast():
@@ -154,7 +165,7 @@ def eager_calls(model: nn.Module, data: Split, batch: int) -> dict[str, Callable
     return {"inference": infer, "pass": run_pass, "step": engine._step}
 
 
-def member_loops(batch: int = 256, rounds: int = 25, repeats: int = 6) -> dict[str, Any]:
+def member_loops(batch: int, rounds: int, repeats: int) -> dict[str, Any]:
     """All members at once and two loops over them, eagerly and in turns: the processor is the bottleneck, and what
     disturbs it disturbs neighbours in time alike. Milliseconds of every round.
     """
@@ -170,11 +181,11 @@ def member_loops(batch: int = 256, rounds: int = 25, repeats: int = 6) -> dict[s
         times[kind] = {name: [] for name in calls}
         for trial in range(rounds + 1):
             for name, call in calls.items():
-                torch.cuda.synchronize()
+                wait()
                 started = time.perf_counter()
                 for _ in range(repeats):
                     call[kind]()
-                torch.cuda.synchronize()
+                wait()
                 if trial:  # in the first, libraries set themselves up
                     times[kind][name].append(1e3 * (time.perf_counter() - started) / repeats)
     gc.unfreeze()
@@ -182,15 +193,15 @@ def member_loops(batch: int = 256, rounds: int = 25, repeats: int = 6) -> dict[s
 
 
 def inference_rate(build: Callable[[], nn.Module], batch: int, mode: str) -> float:
-    model = build().cuda().eval()
+    model = build().to(DEVICE).eval()
     model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     if mode == "compile":
         for part in model.children():
             part.compile()
-    images = torch.rand(batch, 3, 32, 32, device="cuda").contiguous(memory_format=torch.channels_last)
+    images = torch.rand(batch, 3, 32, 32, device=DEVICE).contiguous(memory_format=torch.channels_last)
 
     def forward() -> Any:
-        with torch.no_grad(), torch.autocast("cuda", dtype=torch.bfloat16):
+        with torch.no_grad(), torch.autocast(DEVICE, torch.bfloat16, enabled=DEVICE == "cuda"):
             return model(images)
 
     if mode == "eager":
@@ -230,7 +241,7 @@ def adversarial(mode: str) -> list[dict[str, Any]]:
     """A PGD-10 training step beside eleven plain steps (forward, backward, update) of the same batch."""
     data, table = synthetic(), []
     attack = PGD(norm="linf", eps="8/255", steps=10, step_size="2/255", loss="cross_entropy", keep="last")
-    for batch in (256, 512):
+    for batch in (4,) if QUICK else (256, 512):
         for name in ("ecnn30_bn", "resnet20_bn"):
             plain = training_rate(models()[name], data, batch, mode)
             robust = training_rate(models()[name], data, batch, mode, attack)
@@ -335,17 +346,24 @@ def main() -> None:
     parser.add_argument(
         "--compile", action="store_true", help="measure compiled networks too: half a minute each"
     )
+    parser.add_argument(
+        "--quick", action="store_true", help="little of everything, to out/quick: does it run?"
+    )
     options = parser.parse_args()
+    if QUICK:
+        options.json = Path("out/quick/training.json")
     result = files.read_json(options.json) if options.json.exists() else {}
     if options.parts:
-        if not torch.cuda.is_available():
-            raise SystemExit("this benchmark needs a CUDA device")
+        if not QUICK and not torch.cuda.is_available():
+            raise SystemExit("this benchmark needs a CUDA device; --quick shows that it runs")
         torch.backends.cudnn.benchmark = True
-        modes = ("eager", "graph", "compile") if options.compile else ("eager", "graph")
+        modes = (
+            ("eager",) if QUICK else ("eager", "graph", "compile") if options.compile else ("eager", "graph")
+        )
         parts: dict[str, Callable[[], Any]] = {
             "throughput": lambda: throughput(modes),
-            "member_loops": member_loops,
-            "adversarial": lambda: adversarial("graph"),
+            "member_loops": lambda: member_loops(*((4, 2, 1) if QUICK else (256, 25, 6))),
+            "adversarial": lambda: adversarial("eager" if QUICK else "graph"),
         }
         result["environment"] = runs.environment()
         for part in options.parts.split(","):

@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import DATA
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from toys import Saturated, distance, random_linear, tiny_ecnn
 
 import ecnn
 from ecnn.attacks import (
@@ -34,36 +36,16 @@ from ecnn.attacks import (
 from ecnn.attacks.views import Linear as LinearView
 from ecnn.attacks.views import Members, decode_linearly, member_margins, members_of
 from ecnn.checks import parse_eps
-from ecnn.codes import load_code
-from ecnn.constructions import random_code
-from ecnn.data import Dataset
 from ecnn.errors import InputError
 from ecnn.evaluation.provenance import describe
 from ecnn.model import ECNN
 from ecnn.objectives import score_margin
 
 
-class Linear(nn.Module):
-    """Scores linear in the pixels, so that the worst image in a ball is known."""
-
-    def __init__(self, num_classes: int = 3, pixels: int = 12) -> None:
-        super().__init__()
-        generator = torch.Generator().manual_seed(1)
-        self.weight = nn.Parameter(torch.randn(num_classes, pixels, generator=generator, dtype=torch.float64))
-
-    def forward(self, images: Tensor) -> Tensor:
-        return images.flatten(1) @ self.weight.T
-
-
 def images_and_labels(batch: int = 5, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(0)
     images = torch.rand(batch, 3, 2, 2, generator=generator, dtype=dtype)
     return images, torch.randint(3, (batch,), generator=generator)
-
-
-def tiny_ecnn(**options: Any) -> ECNN:
-    torch.manual_seed(0)
-    return ECNN(random_code(4, 6, seed=0), 3, width=4, depth=8, feature_dim=8, **options).eval()
 
 
 @pytest.mark.parametrize(
@@ -93,11 +75,6 @@ def test_projection_is_into_the_ball_and_leaves_it_alone(norm: Any, eps: float, 
         assert found.min() >= 0
         assert found.max() <= 1
         assert torch.allclose(project(found, images, norm, eps), found, atol=1e-12, rtol=0)
-
-
-def distance(points: Tensor, images: Tensor, norm: str) -> Tensor:
-    moves = (points - images).flatten(1)
-    return moves.abs().amax(1) if norm == "linf" else moves.norm(dim=1)
 
 
 def test_random_starts_fill_the_ball() -> None:
@@ -219,17 +196,17 @@ def test_the_way_from_the_search_to_the_model_is_short() -> None:
     """Whoever reads PGD in a debugger passes so many of our functions before the model answers."""
     ways: list[list[str]] = []
 
-    class Deep(Linear):
-        def forward(self, images: Tensor) -> Tensor:
-            frame, names = sys._getframe(), []
-            while frame.f_back is not None:
-                if "ecnn" in frame.f_code.co_filename:
-                    names.append(frame.f_code.co_name)
-                frame = frame.f_back
-            ways.append(names)
-            return super().forward(images)
+    def look_back(module: nn.Module, inputs: Any) -> None:
+        frame, names = sys._getframe(), []
+        while frame.f_back is not None:
+            if "ecnn" in frame.f_code.co_filename:
+                names.append(frame.f_code.co_name)
+            frame = frame.f_back
+        ways.append(names)
 
-    PGD(norm="linf", eps=0.1, steps=2, step_size=0.1, early_exit=False)(Deep(), *images_and_labels())
+    model = random_linear(3, 12)
+    model.register_forward_pre_hook(look_back)
+    PGD(norm="linf", eps=0.1, steps=2, step_size=0.1, early_exit=False)(model, *images_and_labels())
     assert max(names.index("search") for names in ways if "search" in names) <= 8
 
 
@@ -257,7 +234,7 @@ def test_a_row_does_not_depend_on_the_others() -> None:
 @pytest.mark.parametrize("start", ["uniform", "image", "odi"])
 def test_linear_model_reaches_the_optimum(start: Any) -> None:
     """Two classes: the margin's worst point is the corner that the weight difference points at, cut to [0, 1]."""
-    model = Linear(num_classes=2)
+    model = random_linear(2, 12, middle=0)
     images, _ = images_and_labels()
     labels = torch.tensor([0, 1, 0, 1, 0])
     crafted = PGD(norm="linf", eps=0.2, steps=40, step_size=0.03, start=start, keep="last")(
@@ -284,7 +261,7 @@ def test_more_steps_never_mend_an_image() -> None:
 
 
 def test_slack_stops_pushing() -> None:
-    model = Linear(num_classes=2)
+    model = random_linear(2, 12, middle=0)
     images, labels = images_and_labels()
     labels = labels.clamp(max=1)
     far = PGD(norm="linf", eps=1.0, steps=50, step_size=0.05, start="image", keep="last")(
@@ -365,23 +342,6 @@ class _Shifted(nn.Module):
         return self.model.member_logits(images) + self.level
 
 
-class Saturated(nn.Module):
-    """Members whose logits are huge, read through tanh: gradients of the scores are exactly zero in float32."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.code = load_code("10x30")
-        self.code_symbols = torch.from_numpy(self.code.symbols.astype("int64"))
-        self.signs = torch.from_numpy(self.code.signed.astype("float32"))
-
-    def member_logits(self, images: Tensor) -> Tensor:
-        """The first ten pixels say how much the image looks like each class."""
-        return 60 * (images.flatten(1)[:, :10] @ self.signs)
-
-    def forward(self, images: Tensor) -> Tensor:
-        return torch.tanh(self.member_logits(images)) @ self.signs.T
-
-
 def saturated_images() -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(0)
     labels = torch.arange(10).repeat(5)
@@ -454,11 +414,11 @@ def test_a_free_common_level_satisfies_the_attack_and_keeps_the_answer() -> None
 
 
 @pytest.mark.slow
-@pytest.mark.data
+@pytest.mark.data("cifar-10-batches-py")
 def test_the_papers_effect_on_cifar() -> None:
     """The shipped q = 2 hinge model, 100 test images, the authors' PGD against the same budget on the members."""
     model = ecnn.load_model("cifar10-ecnn30-q2").eval()
-    images, labels = load_cifar().test[:100]
+    images, labels = ecnn.load_data("cifar10", root=DATA).test[:100]
     budget: dict[str, Any] = {"norm": "linf", "eps": 0.04, "loss_slack": 50, "keep": "last"}
 
     def after(**options: Any) -> float:
@@ -468,10 +428,3 @@ def test_the_papers_effect_on_cifar() -> None:
     clean = float((model(images).argmax(1) == labels).float().mean())
     assert after(steps=30, step_size=0.02, on="scores") >= clean - 0.02
     assert after(steps=15, step_size=0.01, on="members") <= 0.01
-
-
-def load_cifar() -> Dataset:
-    try:
-        return ecnn.load_data("cifar10", root="data")
-    except InputError as error:
-        pytest.skip(str(error))

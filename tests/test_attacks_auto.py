@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.optimize import linprog
 from torch import Tensor, nn
+from toys import Linear, Saturated, Undecoded, Wrapped, distance, random_linear
 
 from ecnn.attacks.apgd import _STREAM, APGD, checkpoints
 from ecnn.attacks.attempts import best_wrong_classes
@@ -24,7 +25,6 @@ from ecnn.attacks.draws import Draws
 from ecnn.attacks.fab import FAB
 from ecnn.attacks.projections import move_to_hyperplane, project_to_ball, solve_capped_sum
 from ecnn.attacks.square import Square, _two_bumps, square_share
-from ecnn.codes import load_code
 from ecnn.constructions import random_code
 from ecnn.errors import InputError
 from ecnn.model import ECNN
@@ -47,22 +47,6 @@ class Curved(nn.Module):
         return (hidden[:, None] * self.second.to(images.dtype)).sum(2)
 
 
-class Linear(nn.Module):
-    """Two classes, scores linear in the pixels: distances and optima are known."""
-
-    def __init__(self, pixels: int = 48, num_classes: int = 2) -> None:
-        super().__init__()
-        generator = torch.Generator().manual_seed(1)
-        self.weight = nn.Parameter(torch.randn(num_classes, pixels, generator=generator, dtype=torch.float64))
-
-    def forward(self, images: Tensor) -> Tensor:
-        return (images.flatten(1) - 0.5) @ self.weight.T
-
-    def normal(self) -> Tensor:
-        """(pixel,) of the border, towards class 1."""
-        return (self.weight[1] - self.weight[0]).detach()
-
-
 def some_images(batch: int, *shape: int, spread: float = 1.0, dtype: torch.dtype = torch.float64) -> Tensor:
     draws = Draws.of(7, torch.arange(batch))
     return 0.5 + spread * (draws.uniform(*shape, dtype=dtype) - 0.5)
@@ -71,11 +55,6 @@ def some_images(batch: int, *shape: int, spread: float = 1.0, dtype: torch.dtype
 def curved_case(batch: int = 8) -> tuple[Curved, Tensor, Tensor]:
     model, images = Curved(), some_images(batch, 3, 5, 5)
     return model, images, model(images).argmax(dim=1)
-
-
-def distance(points: Tensor, images: Tensor, norm: str) -> Tensor:
-    moves = (points - images).flatten(1)
-    return moves.abs().amax(dim=1) if norm == "linf" else moves.norm(dim=1)
 
 
 def lead(model: nn.Module, points: Tensor, labels: Tensor) -> Tensor:
@@ -237,31 +216,7 @@ def test_two_bumps_by_the_printed_sum(side: int) -> None:
     assert torch.allclose(bumps, expected / expected.norm(), atol=1e-12)
 
 
-# The contract
-
-
-@pytest.mark.parametrize("norm", NORMS)
-@pytest.mark.parametrize("name", MAKERS)
-def test_contract(name: str, norm: Norm) -> None:
-    model, images, labels = curved_case()
-    model.train()
-    images = images.float()
-    before, state = images.clone(), torch.get_rng_state()
-    for early_exit in (True, False):
-        attack = MAKERS[name](norm, RADIUS[norm])
-        object.__setattr__(attack, "early_exit", early_exit)
-        result = attack.run(model, images, labels)
-        assert distance(result.images, images, norm).max() <= RADIUS[norm] + 1e-6
-        assert 0 <= result.images.min() <= result.images.max() <= 1
-        assert torch.equal(model(result.images).argmax(dim=1) != labels, result.success)
-        assert result.success.any()
-        assert result.images.dtype == torch.float32
-        assert not result.images.requires_grad
-    assert torch.equal(images, before)
-    assert torch.equal(torch.get_rng_state(), state)
-    assert model.training
-    assert all(parameter.grad is None for parameter in model.parameters())
-    assert torch.equal(MAKERS[name](norm, 0.0)(model, images, labels), images)
+# Rows and costs
 
 
 @pytest.mark.parametrize("norm", NORMS)
@@ -367,7 +322,7 @@ def linear_optimum(model: Linear, images: Tensor, labels: Tensor, norm: Norm, ep
 
 
 def linear_case(batch: int = 6, spread: float = 1.0) -> tuple[Linear, Tensor, Tensor]:
-    model, images = Linear(), some_images(batch, 3, 4, 4, spread=spread)
+    model, images = random_linear(2, 48), some_images(batch, 3, 4, 4, spread=spread)
     return model, images, model(images).argmax(dim=1)
 
 
@@ -537,27 +492,11 @@ def test_targets_break_what_moving_away_does_not() -> None:
 # Where it looks
 
 
-class Saturated(nn.Module):
-    """Members with huge logits, read through tanh: in float32 the scores have no gradient."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.code = load_code("10x30")
-        self.code_symbols = torch.from_numpy(self.code.symbols.astype("int64"))
-        self.signs = torch.from_numpy(self.code.signed.astype("float32"))
-
-    def member_logits(self, images: Tensor) -> Tensor:
-        return 1e4 * (images.flatten(1)[:, :10] @ self.signs)
-
-    def forward(self, images: Tensor) -> Tensor:
-        return torch.tanh(self.member_logits(images)) @ self.signs.T
-
-
 def saturated_case() -> tuple[Saturated, Tensor, Tensor]:
     labels = torch.arange(10).repeat(2)
     images = some_images(20, 1, 4, 4, spread=0.05, dtype=torch.float32) - 0.2
     images.flatten(1)[torch.arange(20), labels] += 0.4
-    return Saturated(), images, labels
+    return Saturated(scale=1e4), images, labels
 
 
 @pytest.mark.parametrize("on", ["linear", "members"])
@@ -573,7 +512,7 @@ def test_apgd_before_the_saturation(on: str) -> None:
 def test_fab_and_square_before_the_saturation() -> None:
     model, images, labels = saturated_case()
     assert FAB(norm="linf", eps=0.3, steps=20, on="linear").run(model, images, labels).success.all()
-    result = Square(norm="linf", eps=0.3, queries=100, on="linear").run(model, images, labels)
+    result = Square(norm="linf", eps=0.3, queries=100, on="linear").run(Undecoded(model), images, labels)
     assert result.success.float().mean() > 0.9
     assert (
         result.forwards[result.success] % 2 == 0
@@ -653,7 +592,7 @@ def test_standard_suite_has_the_published_settings() -> None:
 @pytest.mark.parametrize("num_classes", [2, 3, 10, 1000])
 def test_any_number_of_classes(num_classes: int) -> None:
     """A linear model is broken exactly when its optimum is, and there is no class that a target could not be."""
-    model = Linear(num_classes=num_classes)
+    model = random_linear(num_classes, 48)
     images = some_images(4, 3, 4, 4)
     labels = model(images).argmax(dim=1)
     assert AutoAttack(norm="linf", eps=0.3).run(model, images, labels).success.all()
@@ -671,17 +610,6 @@ def test_dlr_says_how_many_classes_it_needs() -> None:
 
 
 # Warnings
-
-
-class Wrapped(nn.Module):
-    """A classifier with something done before it and after it."""
-
-    def __init__(self, before: Callable[[Tensor], Tensor], after: Callable[[Tensor], Tensor]) -> None:
-        super().__init__()
-        self.model, self.before, self.after = Curved(), before, after
-
-    def forward(self, images: Tensor) -> Tensor:
-        return self.after(self.model(self.before(images)))
 
 
 def same(tensor: Tensor) -> Tensor:
@@ -713,7 +641,7 @@ FLAWED: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor], 
 @pytest.mark.parametrize("kind", FLAWED)
 def test_each_doubt_has_its_model(kind: str) -> None:
     before, after, words = FLAWED[kind]
-    model, images = Wrapped(before, after), some_images(8, 3, 5, 5)
+    model, images = Wrapped(Curved(), before, after), some_images(8, 3, 5, 5)
     _, (doubt,) = examine(Target(model, len(images), images.device), images)
     assert doubt.kind == kind
     assert words in doubt.sentence
@@ -729,11 +657,11 @@ def test_the_share_of_zero_gradients() -> None:
         bright = (images[:, :1, :1, :1] > 0.5).to(images.dtype)
         return bright * images.detach() + (1 - bright) * images
 
-    _, (doubt,) = examine(Target(Wrapped(stop_some, same), 8, images.device), images)
+    _, (doubt,) = examine(Target(Wrapped(Curved(), stop_some), 8, images.device), images)
     assert "exactly zero for 50.0%" in doubt.sentence
 
 
-@pytest.mark.parametrize("model", [Curved(), Curved(10), Linear(75, 4), Curved(sharpness=1e4)])
+@pytest.mark.parametrize("model", [Curved(), Curved(10), random_linear(4, 75), Curved(sharpness=1e4)])
 def test_an_honest_model_gets_no_warning(model: nn.Module) -> None:
     images = some_images(8, 3, 5, 5)
     num_classes, doubts = examine(Target(model, len(images), images.device), images)

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812 the name everybody knows
 from torch import Tensor, nn
+from toys import Constant, Linear, TanhNet, distance, half_spaces
 
 from ecnn.attacks.ball import random_start
 from ecnn.attacks.base import Attack, Target
@@ -25,34 +26,13 @@ SHAPE = (3, 4, 4)
 FEATURES = math.prod(SHAPE)
 
 
-class HalfSpaces(nn.Module):
-    """Two classes on either side of a plane through a grey image."""
-
-    def __init__(self, weight: Tensor, level: float = 0.5) -> None:
-        super().__init__()
-        self.weight, self.level = nn.Parameter(weight), level
-
-    def forward(self, images: Tensor) -> Tensor:
-        height = (images.flatten(1) - self.level) @ self.weight
-        return torch.stack([height, -height], dim=1)
-
-
-class Net(nn.Module):
-    """A crooked border between four classes; dropout, so that the mode matters."""
+class Net(TanhNet):
+    """With a dropout that does nothing, so that the mode matters."""
 
     def __init__(self, seed: int = 0, dtype: torch.dtype = torch.float64) -> None:
-        super().__init__()
-        generator = torch.Generator().manual_seed(seed)
-        self.first = nn.Parameter(
-            torch.randn(16, FEATURES, generator=generator, dtype=torch.float64).to(dtype)
-        )
-        self.last = nn.Parameter(torch.randn(4, 16, generator=generator, dtype=torch.float64).to(dtype))
+        super().__init__(seed, pixels=FEATURES, hidden=16)
         self.dropout = nn.Dropout(0.0)
-
-    def forward(self, images: Tensor) -> Tensor:
-        hidden = torch.tanh((images.flatten(1) - 0.5) @ self.first.T)
-        scores: Tensor = self.dropout(hidden) @ self.last.T
-        return scores
+        self.to(dtype)
 
 
 class Counted(nn.Module):
@@ -80,13 +60,6 @@ class LabelsOnly(nn.Module):
         return F.one_hot(scores.argmax(dim=1), scores.shape[1]).to(scores.dtype)
 
 
-class Constant(nn.Module):
-    """Class 0, whatever comes."""
-
-    def forward(self, images: Tensor) -> Tensor:
-        return torch.tensor([1.0, 0.0, 0.0], dtype=images.dtype).repeat(len(images), 1)
-
-
 def some_images(batch: int = 6, dtype: torch.dtype = torch.float64) -> Tensor:
     generator = torch.Generator().manual_seed(batch)
     return torch.rand(batch, *SHAPE, generator=generator, dtype=torch.float64).to(dtype)
@@ -98,15 +71,10 @@ def classes(model: nn.Module, images: Tensor) -> Tensor:
     return found
 
 
-def distance(points: Tensor, images: Tensor, norm: str) -> Tensor:
-    moves = (points - images).flatten(1)
-    return moves.abs().amax(1) if norm == "linf" else moves.norm(dim=1)
-
-
 # ---- HopSkipJump
 
 
-def plane_and_images(dtype: torch.dtype) -> tuple[HalfSpaces, Tensor]:
+def plane_and_images(dtype: torch.dtype) -> tuple[Linear, Tensor]:
     """Images about 0.25 from the plane, in the middle of [0, 1], so that no bound is met on the way there."""
     generator = torch.Generator().manual_seed(1)
     weight = torch.randn(FEATURES, generator=generator, dtype=torch.float64)
@@ -114,7 +82,7 @@ def plane_and_images(dtype: torch.dtype) -> tuple[HalfSpaces, Tensor]:
     noise = torch.randn(6, *SHAPE, generator=generator, dtype=torch.float64)
     sides = torch.tensor([1.0, -1.0] * 3).double()[:, None, None, None]
     images = 0.5 + 0.05 * noise + 0.25 * sides * weight.view(SHAPE)
-    return HalfSpaces(weight.to(dtype)), images.to(dtype)
+    return half_spaces(weight.to(dtype)), images.to(dtype)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
@@ -124,7 +92,7 @@ def test_the_distance_to_a_plane_is_found(norm: Any, dual: int, dtype: torch.dty
     model, images = plane_and_images(dtype)
     with torch.no_grad():
         heights = model(images).amax(dim=1)
-        nearest = heights / torch.linalg.vector_norm(model.weight, dual)
+        nearest = heights / torch.linalg.vector_norm(model.weight[0], dual)
     attacked = HopSkipJump(norm=norm, steps=20).run(model, images, classes(model, images))
     ratio = distance(attacked.images, images, norm) / nearest
     assert attacked.success.all()
@@ -161,7 +129,7 @@ def test_more_steps_never_end_further_away(norm: Any) -> None:
 def test_questions_by_hand() -> None:
     """Bright images beyond a plane: the first noise is wrong, and the first jump lands."""
     weight = torch.full((FEATURES,), FEATURES**-0.5, dtype=torch.float64)
-    model = Counted(HalfSpaces(weight, level=0.8))
+    model = Counted(half_spaces(weight, middle=0.8))
     images = 0.94 + 0.05 * some_images(3)
     labels = torch.zeros(3, dtype=torch.int64)
     bisections = 10  # ceil(1.5 log2 48) is 9, and the least is 10
@@ -203,7 +171,7 @@ def test_portions_bound_the_evaluation_and_change_nothing(max_batch: int) -> Non
 def test_an_image_that_no_noise_leaves_comes_back_clean() -> None:
     """Noise is brighter than 0.2 on average: that is the class of the bright image, and not of the dark one."""
     weight = torch.full((FEATURES,), FEATURES**-0.5, dtype=torch.float64)
-    model = HalfSpaces(weight, level=0.2)
+    model = half_spaces(weight, middle=0.2)
     images = torch.stack([torch.full(SHAPE, 0.6), torch.full(SHAPE, 0.1)]).double()
     for options in ({}, {"early_exit": False}, {"keep": "last"}):
         attack = HopSkipJump(norm="l2", steps=5, init_tries=4, **options)
@@ -232,11 +200,11 @@ def test_a_kept_point_does_not_depend_on_rounding() -> None:
     generator = torch.Generator().manual_seed(3)
     weight = torch.randn(3072, generator=generator)
     images = torch.rand(40, 3, 32, 32, generator=generator)
-    model = HalfSpaces(weight)
+    model = half_spaces(weight)
     labels = classes(model, images)
     attacked = HopSkipJump(norm="l2", steps=1, samples=4).run(model, images, labels)
     assert attacked.success.sum() >= 30
-    exact = classes(HalfSpaces(weight.double()), attacked.images.double())
+    exact = classes(half_spaces(weight.double()), attacked.images.double())
     assert torch.equal(exact != labels, attacked.success)
     alone = torch.cat([classes(model, image) for image in torch.split(attacked.images, 1)])
     assert torch.equal(alone != labels, attacked.success)
@@ -318,8 +286,8 @@ def test_the_slope_is_the_published_estimate() -> None:
     """The sum over directions of (sign - mean sign) times the direction, by loops; in full where all signs agree."""
     model, images = plane_and_images(torch.float64)
     labels, draws = classes(model, images), Draws.of(0, torch.arange(6))
-    height = (images.flatten(1) - 0.5) @ model.weight.detach()
-    points = images - (height[:, None] * model.weight.detach()).view_as(images)
+    height = (images.flatten(1) - 0.5) @ model.weight[0].detach()
+    points = images - (height[:, None] * model.weight[0].detach()).view_as(images)
     points[0] = images[0]  # deep inside: all signs are -1
     count, radii = 70, torch.full((6,), 0.05, dtype=torch.float64)
     border, target = border_of(model, images, labels)
@@ -397,7 +365,7 @@ def test_noise_stays_in_the_ball(norm: Any, kind: Any, eps: float | str) -> None
 def test_corners_break_with_the_exact_probability(samples: int, early_exit: bool) -> None:
     """On a plane a corner's height is the image's plus eps times a signed sum of weights: all 2^8 are counted."""
     weight = torch.tensor([1.0, -0.8, 0.7, 0.6, -0.5, 0.4, 0.3, 0.2], dtype=torch.float64)
-    model, height = HalfSpaces(weight), 0.03
+    model, height = half_spaces(weight), 0.03
     images = (0.5 + height * weight / (weight @ weight)).view(1, 2, 2, 2).repeat(4000, 1, 1, 1)
     sums = torch.tensor(list(itertools.product((-1.0, 1.0), repeat=8)), dtype=torch.float64) @ weight
     once = float((height + 0.02 * sums < 0).double().mean())
@@ -528,67 +496,7 @@ def test_what_fools_the_source_is_handed_over_and_the_target_only_judges(attack:
         assert torch.equal(best.images[row], crafted.images[row] if handed else images[row])
 
 
-# ---- The contract, for all
-
-
-def all_attacks(eps: float, keep: Any = "best") -> list[Attack]:
-    inner = PGD(norm="linf", eps=eps, steps=3, step_size=0.05, early_exit=False)
-    return [
-        HopSkipJump(norm="l2", steps=2, samples=20, keep=keep),
-        HopSkipJump(norm="linf", steps=2, samples=20, keep=keep),
-        RandomNoise(norm="linf", eps=eps, samples=4, keep=keep),
-        RandomNoise(norm="linf", eps=eps, samples=4, kind="corners", keep=keep),
-        RandomNoise(norm="l2", eps=6 * eps, samples=4, keep=keep),
-        Transfer(source=Net(8, torch.float32), attack=inner, keep=keep),
-    ]
-
-
-@pytest.mark.parametrize("keep", ["best", "last"])
-@pytest.mark.parametrize("which", range(6))
-def test_contract(which: int, keep: Any) -> None:
-    model, images = Net(7, torch.float32).train(), some_images(8, torch.float32)
-    labels = classes(model, images)
-    labels[0] = (labels[0] + 1) % 4
-    attack, given = all_attacks(0.15, keep)[which], images.clone()
-    norm = getattr(attack, "norm", "linf")
-    modules = [model] + ([attack.source.eval()] if isinstance(attack, Transfer) else [])
-    modes, before = [module.training for module in modules], torch.get_rng_state()
-    for crafted in (
-        attack(model, images, labels),
-        attack(model, images, labels, generator=torch.Generator().manual_seed(0)),
-    ):
-        assert crafted.shape == images.shape
-        assert crafted.dtype == images.dtype
-        assert 0 <= crafted.min() <= crafted.max() <= 1
-        assert not crafted.requires_grad
-        if not isinstance(attack, HopSkipJump):
-            assert distance(crafted, images, norm).max() <= (0.15 if norm == "linf" else 0.9) + 1e-6
-    assert torch.equal(images, given)
-    assert torch.equal(torch.get_rng_state(), before)
-    assert [module.training for module in modules] == modes
-    assert all(parameter.grad is None for module in modules for parameter in module.parameters())
-    if not isinstance(attack, HopSkipJump):
-        assert torch.equal(all_attacks(0.0, keep)[which](model, images, labels), images)
-
-
-@pytest.mark.parametrize("which", range(6))
-def test_a_row_depends_on_its_index_and_on_nothing_else(which: int) -> None:
-    model, images = Net(7), some_images(9)
-    labels = classes(model, images)
-    labels[4] = (labels[4] + 1) % 4
-    attack = all_attacks(0.2)[which]
-    if isinstance(attack, Transfer):
-        attack.source.double()
-    index = torch.tensor([4, 800, 15, 16, 23, 42, 0, 1, 7])
-    together = attack.run(model, images, labels, seed=1, index=index)
-    assert together.success.sum() > 1
-    for rows in (torch.tensor([3, 1]), torch.tensor([8]), torch.tensor([7, 6, 5, 4, 0])):
-        part = attack.run(model, images[rows], labels[rows], seed=1, index=index[rows])
-        assert torch.equal(part.images, together.images[rows])
-        assert torch.equal(part.forwards, together.forwards[rows])
-        assert torch.equal(part.success, together.success[rows])
-    if not isinstance(attack, Transfer):
-        assert not torch.equal(attack.run(model, images, labels, seed=2).images, together.images)
+# ---- Settings
 
 
 @pytest.mark.parametrize(

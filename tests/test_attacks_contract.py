@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from toys import coded_model, distance
 
 from ecnn.attacks import ATTACKS, PGD, Attack, Transfer
 from ecnn.constructions import random_code
@@ -37,21 +38,29 @@ L2_BALL: dict[str, Any] = {"norm": "l2", "eps": 0.4}
 IN_A_BALL = [name for name, options in SETTINGS.items() if "eps" in options]
 SLOW = pytest.param("autoattack", marks=pytest.mark.slow)
 EVERY = [SLOW if name == "autoattack" else name for name in SETTINGS]
+#: Settings under which an attack goes another way, and the attack that has no name on the command line.
+VARIANTS: dict[str, dict[str, Any]] = {
+    "apgd-l2": L2_BALL,
+    "fab-l2": L2_BALL,
+    "square-l2": L2_BALL,
+    "noise-l2": L2_BALL,
+    "noise-corners": {"kind": "corners"},
+    "jsma-one": {"pixels": "one"},
+    "jsma-each": {"pixels": "one", "goal": "each"},
+    "jsma-tempered": {"on": "tempered"},
+    "deepfool-linf": {"norm": "linf"},
+    "fmn-linf": {"norm": "linf"},
+    "hopskipjump-linf": {"norm": "linf"},
+    "transfer": {},
+}
+VARIED = [*EVERY, *VARIANTS]
 
 
 def make(name: str, **changes: Any) -> Attack:
-    return ATTACKS[name](**{**SETTINGS[name], **changes})
-
-
-def coded_model(**options: Any) -> ECNN:
-    torch.manual_seed(0)
-    model = ECNN(random_code(5, 7, seed=0), 2, width=4, depth=8, feature_dim=6, activation="silu", **options)
-    with (
-        torch.no_grad()
-    ):  # untrained members all but agree; spread them so that attacks have something to cross
-        head: Any = model.head
-        head.weight.mul_(8)
-    return model.double().eval()
+    if name == "transfer":
+        return Transfer(source=coded_model(), attack=make("pgd", early_exit=False), **changes)
+    kind = name.partition("-")[0]
+    return ATTACKS[kind](**{**SETTINGS[kind], **VARIANTS.get(name, {}), **changes})
 
 
 def batch(size: int = 5) -> tuple[Tensor, Tensor]:
@@ -86,7 +95,7 @@ def test_every_named_attack_is_here() -> None:
     assert list(SETTINGS) == list(ATTACKS)
 
 
-@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize("name", VARIED)
 def test_what_comes_back(name: str) -> None:
     model, (images, labels) = coded_model(), batch()
     attack, given = make(name), images.clone()
@@ -103,8 +112,40 @@ def test_what_comes_back(name: str) -> None:
     assert torch.equal(found.images[~found.success], images[~found.success])
     assert torch.equal(found.images[1], images[1])  # wrong from the start: left alone
     assert torch.equal(found.images, attack(model, images, labels, seed=1))
-    if name in IN_A_BALL:
-        assert (found.images - images).abs().max() <= SETTINGS[name]["eps"] + 1e-12
+    assert_in_the_ball(attack, found.images, images)
+
+
+def assert_in_the_ball(attack: Any, points: Tensor, images: Tensor, slack: float = 1e-12) -> None:
+    if hasattr(attack, "eps"):
+        assert distance(points, images, attack.norm).max() <= attack.eps + slack
+
+
+@pytest.mark.parametrize("change", [{"early_exit": False}, {"keep": "last"}], ids=["whole", "last"])
+@pytest.mark.parametrize("name", VARIED)
+def test_what_comes_back_in_float32_of_a_whole_search(name: str, change: dict[str, Any]) -> None:
+    if "keep" in change:
+        if name.startswith(("autoattack", "cw", "member_cw", "blindspot", "deepfool", "fmn", "jsma-each")):
+            return  # they have no last iterate
+        change = {**change, **({"targets": 0, "restarts": 1} if name.startswith(("pgd", "apgd")) else {})}
+    model, (images, labels) = coded_model().float(), batch()
+    images, attack = images.float(), make(name, **change)
+    if isinstance(attack, Transfer):
+        attack.source.float()
+    crafted = attack(model, images, labels, generator=torch.Generator().manual_seed(0))
+    assert crafted.shape == images.shape
+    assert crafted.dtype == torch.float32
+    assert not crafted.requires_grad
+    assert 0 <= crafted.min() <= crafted.max() <= 1
+    assert_in_the_ball(attack, crafted, images, slack=1e-6)
+
+
+@pytest.mark.parametrize(
+    "name", ["pgd", "apgd", "square", "hopskipjump", "hopskipjump-linf", "noise", "noise-l2"]
+)
+def test_another_seed_is_another_search(name: str) -> None:
+    model, (images, labels) = coded_model(), batch()
+    one, other = (make(name, early_exit=False)(model, images, labels, seed=seed) for seed in (1, 2))
+    assert not torch.equal(one, other)
 
 
 @pytest.mark.parametrize("name", [name for name in IN_A_BALL if name != "autoattack"])
@@ -126,7 +167,7 @@ def test_a_ball_of_radius_zero_holds_the_image_alone(name: str, norm: str, keep:
     assert torch.equal(make(name, **changes)(model, images, labels), images)
 
 
-@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize("name", VARIED)
 def test_failure_returns_the_clean_image(name: str) -> None:
     images, _ = batch(3)
     found = make(name).run(Constant(), images, torch.zeros(3, dtype=torch.int64))
@@ -134,7 +175,7 @@ def test_failure_returns_the_clean_image(name: str) -> None:
     assert not found.success.any()
 
 
-@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize("name", VARIED)
 def test_a_row_knows_nothing_of_the_others(name: str) -> None:
     """Alone, in another order or among others an image has the same fate and the same cost, bit for bit."""
     model, (images, labels) = coded_model(), batch()
@@ -148,7 +189,7 @@ def test_a_row_knows_nothing_of_the_others(name: str) -> None:
         assert torch.equal(apart.backwards, together.backwards[rows])
 
 
-@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize("name", VARIED)
 def test_what_is_left_alone(name: str) -> None:
     model, (images, labels) = coded_model(), batch(3)
     model.train()

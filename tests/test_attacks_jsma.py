@@ -11,14 +11,13 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from toys import Constant, Linear, TanhNet, Undecoded, tiny_ecnn
 
 from ecnn.attacks.draws import Draws
 from ecnn.attacks.jsma import JSMA, best_one, best_pair, worth_pairing
-from ecnn.constructions import random_code
 from ecnn.errors import InputError
-from ecnn.model import ECNN
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -26,35 +25,17 @@ SHAPE = (1, 2, 8)
 FEATURES, CLASSES = math.prod(SHAPE), 4
 
 
-class Net(nn.Module):
-    """Two layers in float64, small enough to differentiate by hand."""
+class Net(TanhNet):
+    """Also differentiated by hand."""
 
     def __init__(self, seed: int) -> None:
-        super().__init__()
-        generator = torch.Generator().manual_seed(seed)
-        self.first = nn.Parameter(torch.randn(10, FEATURES, generator=generator, dtype=torch.float64) / 2)
-        self.last = nn.Parameter(torch.randn(CLASSES, 10, generator=generator, dtype=torch.float64))
-
-    def forward(self, images: Tensor) -> Tensor:
-        return torch.tanh((images.flatten(1) - 0.5) @ self.first.T) @ self.last.T
+        super().__init__(seed, pixels=FEATURES, hidden=10, spread=0.5)
 
     def scores_and_jacobian(self, features: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """(class,) and (class, feature), in NumPy."""
         first, last = self.first.detach().numpy(), self.last.detach().numpy()
         hidden = np.tanh(first @ (features - 0.5))
         return last @ hidden, last @ ((1 - hidden**2)[:, None] * first)
-
-
-class Linear(nn.Module):
-    """Scores linear in the features."""
-
-    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(weight)
-        self.bias = nn.Parameter(torch.zeros_like(weight[:, 0]) if bias is None else bias)
-
-    def forward(self, images: Tensor) -> Tensor:
-        return images.flatten(1) @ self.weight.T + self.bias
 
 
 def some_images(seed: int, batch: int = 4, shape: tuple[int, ...] = SHAPE) -> Tensor:
@@ -387,56 +368,10 @@ def test_costs_by_hand() -> None:
     assert short.forwards.tolist() == [1 + 1 + 3 + 1] * 2
 
 
-def tiny_ecnn(**options: Any) -> ECNN:
-    torch.manual_seed(0)
-    return ECNN(random_code(4, 6, seed=0), 3, width=4, depth=8, feature_dim=8, **options).eval()
-
-
 def ecnn_images(dtype: torch.dtype, batch: int = 6) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(0)
     images = torch.rand(batch, 3, 4, 4, generator=generator, dtype=torch.float64).to(dtype)
     return images, torch.randint(4, (batch,), generator=generator)
-
-
-@pytest.mark.parametrize("keep", ["best", "last"])
-@pytest.mark.parametrize("pixels", ["pair", "one"])
-@pytest.mark.parametrize("on", ["scores", "linear", "tempered"])
-def test_contract(on: str, pixels: Any, keep: Any) -> None:
-    model = tiny_ecnn().train()
-    images, labels = ecnn_images(torch.float32)
-    before, given = torch.get_rng_state(), images.clone()
-    attack = JSMA(max_pixel_fraction=0.25, pixels=pixels, on=on, keep=keep)
-    for crafted in (
-        attack(model, images, labels),
-        attack(model, images, labels, generator=torch.Generator().manual_seed(0)),
-    ):
-        assert crafted.shape == images.shape
-        assert crafted.dtype == images.dtype
-        assert 0 <= crafted.min() <= crafted.max() <= 1
-        assert not crafted.requires_grad
-        assert (crafted != images).flatten(1).sum(1).max() <= 0.25 * 48
-    assert torch.equal(images, given)
-    assert model.training
-    assert all(parameter.grad is None for parameter in model.parameters())
-    assert torch.equal(torch.get_rng_state(), before)
-    nothing = JSMA(max_pixel_fraction=0, pixels=pixels, on=on, keep=keep)
-    assert torch.equal(nothing(model, images, labels), images)
-
-
-@pytest.mark.parametrize("goal", ["random", "each"])
-@pytest.mark.parametrize("pixels", ["pair", "one"])
-def test_a_row_depends_on_its_index_and_on_nothing_else(pixels: Any, goal: Any) -> None:
-    model, images = Net(5), some_images(5, batch=8)
-    labels = model(images).argmax(1)
-    attack = JSMA(max_pixel_fraction=0.5, pixels=pixels, goal=goal)
-    index = torch.tensor([70, 3, 11, 5, 900, 12, 1, 0])
-    together = attack.run(model, images, labels, index=index, seed=4)
-    assert together.success.any()
-    for rows in (torch.tensor([6, 2]), torch.tensor([0]), torch.tensor([7, 6, 5, 4, 3])):
-        part = attack.run(model, images[rows], labels[rows], index=index[rows], seed=4)
-        assert torch.equal(part.images, together.images[rows])
-        assert torch.equal(part.forwards, together.forwards[rows])
-        assert torch.equal(part.backwards, together.backwards[rows])
 
 
 def test_early_exit_finds_what_the_whole_walk_passes() -> None:
@@ -452,10 +387,6 @@ def test_early_exit_finds_what_the_whole_walk_passes() -> None:
 
 
 def test_a_model_without_slopes_is_left_alone() -> None:
-    class Constant(nn.Module):
-        def forward(self, images: Tensor) -> Tensor:
-            return torch.tensor([1.0, 0.0, 0.0]).repeat(len(images), 1)
-
     images, labels = torch.rand(3, 1, 2, 2), torch.zeros(3, dtype=torch.int64)
     settings: tuple[Any, ...] = ("pair", "one")
     for pixels in settings:
@@ -477,21 +408,6 @@ def test_a_slope_that_is_no_number_moves_nothing(pixels: Any) -> None:
     images, labels = torch.zeros(1, 1, 2, 3, dtype=torch.float64), torch.tensor([0])
     crafted = JSMA(max_pixel_fraction=0.34, pixels=pixels, keep="last")(model, images, labels)
     assert crafted.flatten().tolist() == [0.0, 0.0, 1.0, 1.0, 0.0, 0.0]
-
-
-class Undecoded(nn.Module):
-    """Members without a `decode`: what the model says of a point takes a pass of its own."""
-
-    def __init__(self, model: ECNN) -> None:
-        super().__init__()
-        self.model, self.code_symbols = model, model.code_symbols
-
-    def member_logits(self, images: Tensor) -> Tensor:
-        return self.model.member_logits(images)
-
-    def forward(self, images: Tensor) -> Tensor:
-        scores: Tensor = self.model(images)
-        return scores
 
 
 def test_a_model_that_cannot_decode_is_asked_again() -> None:

@@ -8,30 +8,20 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from toys import Constant, Linear, Saturated, Wrapped, random_linear, tiny_ecnn
 
 from ecnn.attacks.base import Attack, Target
 from ecnn.attacks.carlini import BlindSpot, CarliniWagnerL2, MemberCarliniWagner, _Descent
 from ecnn.attacks.minimal import FMN, DeepFool, MinimumNormAttack
 from ecnn.attacks.views import Look
-from ecnn.codes import load_code
-from ecnn.constructions import random_code
 from ecnn.errors import InputError
-from ecnn.model import ECNN
 
 PIXELS = (3, 2, 2)
 
 
-class Linear(nn.Module):
-    """Scores linear in the pixels, zero at mid-gray."""
-
-    def __init__(self, num_classes: int, shape: tuple[int, ...] = PIXELS) -> None:
-        super().__init__()
-        generator = torch.Generator().manual_seed(num_classes)
-        size = torch.Size(shape).numel()
-        self.weight = nn.Parameter(torch.randn(num_classes, size, generator=generator, dtype=torch.float64))
-
-    def forward(self, images: Tensor) -> Tensor:
-        return (images.flatten(1) - 0.5) @ self.weight.T
+def linear(num_classes: int, pixels: int = 12) -> Linear:
+    """Scores zero at mid-gray."""
+    return random_linear(num_classes, pixels, seed=num_classes)
 
 
 def equidistant(num_classes: int) -> Linear:
@@ -39,18 +29,11 @@ def equidistant(num_classes: int) -> Linear:
 
     An attack that follows the best wrong score ends at the border of that class, which need not be the nearest one.
     """
-    model = Linear(num_classes)
+    model = linear(num_classes)
     signs = model.weight.detach().sign()
     own = torch.arange(signs.shape[1]) % num_classes == torch.arange(num_classes)[:, None]
     model.weight = nn.Parameter(signs * own)
     return model
-
-
-class Constant(nn.Module):
-    """Says class 0 of everything."""
-
-    def forward(self, images: Tensor) -> Tensor:
-        return torch.tensor([1.0, 0.0, 0.0], dtype=images.dtype).expand(len(images), 3)
 
 
 def near_gray(batch: int = 12, spread: float = 0.1, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -90,11 +73,6 @@ def carlini(**changes: Any) -> CarliniWagnerL2:
     return CarliniWagnerL2(**{"steps": 100, "search_steps": 6, "initial_constant": 0.1, **changes})
 
 
-def tiny_ecnn(**options: Any) -> ECNN:
-    torch.manual_seed(0)
-    return ECNN(random_code(4, 6, seed=0), 3, width=4, depth=8, feature_dim=8, **options).eval()
-
-
 ALL: list[MinimumNormAttack] = [
     carlini(steps=30, search_steps=4),
     BlindSpot(steps=30, search_steps=4, initial_constant=0.1),
@@ -113,7 +91,7 @@ def name_of(attack: Any) -> str:
 @pytest.mark.parametrize("num_classes", [2, 3])
 @pytest.mark.parametrize("norm", ["l2", "linf"])
 def test_deepfool_ends_at_its_overshoot_of_the_smallest_distance(norm: Any, num_classes: int) -> None:
-    model, images = Linear(num_classes), near_gray()
+    model, images = linear(num_classes), near_gray()
     labels = model(images).argmax(1)
     attacked = DeepFool(norm=norm, overshoot=0.05).run(model, images, labels)
     assert attacked.success.all()
@@ -173,12 +151,7 @@ def test_confidence_is_kept_and_costs_distance() -> None:
 
 def test_without_the_confidence_a_misclassified_image_is_still_returned() -> None:
     """No pixels make these scores differ by 5, but misclassified images exist, and the contract is to return them."""
-
-    class Bounded(Linear):
-        def forward(self, images: Tensor) -> Tensor:
-            return torch.tanh(super().forward(images))
-
-    model, images = Bounded(3), near_gray()
+    model, images = Wrapped(linear(3), after=torch.tanh), near_gray()
     labels = model(images).argmax(1)
     attacked = carlini(confidence=5.0).run(model, images, labels)
     assert attacked.success.all()
@@ -207,7 +180,7 @@ def boxed_optimum(direction: Tensor, gap: float, image: Tensor) -> float:
 )
 def test_pixels_at_the_ends_are_no_obstacle(attack: Any, slack: float) -> None:
     """Black and white pixels only, most of which must move away from their end: the optimum has cut moves."""
-    model = Linear(2, shape=(1, 4, 4))
+    model = linear(2, 16)
     generator = torch.Generator().manual_seed(3)
     images = torch.randint(2, (16, 1, 4, 4), generator=generator).double()
     labels = model(images).argmax(1)
@@ -223,81 +196,6 @@ def test_pixels_at_the_ends_are_no_obstacle(attack: Any, slack: float) -> None:
         )
         length = float((attacked.images[row] - images[row]).norm())
         assert optimum * (1 - 1e-9) <= length < slack * optimum
-
-
-@pytest.mark.parametrize(
-    "attack", [each for each in ALL if not isinstance(each, MemberCarliniWagner)], ids=name_of
-)
-def test_failure_returns_the_clean_image(attack: MinimumNormAttack) -> None:
-    images = near_gray(dtype=torch.float32)
-    attacked = attack.run(Constant(), images, torch.zeros(len(images), dtype=torch.int64))
-    assert not attacked.success.any()
-    assert torch.equal(attacked.images, images)
-    assert (attacked.predictions == 0).all()
-
-
-@pytest.mark.parametrize("attack", ALL, ids=name_of)
-def test_a_row_does_not_depend_on_the_others(attack: MinimumNormAttack) -> None:
-    model = tiny_ecnn().double()
-    images = near_gray(batch=8, spread=0.5)
-    labels = model(images).argmax(1)
-    labels[3] = (labels[3] + 1) % 4  # never right: costs nothing
-    together = attack.run(model, images, labels)
-    parts = [
-        attack.run(model, images[part], labels[part]) for part in (slice(0, 1), slice(1, 4), slice(4, 8))
-    ]
-    for name in ("images", "success", "forwards", "backwards"):
-        pieces = torch.cat([getattr(part, name) for part in parts])
-        assert torch.allclose(getattr(together, name).double(), pieces.double(), atol=1e-10, rtol=0), name
-    assert together.backwards[3] == 0
-    assert together.success.sum() >= 5
-
-
-@pytest.mark.parametrize("attack", ALL, ids=name_of)
-def test_contract(attack: MinimumNormAttack) -> None:
-    """No eps; [0, 1]; the model, its mode, its gradients, the images and torch's generator stay as they are."""
-    assert "eps" not in {field.name for field in dataclasses.fields(attack)}
-    model = tiny_ecnn().train()
-    images = near_gray(batch=6, spread=0.5, dtype=torch.float32)
-    labels = model(images).argmax(1)
-    before, kept = torch.get_rng_state(), images.clone()
-    attacked = attack.run(model, images, labels)
-    trained = attack(model, images, labels, generator=torch.Generator().manual_seed(0))
-    assert torch.equal(torch.get_rng_state(), before)
-    assert torch.equal(images, kept)
-    assert model.training
-    assert all(parameter.grad is None for parameter in model.parameters())
-    for crafted in (attacked.images, trained):
-        assert crafted.shape == images.shape
-        assert crafted.dtype == images.dtype
-        assert not crafted.requires_grad
-        assert 0 <= crafted.min() <= crafted.max() <= 1
-    assert torch.equal(model(attacked.images).argmax(1) != labels, attacked.success)
-    assert torch.equal(attacked.images[~attacked.success], images[~attacked.success])
-    assert attacked.success.any()
-
-
-class Saturated(nn.Module):
-    """Members whose logits are huge, read through tanh: gradients of the scores are exactly zero in float32."""
-
-    def __init__(self, *, symbols: bool = False) -> None:
-        super().__init__()
-        self.code = load_code("10x30")
-        self.code_symbols = torch.from_numpy(self.code.symbols.astype("int64"))
-        self.signs = torch.from_numpy(self.code.signed.astype("float32"))
-        self.symbols = symbols
-
-    def member_logits(self, images: Tensor) -> Tensor:
-        """The first ten pixels say how much the image looks like each class."""
-        logits = 60 * (images.flatten(1)[:, :10] @ self.signs)
-        return torch.stack([-logits, logits], dim=2) if self.symbols else logits
-
-    def decode(self, member_logits: Tensor) -> Tensor:
-        logits = member_logits[..., 1] if self.symbols else member_logits
-        return torch.tanh(logits) @ self.signs.T
-
-    def forward(self, images: Tensor) -> Tensor:
-        return self.decode(self.member_logits(images))
 
 
 def images_of_classes() -> tuple[Tensor, Tensor]:
@@ -355,12 +253,8 @@ def test_member_confidence_reaches_every_member() -> None:
 
 def test_blind_spot_counts_from_the_shrunken_image() -> None:
     """With a bias toward class 1 shrinking alone breaks images of class 0 that are near the border."""
-
-    class Biased(Linear):
-        def forward(self, images: Tensor) -> Tensor:
-            return super().forward(images) + torch.tensor([0.0, 0.1], dtype=images.dtype)
-
-    model, images = Biased(2), near_gray(batch=40)
+    bias = torch.tensor([0.0, 0.1], dtype=torch.float64)
+    model, images = Linear(linear(2).weight.detach(), bias, middle=0.5), near_gray(batch=40)
     labels = model(images).argmax(1)
     shrunken = 0.5 + 0.6 * (images - 0.5)
     already = model(shrunken).argmax(1) != labels
@@ -382,7 +276,7 @@ def test_blind_spot_counts_from_the_shrunken_image() -> None:
 
 def test_what_a_search_costs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two verdicts, steps x search_steps passes, and the halvings at the end; gradients only where they have weight."""
-    model, images = Linear(3), near_gray()
+    model, images = linear(3), near_gray()
     labels = model(images).argmax(1)
     attack = carlini(steps=25, search_steps=3, abort_early=False, pull_steps=7)
     attacked = attack.run(model, images, labels)
@@ -434,7 +328,7 @@ def test_rows_leave_the_batch() -> None:
 
 
 def test_fewer_candidates_are_a_longer_way() -> None:
-    model, images = Linear(8), near_gray(batch=40)
+    model, images = linear(8), near_gray(batch=40)
     labels = model(images).argmax(1)
     few, all_of_them = (
         measured(DeepFool(norm="l2", num_candidates=count)(model, images, labels), images, "l2")
@@ -501,9 +395,11 @@ def test_members_are_needed_for_the_member_attack() -> None:
     images = near_gray()
     with pytest.raises(InputError, match="has no members"):
         MemberCarliniWagner(steps=5, search_steps=1, initial_constant=0.1)(
-            Linear(3), images, Linear(3)(images).argmax(1)
+            linear(3), images, linear(3)(images).argmax(1)
         )
 
 
 def test_all_are_attacks() -> None:
-    assert all(isinstance(attack, Attack) for attack in ALL)
+    for attack in ALL:
+        assert isinstance(attack, Attack)
+        assert "eps" not in {field.name for field in dataclasses.fields(attack)}

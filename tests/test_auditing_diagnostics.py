@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812 the name everybody knows
 from torch import Tensor, nn
+from toys import Wrapped
 
 import ecnn
 from ecnn.attacks import PGD
@@ -116,21 +117,11 @@ class Linear(nn.Module):
         return margins.scatter(1, labels[:, None], math.inf).amin(dim=1)
 
 
-class Changed(nn.Module):
-    """A model behind a change of its input and of its scores."""
+class Changed(Wrapped):
+    """Around the trained network, if no other is given."""
 
-    def __init__(
-        self,
-        before: Callable[[Tensor], Tensor] = lambda images: images,
-        after: Callable[[Tensor], Tensor] = lambda scores: scores,
-        inner: nn.Module | None = None,
-    ) -> None:
-        super().__init__()
-        self.inner, self.before, self.after = inner or network(), before, after
-
-    def forward(self, images: Tensor) -> Tensor:
-        scores: Tensor = self.after(self.inner(self.before(images)))
-        return scores
+    def __init__(self, inner: nn.Module | None = None, **changes: Callable[[Tensor], Tensor]) -> None:
+        super().__init__(inner or network(), **changes)
 
 
 class Backward(torch.autograd.Function):

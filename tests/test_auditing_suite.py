@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from toys import coded_model
 
 from ecnn.attacks import APGD, PGD, Attack, AutoAttack, Cost, HopSkipJump, Transfer
 from ecnn.attacks.views import SCORES, Averaged, Look, View, WeakestBit
@@ -553,15 +554,6 @@ def test_passes_are_counted() -> None:
 
 
 # The contract, for everything a suite can hold.
-
-
-def coded_model() -> ECNN:
-    torch.manual_seed(0)
-    model = ECNN(random_code(5, 7, seed=0), 2, width=4, depth=8, feature_dim=6, activation="silu")
-    with torch.no_grad():
-        head: Any = model.head
-        head.weight.mul_(8)
-    return model.double().eval()
 
 
 def voting_model() -> Ensemble:

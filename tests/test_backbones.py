@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from toys import count, shake
 
 from ecnn.backbones import (
     ACTIVATIONS,
@@ -27,10 +28,6 @@ from ecnn.backbones import (
 from ecnn.errors import InputError
 
 
-def count(module: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in module.parameters())
-
-
 def copy_of(module: nn.Module, single: nn.Module, index: int, groups: int) -> nn.Module:
     """`single` with the weights of one of the copies that lie side by side in `module`."""
     state = {
@@ -39,16 +36,6 @@ def copy_of(module: nn.Module, single: nn.Module, index: int, groups: int) -> nn
     }
     single.load_state_dict(state)
     return single
-
-
-def shake(module: nn.Module) -> None:
-    """Moves every bias and batch norm away from its start, so that leaving one out shows."""
-    with torch.no_grad():
-        for name, values in module.state_dict().items():
-            if name.endswith(("bias", "running_mean")):
-                values.uniform_(-0.3, 0.3)
-            elif name.endswith("running_var") or (".norm." in name and name.endswith("weight")):
-                values.uniform_(0.5, 2.0)
 
 
 @pytest.mark.parametrize(

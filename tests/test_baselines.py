@@ -15,10 +15,10 @@ import scipy.linalg
 import scipy.special
 import torch
 import torch.nn.functional as F  # noqa: N812 the name everybody knows
-from small_networks import SMALL, count, shake
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils._python_dispatch import TorchDispatchMode
+from toys import SMALL, count, half_spaces, shake
 
 from ecnn.backbones import ResNet
 from ecnn.baselines import (
@@ -535,25 +535,13 @@ def test_kl_equals_scipy() -> None:
     assert np.abs(kl_divergence(torch.from_numpy(a), torch.from_numpy(a + 5.0)).numpy()).max() < 1e-12
 
 
-class Linear(nn.Module):
-    """Two classes told apart by w . x."""
-
-    def __init__(self, weight: Tensor) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(weight)
-
-    def forward(self, images: Tensor) -> Tensor:
-        margin = images.flatten(1) @ self.weight
-        return torch.stack([margin, -margin], dim=1)
-
-
 def test_crafting_reaches_a_corner_of_the_ball_on_a_linear_model() -> None:
     """KL from the image's own answer grows with |w . move| on either side: the maximum is a corner."""
     torch.manual_seed(0)
     weight = torch.randn(12)
     images = 0.3 + 0.4 * torch.rand(40, 3, 2, 2)
     objective = TRADESObjective(eps=0.125, steps=5, step_size=0.0625)
-    moves = (objective.craft(Linear(weight), images) - images).flatten(1)
+    moves = (objective.craft(half_spaces(weight, middle=0), images) - images).flatten(1)
     signs = torch.sign(moves * weight)
     assert (moves.abs() - 0.125).abs().max() < 1e-6
     assert (signs == signs[:, :1]).all()

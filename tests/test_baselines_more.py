@@ -15,8 +15,8 @@ import scipy.ndimage
 import torch
 import torch.nn.functional as F  # noqa: N812 the name everybody knows
 from PIL import Image, ImageFilter
-from small_networks import RING, SMALL, count, shake
 from torch import Tensor, nn
+from toys import RING, SMALL, count, shake
 
 from ecnn import files
 from ecnn.backbones import ResNet

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from small_networks import RING, SMALL, count
 from torch import Tensor, nn
+from toys import RING, SMALL, count
 from typer.testing import CliRunner
 
 import ecnn

@@ -21,6 +21,7 @@ from typing import Any, Literal
 import numpy as np
 import pytest
 import torch
+from conftest import DATA
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
@@ -41,7 +42,6 @@ from ecnn.data.datasets import hold_out
 from ecnn.data.formats import read_idx, read_pickle
 from ecnn.errors import InputError
 
-REAL = Path(os.environ.get("ECNN_DATA") or Path(__file__).parents[1] / "data")
 MNIST_FILES = [
     f"{part}-{kind}-ubyte" for part in ("train", "t10k") for kind in ("images-idx3", "labels-idx1")
 ]
@@ -49,18 +49,6 @@ MNIST_FILES = [
 
 def refused(sentence: str) -> Any:
     return pytest.raises(InputError, match=sentence)
-
-
-def needs(relative: str) -> pytest.MarkDecorator:
-    return pytest.mark.skipif(not (REAL / relative).exists(), reason=f"no {relative} under data/")
-
-
-@pytest.fixture
-def unofficial(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lets small files of the true formats pass for the official ones."""
-    for table in (sources.CHECKSUMS, sources.SIZES):
-        for key in list(table):
-            monkeypatch.delitem(table, key)
 
 
 def split_of(labels: list[int], size: int = 4) -> Split:
@@ -1083,10 +1071,9 @@ def test_augmentation_inside_a_cuda_graph() -> None:
 # The real files
 
 
-@pytest.mark.data
-@needs("MNIST/raw")
+@pytest.mark.data("MNIST/raw")
 def test_real_mnist() -> None:
-    data = load_data("mnist", REAL, val_fraction=0, download=False)
+    data = load_data("mnist", DATA, val_fraction=0, download=False)
     assert (len(data.train), len(data.test)) == (60_000, 10_000)
     assert data.train.labels[:8].tolist() == [5, 0, 4, 1, 9, 2, 1, 3]
     assert torch.bincount(data.test.labels).tolist() == [
@@ -1102,24 +1089,22 @@ def test_real_mnist() -> None:
         1009,
     ]
     assert data.mean_image.mean().item() == pytest.approx(0.1307, abs=1e-4)
-    split = load_data("mnist", REAL, download=False)
+    split = load_data("mnist", DATA, download=False)
     assert (len(split.train), len(split.val)) == (54_001, 5_999)
 
 
-@pytest.mark.data
-@needs("MNIST/raw/train-images-idx3-ubyte.gz")
+@pytest.mark.data("MNIST/raw/train-images-idx3-ubyte.gz")
 def test_real_mnist_is_the_same_packed(tmp_path: Path) -> None:
     (tmp_path / "MNIST" / "raw").mkdir(parents=True)
     for name in MNIST_FILES:
-        (tmp_path / "MNIST" / "raw" / f"{name}.gz").symlink_to(REAL / "MNIST" / "raw" / f"{name}.gz")
+        (tmp_path / "MNIST" / "raw" / f"{name}.gz").symlink_to(DATA / "MNIST" / "raw" / f"{name}.gz")
     packed = load_data("mnist", tmp_path, download=False)
-    assert packed.fingerprint == load_data("mnist", REAL, download=False).fingerprint
+    assert packed.fingerprint == load_data("mnist", DATA, download=False).fingerprint
 
 
-@pytest.mark.data
-@needs("cifar-10-batches-py")
+@pytest.mark.data("cifar-10-batches-py")
 def test_real_cifar10() -> None:
-    data = load_data("cifar10", REAL, val_fraction=0, download=False)
+    data = load_data("cifar10", DATA, val_fraction=0, download=False)
     assert (len(data.train), len(data.test)) == (50_000, 10_000)
     assert torch.bincount(data.train.labels).tolist() == [5_000] * 10
     assert torch.bincount(data.test.labels).tolist() == [1_000] * 10
@@ -1128,36 +1113,33 @@ def test_real_cifar10() -> None:
     assert data.fingerprint.startswith("320b8c56d864")
 
 
-@pytest.mark.data
-@needs("cifar-10-batches-py")
+@pytest.mark.data("cifar-10-batches-py")
 def test_real_cifar10_cut_short_is_refused(tmp_path: Path) -> None:
     folder = tmp_path / "cifar-10-batches-py"
     folder.mkdir()
-    for path in (REAL / "cifar-10-batches-py").iterdir():
+    for path in (DATA / "cifar-10-batches-py").iterdir():
         (folder / path.name).symlink_to(path)
     (folder / "data_batch_1").unlink()
-    (folder / "data_batch_1").write_bytes((REAL / "cifar-10-batches-py" / "data_batch_1").read_bytes()[:-1])
+    (folder / "data_batch_1").write_bytes((DATA / "cifar-10-batches-py" / "data_batch_1").read_bytes()[:-1])
     with refused("data_batch_1 is not the official file"):
         load_data("cifar10", tmp_path, download=False)
 
 
-@pytest.mark.data
-@needs("cifar-100-python")
+@pytest.mark.data("cifar-100-python")
 def test_real_cifar100() -> None:
-    data = load_data("cifar100", REAL, download=False)
+    data = load_data("cifar100", DATA, download=False)
     assert (len(data.train), len(data.val), len(data.test)) == (45_000, 5_000, 10_000)
     assert torch.bincount(data.train.labels).tolist() == [450] * 100
     assert torch.bincount(data.val.labels).tolist() == [50] * 100
     assert (data.class_names[0], data.class_names[99]) == ("apple", "worm")
 
 
-@pytest.mark.data
-@needs("gtsrb/train.npz")
+@pytest.mark.data("gtsrb/train.npz")
 def test_real_gtsrb_keeps_tracks_together() -> None:
-    data = load_data("gtsrb", REAL, download=False)
+    data = load_data("gtsrb", DATA, download=False)
     assert len(data.train) + len(data.val) == 39_209
     assert (len(data.test), data.num_classes) == (12_630, 43)
-    arrays = files.read_npz(REAL / "gtsrb" / "train.npz", keys=("x", "y", "track"))
+    arrays = files.read_npz(DATA / "gtsrb" / "train.npz", keys=("x", "y", "track"))
     kept, held = hold_out(arrays["y"].astype(np.int64), 0.1, 0, arrays["track"])
     pairs = np.stack([arrays["y"], arrays["track"]], axis=1)
     assert not {*map(tuple, pairs[kept].tolist())} & {*map(tuple, pairs[held].tolist())}
@@ -1166,10 +1148,9 @@ def test_real_gtsrb_keeps_tracks_together() -> None:
     assert torch.bincount(data.train.labels)[0] == 180
 
 
-@pytest.mark.data
-@needs("optprojtran/optprojtran.npz")
+@pytest.mark.data("optprojtran/optprojtran.npz")
 def test_real_adversarial_signs() -> None:
-    signs = load_adversarial_signs(REAL)
+    signs = load_adversarial_signs(DATA)
     assert signs.images.shape == (392, 3, 32, 32)
     assert signs.clean_images.shape == (20, 3, 32, 32)
     assert torch.equal(signs.clean_labels[signs.victims], signs.labels)

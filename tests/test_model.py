@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils._python_dispatch import TorchDispatchMode
+from toys import count, shake
 
 from ecnn.backbones import ResidualUnit, Trunk
 from ecnn.codes import CodeMatrix, load_code
@@ -24,20 +25,6 @@ from ecnn.objectives import MemberObjective, ScoreObjective, cross_member_entrop
 CODE = random_code(4, 5, seed=0)
 TERNARY = random_code(4, 5, arity=3, seed=0)
 SMALL: dict[str, Any] = {"depth": 14, "width": 2}
-
-
-def count(module: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in module.parameters())
-
-
-def shake(model: nn.Module) -> None:
-    """Moves biases and batch norms away from their start, so that leaving one out shows."""
-    with torch.no_grad():
-        for name, values in model.state_dict().items():
-            if name.endswith(("bias", "running_mean")):
-                values.uniform_(-0.3, 0.3)
-            elif name.endswith("running_var"):
-                values.uniform_(0.5, 2.0)
 
 
 def block(state: dict[str, Tensor], prefix: str, index: int, members: int) -> dict[str, Tensor]:

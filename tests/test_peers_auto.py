@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812 the name everybody knows
+from conftest import DATA
 from torch import Tensor, nn
 
 import ecnn
@@ -23,7 +23,6 @@ from ecnn.attacks.projections import move_to_hyperplane
 from ecnn.attacks.square import Square
 
 pytestmark = pytest.mark.peer
-DATA = Path(__file__).parent.parent / "data"
 PEER_NORM = {"linf": "Linf", "l2": "L2"}
 
 
@@ -136,11 +135,9 @@ def test_apgd_reaches_higher_losses(norm: Norm, eps: float) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.data
+@pytest.mark.data("cifar-10-batches-py")
 def test_a_shipped_model_keeps_no_more() -> None:
     """The whole suite on an adversarially trained network, at 8/255."""
-    if not (DATA / "cifar-10-batches-py").is_dir():
-        pytest.skip("needs CIFAR-10 under data/")
     model = ecnn.load_model("cifar10-resnet20-at").eval()
     images, labels = ecnn.load_data("cifar10", root=DATA).test[:60]
     theirs = count_survivors(model, peer_points(model, images, labels, "linf", 8 / 255), images, labels)

@@ -9,12 +9,12 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Callable
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
+from conftest import DATA
 from torch import Tensor, nn
 
 from ecnn.attacks.carlini import CarliniWagnerL2
@@ -24,7 +24,6 @@ from ecnn.runs import load_model
 
 pytestmark = pytest.mark.peer
 
-DATA = Path(__file__).parent.parent / "data"
 SETTINGS: dict[str, Any] = {"steps": 100, "search_steps": 4, "initial_constant": 0.1, "lr": 0.01}
 Peer = Callable[..., Tensor]
 
@@ -195,7 +194,7 @@ def test_carlini_wagner_on_a_perceptron(name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.data
+@pytest.mark.data("cifar-10-batches-py")
 @pytest.mark.parametrize("name", ["foolbox", "torchattacks", "cleverhans"])
 def test_carlini_wagner_on_cifar10(name: str) -> None:
     model, images, labels = cifar10_model(50)

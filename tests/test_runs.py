@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from conftest import DATA
 
 from ecnn import files, runs
 from ecnn.codes import load_code
@@ -135,13 +136,10 @@ def test_all_models_are_known() -> None:
     assert runs.models() == tuple(sorted(SHIPPED))
 
 
-@pytest.mark.data
+@pytest.mark.data("cifar-10-batches-py", "MNIST/raw")
 @pytest.mark.parametrize(("name", "facts"), SHIPPED.items())
 def test_shipped_model_on_real_images(name: str, facts: tuple[int, float]) -> None:
     """500 test images: within three standard errors of the recorded accuracy."""
-    try:
-        data = load_data(name.partition("-")[0], download=False)
-    except InputError:
-        pytest.skip("its data is not under data/")
+    data = load_data(name.partition("-")[0], DATA, download=False)
     share = accuracy(runs.load_model(name), data.test.take(500), batch_size=250)
     assert abs(share - facts[1]) < 3 * (facts[1] * (1 - facts[1]) / 500) ** 0.5

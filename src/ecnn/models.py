@@ -47,7 +47,7 @@ def find_kind(name: str) -> ModelKind:
 def build_model(
     kind: str,
     *,
-    code: CodeMatrix | None,
+    code: CodeMatrix | None = None,
     num_classes: int,
     in_channels: int,
     mean: Mean | None,
