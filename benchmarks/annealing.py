@@ -18,7 +18,7 @@ import numpy as np
 
 from ecnn import files
 from ecnn.annealing import design_code
-from ecnn.annealing.chains import Budget, anneal_chain, energy_problem
+from ecnn.annealing.chains import Allowance, anneal_chain, energy_problem
 from ecnn.codes import balanced_column_weight
 from ecnn.constructions import random_code
 
@@ -84,7 +84,9 @@ def rates(sizes: list[tuple[int, int]], work: int) -> list[dict[str, Any]]:
         start = random_code(num_classes, code_length, seed=0).symbols
         steps = max(20_000, work // (num_classes + code_length))
         elapsed, _ = seconds_of(
-            lambda: anneal_chain(problem, start, steps, Budget(steps, None, None), np.random.SeedSequence(0))  # noqa: B023
+            lambda: anneal_chain(
+                problem, start, steps, Allowance(steps, None, None), np.random.SeedSequence(0)
+            )  # noqa: B023
         )
         full_steps = max(5, 5 * work // (2 * num_classes * code_length * (num_classes + code_length)))
         full_elapsed, _ = seconds_of(

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from ecnn.annealing import design_code, exhaustive_code, kernel
 from ecnn.annealing.chains import distance_problem, energy_problem, start_state
-from ecnn.annealing.design import Objective, choose_rows
+from ecnn.annealing.design import CodeObjective, choose_rows
 from ecnn.bounds import min_row_distance_bound
 from ecnn.codes import CodeMatrix, resolve_column_weight, variation_of_information
 from ecnn.constructions import hadamard_code, random_code
@@ -316,7 +316,7 @@ def test_bad_arguments(arguments: dict[str, Any], sentence: str) -> None:
 
 def test_odd_sizes_work() -> None:
     sizes = [(2, 1, 2), (2, 5, 2), (3, 2, 2), (4, 2, 2), (3, 1, 3), (5, 3, 9), (32, 5, 2)]
-    objectives: list[Objective] = ["energy", "distance"]
+    objectives: list[CodeObjective] = ["energy", "distance"]
     for (num_classes, code_length, arity), objective in itertools.product(sizes, objectives):
         code = design_code(num_classes, code_length, arity=arity, objective=objective, seed=0, steps=4_000)
         assert (code.num_classes, code.code_length, code.arity) == (num_classes, code_length, arity)

@@ -452,7 +452,7 @@ class Pair(nn.Module):
         (CODE, {"decoder": "sigmoid"}, "does not read members with logit output"),
         (CODE, {"decoder": "tanh", "member_output": "symbols"}, "does not read members with symbols output"),
         (CODE, {"decoder": "vote"}, "no decoder is called 'vote'"),
-        (CODE, {"branch": "dense"}, "known: conv, residual, linear"),
+        (CODE, {"branch": "dense"}, "one of conv, residual, linear"),
         (CODE, {"branch": "linear", "share_head": True}, "all members would give the same answer"),
         (CODE, {"activation": "tanh"}, "no activation is called 'tanh'"),
         (CODE, {"depth": 18}, "depth must be"),

@@ -19,6 +19,7 @@ from ecnn.backbones import (
     make_activation,
     unit_plan,
 )
+from ecnn.checks import check_choice, check_count
 from ecnn.codes import CodeMatrix
 from ecnn.decoders import DEFAULT_DECODER, MemberOutput, check_member_output, make_decoder
 from ecnn.errors import InputError
@@ -165,25 +166,8 @@ class ECNN(nn.Module):
         mean: Mean | None = None,
     ) -> None:
         super().__init__()
-        if not isinstance(code, CodeMatrix):
-            raise InputError(
-                f"code must be a CodeMatrix, not {type(code).__name__}: try load_code or CodeMatrix(symbols)."
-            )
-        check_member_output(code, member_output)
-        for name, value in (("in_channels", in_channels), ("feature_dim", feature_dim)):
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise InputError(f"{name} must be a whole number from 1 up, not {value!r}.")
-        if branch not in BRANCHES:
-            raise InputError(f"no branch is called {branch!r}; known: {', '.join(BRANCHES)}.")
-        if trunk is not None and not share_trunk:
-            raise InputError("a trunk of your own cannot be copied for each member: use share_trunk=True.")
-        if share_head is None:
-            share_head = branch != "linear"
-        if share_head and share_trunk and branch == "linear":
-            raise InputError(
-                'with branch="linear", a shared trunk and a shared head all members would give the same '
-                "answer: use share_head=False."
-            )
+        share_head = branch != "linear" if share_head is None else share_head
+        _check_options(code, in_channels, feature_dim, member_output, branch, trunk, share_trunk, share_head)
         self.code = code
         self.in_channels = in_channels
         self.member_output = member_output
@@ -194,39 +178,13 @@ class ECNN(nn.Module):
         self.centre = Centre(mean)
         if self.centre.mean.shape[0] not in (1, in_channels):
             raise InputError(f"the mean has {self.centre.mean.shape[0]} channels, the images {in_channels}.")
-
-        members = code.code_length
-        plan = unit_plan(depth, width)
-        unit = plan[-1]
-        self.trunk: nn.Module
-        if trunk is None:
-            self.trunk = Trunk(
-                in_channels,
-                len(plan) if branch == "linear" else len(plan) - 1,
-                depth=depth,
-                width=width,
-                batch_norm=batch_norm,
-                activation=activation,
-                groups=1 if share_trunk else members,
-            )
-            if branch == "linear":
-                unit = (self.trunk.out_channels, self.trunk.out_channels, 1)
-        else:
-            self.trunk = trunk
-            channels = _trunk_channels(trunk, in_channels, self.centre.mean)
-            unit = (channels, channels, 1)
+        layers: dict[str, Any] = {"batch_norm": batch_norm, "activation": activation}
+        self.trunk, unit = self._make_trunk(trunk, branch, depth, width, layers)
         self.branches = Branches(
-            branch,
-            members,
-            unit,
-            feature_dim,
-            width=width,
-            batch_norm=batch_norm,
-            activation=activation,
-            shared_input=share_trunk,
+            branch, code.code_length, unit, feature_dim, width=width, shared_input=share_trunk, **layers
         )
         outputs = 1 if member_output == "logit" else code.arity
-        self.head = _make_head(self.branches.out_features, outputs, None if share_head else members)
+        self.head = _make_head(self.branches.out_features, outputs, None if share_head else code.code_length)
         self._config: dict[str, Any] | None = None
         if trunk is None:
             self._config = {
@@ -242,6 +200,19 @@ class ECNN(nn.Module):
                 "activation": activation,
                 "decoder": DEFAULT_DECODER[member_output] if decoder is None else decoder,
             }
+
+    def _make_trunk(
+        self, trunk: nn.Module | None, branch: str, depth: int, width: int, layers: dict[str, Any]
+    ) -> tuple[nn.Module, tuple[int, int, int]]:
+        """The trunk, and (in_channels, out_channels, stride) of the residual unit that could follow it."""
+        if trunk is not None:
+            channels = _trunk_channels(trunk, self.in_channels, self.centre.mean)
+            return trunk, (channels, channels, 1)
+        units = unit_plan(depth, width)
+        count = len(units) if branch == "linear" else len(units) - 1
+        groups = 1 if self.share_trunk else self.code.code_length
+        made = Trunk(self.in_channels, count, depth=depth, width=width, groups=groups, **layers)
+        return made, (made.out_channels, made.out_channels, 1) if branch == "linear" else units[-1]
 
     @property
     def config(self) -> dict[str, Any]:
@@ -284,6 +255,33 @@ class ECNN(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         return self.decode(self.member_logits(images))
+
+
+def _check_options(
+    code: Any,
+    in_channels: int,
+    feature_dim: int,
+    member_output: MemberOutput,
+    branch: str,
+    trunk: nn.Module | None,
+    share_trunk: bool,
+    share_head: bool,
+) -> None:
+    if not isinstance(code, CodeMatrix):
+        raise InputError(
+            f"code must be a CodeMatrix, not {type(code).__name__}: try load_code or CodeMatrix(symbols)."
+        )
+    check_member_output(code, member_output)
+    check_count("in_channels", in_channels)
+    check_count("feature_dim", feature_dim)
+    check_choice("branch", branch, BRANCHES)
+    if trunk is not None and not share_trunk:
+        raise InputError("a trunk of your own cannot be copied for each member: use share_trunk=True.")
+    if share_head and share_trunk and branch == "linear":
+        raise InputError(
+            'with branch="linear", a shared trunk and a shared head all members would give the same '
+            "answer: use share_head=False."
+        )
 
 
 def _make_head(in_features: int, out_features: int, num_members: int | None) -> nn.Module:

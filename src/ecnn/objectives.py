@@ -38,10 +38,8 @@ class CodedModel(Protocol):
     def member_logits(self, images: Tensor) -> Tensor: ...
 
 
-class Objective(Protocol):
-    """A scalar loss of a batch; training takes any callable of this form."""
-
-    def __call__(self, model: Any, images: Tensor, labels: Tensor) -> Tensor: ...
+#: A scalar loss of a batch: (model, images, labels) -> Tensor. One that takes `generator=` too gets that of the run.
+Objective = Callable[..., Tensor]
 
 
 def member_targets(code_symbols: Tensor, labels: Tensor) -> Tensor:

@@ -23,7 +23,7 @@ _COOLING = 300.0  # first temperature / last temperature
 
 
 @dataclass
-class Budget:
+class Allowance:
     """How much of the search is used up, and what ended it."""
 
     steps: int
@@ -152,7 +152,7 @@ def start_state(problem: kernel.Problem, symbols: np.ndarray, seed: np.random.Se
 
 
 def anneal_chain(
-    problem: kernel.Problem, symbols: np.ndarray, steps: int, budget: Budget, seed: np.random.SeedSequence
+    problem: kernel.Problem, symbols: np.ndarray, steps: int, budget: Allowance, seed: np.random.SeedSequence
 ) -> tuple[int, np.ndarray]:
     """The lowest energy (in the problem's fixed point) that one chain met, and its (class, task) symbols.
 

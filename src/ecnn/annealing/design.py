@@ -9,14 +9,14 @@ from typing import Literal
 
 import numpy as np
 
-from ecnn.annealing.chains import Budget, anneal_chain, distance_problem, energy_problem
+from ecnn.annealing.chains import Allowance, anneal_chain, distance_problem, energy_problem
 from ecnn.bounds import min_column_distance_bound, min_row_distance_bound
 from ecnn.codes import CodeMatrix, ColumnWeight, check_size, resolve_column_weight
 from ecnn.constructions import HadamardSource, hadamard_matrices, levenshtein_code, random_code
 from ecnn.errors import InputError
 from ecnn.progress import Progress
 
-Objective = Literal["energy", "distance"]
+CodeObjective = Literal["energy", "distance"]
 
 _STEPS = {"energy": 4_000_000, "distance": 24_000_000}
 
@@ -33,7 +33,7 @@ def design_code(
     code_length: int,
     *,
     arity: int = 2,
-    objective: Objective = "energy",
+    objective: CodeObjective = "energy",
     column_weight: ColumnWeight = "balanced",
     chains: int = 8,
     steps: int | None = None,
@@ -71,7 +71,7 @@ def design_code(
             f"init is {init.num_classes} x {init.code_length} with arity {init.arity}, but the design is "
             f"{num_classes} x {code_length} with arity {arity}."
         )
-    budget = Budget(steps, seconds, progress)
+    budget = Allowance(steps, seconds, progress)
     search = _Search(
         (num_classes, code_length, arity), weight, chains, budget, np.random.SeedSequence(seed), init
     )
@@ -116,7 +116,7 @@ class _Search:
         size: tuple[int, int, int],
         column_weight: float,
         chains: int,
-        budget: Budget,
+        budget: Allowance,
         seed: np.random.SeedSequence,
         init: CodeMatrix | None,
     ) -> None:

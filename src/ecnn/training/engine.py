@@ -19,10 +19,11 @@ from torch import Tensor, nn
 from ecnn.backbones import eval_mode
 from ecnn.data import Augmentation, Split
 from ecnn.errors import InputError
+from ecnn.objectives import Objective
 from ecnn.recipes import Recipe
 
-Objective = Callable[..., Tensor]
-Attack = Callable[..., Tensor]
+#: What an adversarial step trains on: (model, images, labels) -> images; every attack of `ecnn.attacks` is one.
+Craft = Callable[..., Tensor]
 
 _WARM_UP_STEPS = 3
 
@@ -41,7 +42,7 @@ class Engine:
         train: Split,
         recipe: Recipe,
         objective: Objective,
-        attack: Attack | None,
+        attack: Craft | None,
         seed: int,
         *,
         use_graph: bool,
@@ -302,7 +303,7 @@ class Engine:
 
 
 def craft(
-    attack: Attack, model: nn.Module, images: Tensor, labels: Tensor, generator: torch.Generator
+    attack: Craft, model: nn.Module, images: Tensor, labels: Tensor, generator: torch.Generator
 ) -> Tensor:
     """What the attack makes of the images; its random numbers are ours where it lets us say so."""
     options = {"generator": generator} if takes_generator(attack) else {}

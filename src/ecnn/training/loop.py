@@ -24,6 +24,7 @@ from ecnn.backbones import eval_mode, without_tf32
 from ecnn.data import Split
 from ecnn.errors import InputError
 from ecnn.models import objective_of, resolve_recipe
+from ecnn.objectives import Objective
 from ecnn.progress import Progress
 from ecnn.recipes import Recipe
 from ecnn.training.checkpoints import (
@@ -34,7 +35,7 @@ from ecnn.training.checkpoints import (
     optimizer_tensors,
     save_checkpoint,
 )
-from ecnn.training.engine import Attack, Engine, Objective, craft
+from ecnn.training.engine import Craft, Engine, craft
 
 LAST, BEST, LOG = "last.safetensors", "model.safetensors", "train.jsonl"
 _ROBUST_VAL_IMAGES = 1000
@@ -67,7 +68,7 @@ class History:
 
 
 @dataclass
-class _Run:
+class _LoopState:
     """State of the loop that a checkpoint carries beside the tensors."""
 
     epochs: list[dict[str, Any]] = field(default_factory=list)
@@ -89,8 +90,8 @@ def fit(
     optimizer: str | None = None,
     diversity_weight: float | None = None,
     objective: str | Objective | None = None,
-    attack: Attack | None = None,
-    val_attack: Attack | None = None,
+    attack: Craft | None = None,
+    val_attack: Craft | None = None,
     adversarial_ratio: float | None = None,
     ema: float | None = None,
     precision: str | None = None,
@@ -156,7 +157,7 @@ def accuracy(
     model: nn.Module,
     split: Split,
     *,
-    attack: Attack | None = None,
+    attack: Craft | None = None,
     batch_size: int = 1000,
     autocast: AbstractContextManager[Any] | None = None,
 ) -> float:
@@ -184,14 +185,14 @@ class _Loop:
         engine: Engine,
         val: Split | None,
         settings: Recipe,
-        val_attack: Attack | None,
+        val_attack: Craft | None,
         run_dir: Path | None,
         progress: Progress | None,
     ) -> None:
         self.engine, self.settings, self.val_attack, self.run_dir = engine, settings, val_attack, run_dir
         self.val = val.to(engine.device) if val is not None and len(val) else None
         self.progress = progress if engine.rank == 0 else None
-        self.state = _Run()
+        self.state = _LoopState()
         self.best: dict[str, Tensor] | None = None
         self.news = ""
         self.best_is_new = False
@@ -331,7 +332,7 @@ class _Loop:
             load_model_tensors(self.engine.averaged, tensors, path, "averaged.")
         load_optimizer(self.engine.optimizer, tensors)
         facts.pop("fingerprint")
-        self.state = _Run(**facts)
+        self.state = _LoopState(**facts)
         best = {key.removeprefix("best."): value for key, value in tensors.items() if key.startswith("best.")}
         self.best = best or None
         return len(self.state.epochs)
@@ -408,7 +409,7 @@ def _fingerprint(
     train: Split,
     settings: Recipe,
     objective: Objective,
-    attacks: tuple[Attack | None, Attack | None],
+    attacks: tuple[Craft | None, Craft | None],
     seed: int,
 ) -> str:
     """Changes whenever continuing a run would mix two different ones."""
