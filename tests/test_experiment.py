@@ -16,7 +16,7 @@ from ecnn.cli import app
 from ecnn.data import Dataset, Split
 from ecnn.errors import InputError
 from ecnn.experiment import PARAMETERS, Arm, experiments, from_tables, load_experiment
-from ecnn.pipeline import plan, read_cells, run_task, table_text, tasks_of
+from ecnn.pipeline import draw_results, plan, read_cells, results_page, run_task, table_text, tasks_of
 from ecnn.pipeline.recording import read_record
 
 RESULTS = Path(__file__).parents[1] / "results"
@@ -142,6 +142,15 @@ def test_the_command(tmp_path: Path) -> None:
     assert "did you mean 'ecnn1" in wrong.stderr
     wrong = CliRunner().invoke(app, [*arguments, "--stage", "attak"])
     assert "did you mean 'attack'" in wrong.stderr
+
+
+def test_the_page_is_what_the_records_say(tmp_path: Path) -> None:
+    """docs/results.md is never edited by hand: python tools/make_results.py."""
+    page = results_page(RESULTS, figures="images/results")
+    assert page == (RESULTS.parent / "docs/results.md").read_text()
+    drawn = draw_results(RESULTS, tmp_path)
+    committed = RESULTS.parent / "docs/images/results"
+    assert sorted(path.name for path in drawn) == sorted(path.name for path in committed.iterdir())
 
 
 @pytest.mark.parametrize("folder", sorted(RESULTS.glob("*/*/*")), ids=lambda path: "-".join(path.parts[-3:]))

@@ -66,6 +66,7 @@ class Experiment:
         audited: row -> names of attacks whose worst case is the audited value; ("audit",) for the audit's.
         arms: columns.
         note: what the reader must know of all of them.
+        remarks: paragraphs on what the numbers say, such as why they differ from the paper's.
     """
 
     name: str
@@ -75,6 +76,7 @@ class Experiment:
     arms: tuple[Arm, ...]
     audited: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     note: str = ""
+    remarks: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         names = [arm.name for arm in self.arms]
@@ -136,8 +138,7 @@ def from_tables(name: str, tables: Mapping[str, Any]) -> Experiment:
         row: (sources,) if isinstance(sources, str) else tuple(sources)
         for row, sources in whole.pop("audited", {}).items()
     }
-    if "rows" in whole:
-        whole["rows"] = tuple(whole["rows"])
+    whole |= {name: tuple(whole[name]) for name in ("rows", "remarks") if name in whole}
     fixed = {"name": name, "arms": arms, "audited": audited}
     return build(f"the experiment {name!r}", Experiment, whole, fixed=fixed)
 

@@ -2,6 +2,7 @@
 
 from ecnn.pipeline.auditing import AuditPlan, audit_run, load_module, plan_audit
 from ecnn.pipeline.evaluating import attack_tables, evaluate_run
+from ecnn.pipeline.reporting import draw_results, results_page
 from ecnn.pipeline.reproducing import (
     STAGES,
     Cell,
@@ -32,6 +33,7 @@ __all__ = [
     "TrainedRun",
     "attack_tables",
     "audit_run",
+    "draw_results",
     "evaluate_run",
     "join_processes",
     "leave_processes",
@@ -40,6 +42,7 @@ __all__ = [
     "plan",
     "plan_audit",
     "read_cells",
+    "results_page",
     "run_task",
     "run_tasks",
     "table_text",

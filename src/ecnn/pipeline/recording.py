@@ -116,7 +116,9 @@ class Record:
         return float(alive.mean())
 
     def median_l2(self, row: str) -> float | None:
-        """How far the attack moved the images that it broke, in the middle; None where it broke none."""
+        """How far the attack moved the images that it broke, in the middle; None where there are none."""
+        if f"{row}.label" not in self.arrays:
+            return None
         label = self.arrays[f"{row}.label"].astype(int)
         broken = (self.arrays[f"{row}.clean_prediction"] == label) & (
             self.arrays[f"{row}.prediction"] != label

@@ -164,6 +164,7 @@ class Cell:
         paper: the paper's value in per cent; None where it has none.
         audited: per seed, robust accuracy found with care, 0 to 1; empty where it is not defined or not yet there.
         verdicts: per seed, the audit's verdict, where the audited value is the audit's.
+        median_l2: how far C&W of our own moves an image to break it, in the middle, over seeds; None for other rows.
     """
 
     row: str
@@ -172,6 +173,7 @@ class Cell:
     paper: float | None
     audited: tuple[float, ...]
     verdicts: tuple[str, ...] = ()
+    median_l2: float | None = None
 
     @property
     def ours(self) -> float | None:
@@ -197,8 +199,19 @@ def read_cells(experiment: Experiment, out: Path) -> list[Cell]:
             sources = experiment.audited.get(row, ())
             truths = [truth for records in found if (truth := records.truth(sources)) is not None]
             verdicts = [records.audit["verdict"] for records in found if AUDIT in sources and records.audit]
+            own = [source for source in sources if arm.spec.attacks.get(source, {}).get("kind") == "cw"]
+            lengths = [records.median_l2(source) for records in found for source in own[-1:]]
+            known = [length for length in lengths if length is not None]
             cells.append(
-                Cell(row, arm.name, tuple(rates), arm.paper.get(row), tuple(truths), tuple(verdicts))
+                Cell(
+                    row,
+                    arm.name,
+                    tuple(rates),
+                    arm.paper.get(row),
+                    tuple(truths),
+                    tuple(verdicts),
+                    float(np.median(known)) if known else None,
+                )
             )
     return cells
 
@@ -210,11 +223,11 @@ def table_text(experiment: Experiment, cells: Sequence[Cell]) -> str:
         (
             cell.arm,
             cell.row,
-            _number(cell.ours),
+            number(cell.ours),
             str(len(cell.rates)),
-            _number(cell.paper),
-            _number(None if None in (cell.ours, cell.paper) else cell.ours - cell.paper, sign=True),  # type: ignore[operator]
-            _number(cell.truth),
+            number(cell.paper),
+            number(None if None in (cell.ours, cell.paper) else cell.ours - cell.paper, sign=True),  # type: ignore[operator]
+            number(cell.truth),
             f"{cell.rates[0].n:,}" if cell.rates else "-",
         )
         for cell in cells
@@ -231,5 +244,6 @@ def table_text(experiment: Experiment, cells: Sequence[Cell]) -> str:
     return "\n".join([title, *lines])
 
 
-def _number(value: float | None, *, sign: bool = False) -> str:
+def number(value: float | None, *, sign: bool = False) -> str:
+    """A value in per cent as tables print it; a dash for none."""
     return "-" if value is None else f"{value:+.1f}" if sign else f"{value:.1f}"

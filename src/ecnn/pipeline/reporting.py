@@ -1,0 +1,110 @@
+"""From the records of experiments to a page: every number beside the paper's and the audited one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from ecnn.experiment import CLEAN, PARAMETERS, Experiment, experiments, load_experiment
+from ecnn.pipeline.recording import read_record
+from ecnn.pipeline.reproducing import Cell, number, read_cells
+from ecnn.plots import plot_bars
+
+HEAD = """# Results: the paper's numbers, ours, and the audited ones
+
+Made by `tools/make_results.py` from the records in `results/`, one per trained network; `ecnn reproduce NAME` runs an
+experiment again.
+
+- **ours** is measured as the paper says: its network, schedule, attack, loss, step, iterations and last iterate, with
+  true labels and the epoch chosen on validation images. It counts images that are right after the attack, whatever they
+  were before, and is a mean over seeds.
+- **audited** counts images that are right when clean and under every attack of ours. For attacks in a ball that is the
+  audit's worst case at the same radius; for C&W and blind-spot what the paper's C&W and our own leave together, with
+  the median L2 of ours; for JSMA likewise within the same share of pixels.
+- A dash is a number that does not exist, or was not measured yet.
+"""
+
+
+def results_page(out: Path, *, figures: str) -> str:
+    """The whole page as Markdown.
+
+    Args:
+        out: the folder of all records.
+        figures: where the page finds its figures, relative to itself.
+    """
+    parts, waiting = [HEAD], []
+    for name in experiments():
+        experiment = load_experiment(name)
+        cells = read_cells(experiment, out)
+        if any(cell.rates for cell in cells):
+            parts.append(_section(experiment, cells, out, figures))
+        else:
+            waiting.append(name)
+    if waiting:
+        parts.append("## Not run yet\n\n" + ", ".join(f"`{name}`" for name in waiting) + ".\n")
+    return "\n".join(parts)
+
+
+def draw_results(out: Path, folder: Path) -> list[Path]:
+    """One figure per experiment that has numbers, in the folder."""
+    drawn = []
+    for name in experiments():
+        experiment = load_experiment(name)
+        cells = [cell for cell in read_cells(experiment, out) if cell.rates and cell.row != CLEAN]
+        groups = {
+            arm.title: [
+                (cell.row, cell.paper, cell.ours, cell.truth) for cell in cells if cell.arm == arm.name
+            ]
+            for arm in experiment.arms
+            if any(cell.arm == arm.name for cell in cells)
+        }
+        if groups:
+            drawn.append(plot_bars(groups, folder / f"{name}.png", title=experiment.title))
+    return drawn
+
+
+def _section(experiment: Experiment, cells: Sequence[Cell], out: Path, figures: str) -> str:
+    lines = [f"## {experiment.title}", ""]
+    lines += [f"`{experiment.paper}`; `ecnn reproduce {experiment.name}`. {experiment.note}", ""]
+    head = ("network", "attack", "paper", "ours", "seeds", "differs", "audited", "images")
+    lines += [_row(head), "|---|---" + 6 * "|---:" + "|"]
+    titles = {arm.name: arm.title for arm in experiment.arms}
+    for cell in cells:
+        differs = None if cell.ours is None or cell.paper is None else cell.ours - cell.paper
+        images = f"{cell.rates[0].n:,}" if cell.rates else "-"
+        audited = number(cell.truth)
+        if cell.median_l2 is not None:
+            audited += f" (L2 {cell.median_l2:.3f})"
+        if "inconclusive" in cell.verdicts:
+            audited += " (inconclusive)"
+        figures_of_cell = (
+            number(cell.paper),
+            number(cell.ours),
+            str(len(cell.rates)),
+            number(differs, sign=True),
+        )
+        lines.append(_row((titles[cell.arm], cell.row, *figures_of_cell, audited, images)))
+    lines += ["", *_arm_notes(experiment, out), f"![{experiment.title}]({figures}/{experiment.name}.png)", ""]
+    return "\n".join([*lines, *(f"{remark}\n" for remark in experiment.remarks)])
+
+
+def _row(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def _arm_notes(experiment: Experiment, out: Path) -> list[str]:
+    """Counts of parameters, the time it took, and what the reader must know of single arms."""
+    lines, seconds = [], 0.0
+    for arm in experiment.arms:
+        records = [read_record(out / experiment.name / arm.name / str(seed)) for seed in arm.seeds]
+        found = [record for record in records if record is not None]
+        seconds += sum(sum(record.facts["times"].values()) for record in found)
+        if not found:
+            continue
+        count, paper = found[0].facts["parameters"], arm.paper.get(PARAMETERS)
+        same = (
+            "" if paper is None else " (the paper's count)" if paper == count else f" (the paper: {paper:,})"
+        )
+        note = f" {arm.note}" if arm.note else ""
+        lines.append(f"- {arm.title}: {count:,} parameters{same}.{note}")
+    return [*lines, f"- Time: {seconds / 60:.0f} minutes, summed over runs that shared one H200.", ""]

@@ -1,0 +1,22 @@
+"""Writes docs/results.md and its figures from the records in results/.  Run: python tools/make_results.py"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ecnn import files
+from ecnn.pipeline import draw_results, results_page
+
+ROOT = Path(__file__).parents[1]
+FIGURES = "images/results"
+
+
+def main() -> None:
+    """Both from what is committed alone: no model, no images, no GPU."""
+    files.write_text(ROOT / "docs/results.md", results_page(ROOT / "results", figures=FIGURES))
+    for path in draw_results(ROOT / "results", ROOT / "docs" / FIGURES):
+        print(path.relative_to(ROOT))
+
+
+if __name__ == "__main__":
+    main()
