@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import ecnn
-from ecnn.attacks import PGD, VIEWS, Draws, project, random_start
+from ecnn.attacks import NORMS, PGD, VIEWS, Draws
 from ecnn.attacks.views import linear_scores, member_margins
 from ecnn.checks import parse_eps
 from ecnn.codes import load_code
@@ -67,13 +67,13 @@ def test_projection_is_into_the_ball_and_leaves_it_alone(norm: Any, eps: float, 
     draws = Draws.of(seed, torch.arange(4))
     images = draws.fold(0).uniform(1, 3, 3, dtype=torch.float64)
     points = images + draws.fold(1).normal(1, 3, 3, dtype=torch.float64)
-    inside = project(points, images, norm, eps)
-    start = random_start(images, norm, eps, draws)
+    inside = NORMS[norm].project(points, images, eps)
+    start = NORMS[norm].random(images, eps, draws)
     for found in (inside, start):
         assert distance(found, images, norm).max() <= eps + 1e-12
         assert found.min() >= 0
         assert found.max() <= 1
-        assert torch.allclose(project(found, images, norm, eps), found, atol=1e-12, rtol=0)
+        assert torch.allclose(NORMS[norm].project(found, images, eps), found, atol=1e-12, rtol=0)
 
 
 def distance(points: Tensor, images: Tensor, norm: str) -> Tensor:
@@ -85,9 +85,9 @@ def test_random_starts_fill_the_ball() -> None:
     """In L2 the radius of a uniform point in n dimensions has the mean n / (n + 1), in Linf a coordinate has 0."""
     images = torch.full((20_000, 1, 1, 3), 0.5, dtype=torch.float64)
     draws = Draws.of(0, torch.arange(len(images)))
-    radii = distance(random_start(images, "l2", 0.4, draws), images, "l2") / 0.4
+    radii = distance(NORMS["l2"].random(images, 0.4, draws), images, "l2") / 0.4
     assert float(radii.mean()) == pytest.approx(0.75, abs=0.005)
-    moves = (random_start(images, "linf", 0.4, draws) - images) / 0.4
+    moves = (NORMS["linf"].random(images, 0.4, draws) - images) / 0.4
     assert float(moves.mean()) == pytest.approx(0, abs=0.01)
     assert float(moves.var()) == pytest.approx(1 / 3, abs=0.01)
 

@@ -17,19 +17,16 @@ from torch import Tensor, nn
 
 from ecnn.attacks.apgd import _STREAM, APGD, checkpoints
 from ecnn.attacks.auto import AutoAttack, examine
-from ecnn.attacks.ball import Norm, random_start
 from ecnn.attacks.base import Attack, Target
 from ecnn.attacks.draws import Draws
 from ecnn.attacks.fab import FAB
-from ecnn.attacks.projections import move_to_hyperplane, project_to_ball, solve_capped_sum
+from ecnn.attacks.norms import NORMS, Norm, solve_capped_sum
 from ecnn.attacks.square import Square, _two_bumps, square_share
 from ecnn.attacks.turns import best_wrong_classes
 from ecnn.codes import load_code
 from ecnn.constructions import random_code
 from ecnn.errors import InputError
 from ecnn.model import ECNN
-
-NORMS: tuple[Norm, ...] = ("linf", "l2")
 
 
 class Curved(nn.Module):
@@ -137,7 +134,7 @@ def test_the_shortest_move_to_a_hyperplane(norm: Norm, seed: int, reach: float) 
     points = (draws.fold(0).uniform(5, dtype=torch.float64) * 1.6 - 0.3).clamp(0, 1)
     normals = draws.fold(1).normal(5, dtype=torch.float64) * (draws.fold(2).uniform(5) > 0.2)
     offsets = reach * (2 * draws.fold(3).uniform(dtype=torch.float64) - 1)
-    move = move_to_hyperplane(points, normals, offsets, norm)[0]
+    move = NORMS[norm].move_to_hyperplane(points, normals, offsets)[0]
     assert (points[0] + move).min() >= -1e-12
     assert (points[0] + move).max() <= 1 + 1e-12
     solve = shortest_move_linf if norm == "linf" else shortest_move_l2
@@ -158,15 +155,15 @@ def test_hyperplanes_of_any_scale_in_float32(norm: Norm, scale: float) -> None:
     draws = Draws.of(1, torch.arange(6))
     points, normals = draws.uniform(300), draws.fold(1).normal(300)
     offsets = 5 * draws.fold(2).normal()
-    expected = move_to_hyperplane(points.double(), normals.double(), offsets.double(), norm)
-    move = move_to_hyperplane(points, normals * scale, offsets * scale, norm)
+    expected = NORMS[norm].move_to_hyperplane(points.double(), normals.double(), offsets.double())
+    move = NORMS[norm].move_to_hyperplane(points, normals * scale, offsets * scale)
     assert torch.allclose(move.double(), expected, atol=1e-5, rtol=1e-5)
 
 
 def test_a_zero_gradient_moves_nothing() -> None:
     points = torch.tensor([[0.0, 0.3, 1.0]])
     for norm in NORMS:
-        assert move_to_hyperplane(points, torch.zeros(1, 3), torch.ones(1), norm).abs().max() == 0
+        assert NORMS[norm].move_to_hyperplane(points, torch.zeros(1, 3), torch.ones(1)).abs().max() == 0
 
 
 @given(seed=st.integers(0, 2**31), eps=st.floats(0.01, 2))
@@ -175,11 +172,11 @@ def test_the_projection_to_ball_and_box_is_the_nearest_point(seed: int, eps: flo
     draws = Draws.of(seed, torch.arange(3))
     images = (draws.fold(0).uniform(1, 2, 4, dtype=torch.float64) * 1.6 - 0.3).clamp(0, 1)
     points = images + draws.fold(1).normal(1, 2, 4, dtype=torch.float64)
-    nearest = project_to_ball(points, images, "l2", eps)
+    nearest = NORMS["l2"].nearest(points, images, eps)
     assert distance(nearest, images, "l2").max() <= eps + 1e-12
     assert 0 <= nearest.min() <= nearest.max() <= 1
     for number in range(40):
-        others = random_start(images, "l2", eps, draws.fold(2 + number))
+        others = NORMS["l2"].random(images, eps, draws.fold(2 + number))
         angles = ((points - nearest) * (others - nearest)).flatten(1).sum(dim=1)
         assert angles.max() <= 1e-9
 
@@ -440,7 +437,7 @@ def test_fab_with_a_box_in_the_way(norm: Norm) -> None:
     labels = model(images).argmax(dim=1)
     offsets = lead(model, images, labels)
     normals = torch.where(labels == 0, 1.0, -1.0).double()[:, None] * model.normal()
-    expected = move_to_hyperplane(images.flatten(1), normals, offsets, norm)
+    expected = NORMS[norm].move_to_hyperplane(images.flatten(1), normals, offsets)
     points = FAB(norm=norm, eps=10.0, steps=100, early_exit=False).run(model, images, labels).images
     ratio = distance(points, images, norm) / distance(expected, torch.zeros_like(expected), norm)
     assert ratio.min() >= 1
@@ -459,7 +456,7 @@ def climb_slowly(
         return float(loss.detach()), gradient.sign() if norm == "linf" else gradient / gradient.norm()
 
     def inside(point: Tensor) -> Tensor:
-        return project_to_ball(point, image, norm, eps)
+        return NORMS[norm].nearest(point, image, eps)
 
     marks = checkpoints(steps)
     size, points = 2 * eps, [start, inside(start + 2 * eps * ascend(start)[1])]
@@ -496,7 +493,7 @@ def test_apgd_equals_a_slow_transcription(norm: Norm, loss: Any) -> None:
     model, images, labels = curved_case(4)
     eps, steps = 2 * RADIUS[norm], 60
     found = APGD(norm=norm, eps=eps, steps=steps, loss=loss, keep="last").run(model, images, labels).images
-    starts = random_start(images, norm, eps, Draws.of(0, torch.arange(4)).fold(_STREAM).fold(0).fold(0))
+    starts = NORMS[norm].random(images, eps, Draws.of(0, torch.arange(4)).fold(_STREAM).fold(0).fold(0))
     for row in range(4):
         one, label = slice(row, row + 1), labels[row : row + 1]
 

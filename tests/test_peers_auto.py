@@ -14,11 +14,10 @@ from torch import Tensor, nn
 import ecnn
 from ecnn.attacks.apgd import APGD
 from ecnn.attacks.auto import AutoAttack
-from ecnn.attacks.ball import Norm
 from ecnn.attacks.draws import Draws
 from ecnn.attacks.fab import FAB
 from ecnn.attacks.gradient import PGD
-from ecnn.attacks.projections import move_to_hyperplane
+from ecnn.attacks.norms import NORMS, Norm
 from ecnn.attacks.square import Square
 
 pytestmark = pytest.mark.peer
@@ -118,7 +117,7 @@ def test_projections_are_equal(norm: Norm) -> None:
     normals = draws.fold(1).normal(200, dtype=torch.float64)
     offsets = 20 * draws.fold(2).normal(dtype=torch.float64)
     theirs = getattr(peer, f"projection_{norm}")(points, normals, (normals * points).sum(dim=1) - offsets)
-    assert torch.allclose(move_to_hyperplane(points, normals, offsets, norm), theirs, atol=1e-9)
+    assert torch.allclose(NORMS[norm].move_to_hyperplane(points, normals, offsets), theirs, atol=1e-9)
 
 
 @pytest.mark.parametrize(("norm", "eps"), [("linf", 0.1), ("l2", 0.5)])

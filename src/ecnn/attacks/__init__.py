@@ -2,7 +2,6 @@
 
 from ecnn.attacks.apgd import APGD
 from ecnn.attacks.auto import AutoAttack, SuiteResult
-from ecnn.attacks.ball import project, random_start
 from ecnn.attacks.base import Attack, Attacked
 from ecnn.attacks.blackbox import HopSkipJump, RandomNoise, Transfer
 from ecnn.attacks.carlini import BlindSpot, CarliniWagnerL2, MemberCarliniWagner
@@ -11,6 +10,7 @@ from ecnn.attacks.fab import FAB
 from ecnn.attacks.gradient import BIM, FGSM, PGD
 from ecnn.attacks.jsma import JSMA
 from ecnn.attacks.minimal import FMN, DeepFool
+from ecnn.attacks.norms import NORMS
 from ecnn.attacks.square import Square
 from ecnn.attacks.views import VIEWS
 
@@ -50,12 +50,11 @@ __all__ = [
     "HopSkipJump",
     "JSMA",
     "MemberCarliniWagner",
+    "NORMS",
     "PGD",
     "RandomNoise",
     "Square",
     "SuiteResult",
     "Transfer",
     "VIEWS",
-    "project",
-    "random_start",
 ]

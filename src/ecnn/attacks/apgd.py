@@ -10,13 +10,13 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ecnn.attacks.ball import Norm, check_norm, per_image, random_start, steepest
 from ecnn.attacks.base import Attack, Target
 from ecnn.attacks.draws import Draws
-from ecnn.attacks.projections import project_to_ball
+from ecnn.attacks.images import per_image
+from ecnn.attacks.norms import NORMS, Norm
 from ecnn.attacks.turns import Rows, Turn, advance_rows, best_wrong_classes, take_turns
 from ecnn.attacks.views import Look, Loss, LossFunction, View, make_view
-from ecnn.checks import parse_eps
+from ecnn.checks import check_choice, parse_eps
 from ecnn.errors import InputError
 
 _MOMENTUM = 0.75  # the paper's alpha, the share of a step that is new
@@ -66,7 +66,7 @@ class APGD(Attack):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_norm(self.norm)
+        check_choice("norm", self.norm, NORMS)
         parse_eps(self.eps)
         make_view(self.on, self.loss)
         for name, least in (("steps", 1), ("restarts", 1), ("targets", 0)):
@@ -109,7 +109,7 @@ class APGD(Attack):
         """One start: the point kept for each image, whether it is broken, and the loss there."""
         view, eps = make_view(self.on, self.loss), parse_eps(self.eps)
         widths = {now: now - before for before, now in itertools.pairwise(checkpoints(self.steps))}
-        points = random_start(images, self.norm, eps, draws)
+        points = NORMS[self.norm].random(images, eps, draws)
         look, gradient = target.ascend(view, points, labels, goals)
         climb = _start_climb(images, labels, goals, points, look, gradient, 2 * eps)
 
@@ -163,11 +163,11 @@ class _Climb(Rows):
 
     def move(self, norm: Norm, eps: float, share: float) -> None:
         """One step up the gradient, mixed with the move before it."""
-        stepped = self.points + per_image(self.step_sizes, self.points) * steepest(self.gradient, norm)
-        moved = project_to_ball(stepped, self.images, norm, eps)
+        stepped = self.points + per_image(self.step_sizes, self.points) * NORMS[norm].steepest(self.gradient)
+        moved = NORMS[norm].nearest(stepped, self.images, eps)
         if share < 1:
             mixed = self.points + share * (moved - self.points) + (1 - share) * (self.points - self.previous)
-            moved = project_to_ball(mixed, self.images, norm, eps)
+            moved = NORMS[norm].nearest(mixed, self.images, eps)
         self.previous, self.points = self.points, moved
 
     def look_around(self, target: Target, view: View, *, last: bool) -> None:

@@ -11,15 +11,16 @@ import torch
 from torch import Tensor, nn
 
 from ecnn.attacks.apgd import APGD
-from ecnn.attacks.ball import Norm, check_norm, check_unit_range, l2_norm
 from ecnn.attacks.base import Attack, Attacked, Target, check_batch
 from ecnn.attacks.draws import Draws
 from ecnn.attacks.fab import FAB
+from ecnn.attacks.images import check_unit_range
+from ecnn.attacks.norms import NORMS, Norm, l2_norm
 from ecnn.attacks.square import Square
 from ecnn.attacks.turns import Turn, take_turns
 from ecnn.attacks.views import SCORE_VIEWS, check_view, read_scores, score_loss
 from ecnn.backbones import without_tf32
-from ecnn.checks import parse_eps
+from ecnn.checks import check_choice, parse_eps
 from ecnn.errors import InputError
 
 Version = Literal["standard", "apgd-ce", "apgd-t", "fab-t", "square"]
@@ -90,7 +91,7 @@ class AutoAttack(Attack):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_norm(self.norm)
+        check_choice("norm", self.norm, NORMS)
         parse_eps(self.eps)
         check_view(self.on, SCORE_VIEWS)
         if self.version not in get_args(Version):

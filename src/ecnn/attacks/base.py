@@ -10,8 +10,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from ecnn.attacks.ball import check_unit_range, per_image
 from ecnn.attacks.draws import Draws
+from ecnn.attacks.images import check_unit_range, per_image
 from ecnn.attacks.passes import Recorder, Values, run_in_pieces
 from ecnn.attacks.quick import quick_copy
 from ecnn.attacks.views import Look, View

@@ -9,16 +9,18 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from ecnn.attacks.ball import Norm, check_norm, l2_norm, per_image, project, random_start, steepest
 from ecnn.attacks.base import Attack, Attacked, Target
 from ecnn.attacks.draws import Draws
+from ecnn.attacks.images import per_image
+from ecnn.attacks.norms import NORMS, Norm, l2_norm
 from ecnn.attacks.views import score_loss
 from ecnn.backbones import full_precision
-from ecnn.checks import parse_eps
+from ecnn.checks import check_choice, check_count, parse_eps
 from ecnn.errors import InputError
 
 _CUDA_DROPS_EVERY = 8
 _BLEND_HALVINGS = 10
+_HALVINGS_PER_BIT = {"linf": 2.0, "l2": 1.5}  # of the bisections, for the logarithm of the number of pixels
 _JUMP_HALVINGS = 25
 #: Directions drawn together, a fixed number, so that the size of an evaluation batch changes no result.
 _GROUP = 64
@@ -57,10 +59,9 @@ class HopSkipJump(Attack):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_norm(self.norm)
+        check_choice("norm", self.norm, _HALVINGS_PER_BIT)
         for name, least in (("steps", 0), ("samples", 2), ("init_tries", 1), ("max_batch", 1)):
-            if getattr(self, name) < least:
-                raise InputError(f"{name} must be from {least} up, not {getattr(self, name)}.")
+            check_count(name, getattr(self, name), least=least)
         if self.precision != "float32":
             raise InputError(
                 f'HopSkipJump follows the border, which {self.precision} moves: use precision="float32".'
@@ -96,7 +97,7 @@ class HopSkipJump(Attack):
     def _walk(self, border: _Border, points: Tensor, draws: Draws) -> Tensor:
         """The nearest point kept on the way from misclassified points along the border."""
         features = math.prod(points.shape[1:])
-        halvings = max(_BLEND_HALVINGS, math.ceil((1.5 if self.norm == "l2" else 2) * math.log2(features)))
+        halvings = max(_BLEND_HALVINGS, math.ceil(_HALVINGS_PER_BIT[self.norm] * math.log2(features)))
         finest = 16 * math.sqrt(features) * torch.finfo(points.dtype).eps
         kept = points
         for step in range(1, self.steps + 1):
@@ -105,7 +106,7 @@ class HopSkipJump(Attack):
             kept = border.nearer(kept, points)
             slope = border.slope(points, radii, int(self.samples * math.sqrt(step)), draws.fold(step))
             lengths = border.distances(points) / math.sqrt(step)
-            points = border.jump(points, steepest(slope, self.norm), lengths)
+            points = border.jump(points, NORMS[self.norm].steepest(slope), lengths)
         return border.nearer(kept, border.bisect(points, halvings))
 
 
@@ -124,8 +125,7 @@ class _Border:
 
     def distances(self, points: Tensor) -> Tensor:
         """(batch,) from the images, in the norm."""
-        moves = points - self.images
-        return l2_norm(moves) if self.norm == "l2" else moves.flatten(1).abs().amax(dim=1)
+        return NORMS[self.norm].length(points - self.images)
 
     def wrong(self, points: Tensor) -> Tensor:
         """(batch,) whether each point is classified otherwise than its image should be; one question each."""
@@ -147,7 +147,7 @@ class _Border:
         distances = self.distances(points)
         for _ in range(halvings):
             middle = (low + high) / 2
-            if straight or self.norm == "l2":
+            if straight or not NORMS[self.norm].is_box:
                 tried = torch.lerp(self.images, points, per_image(middle, points))
             else:
                 reach = per_image(middle * distances, points)
@@ -235,15 +235,14 @@ class RandomNoise(Attack):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_norm(self.norm)
+        check_choice("norm", self.norm, NORMS)
         parse_eps(self.eps)
-        if self.samples < 1:
-            raise InputError(f"samples must be from 1 up, not {self.samples}.")
-        if self.kind not in ("uniform", "corners"):
-            raise InputError(f"kind must be one of uniform, corners, not {self.kind!r}.")
-        if self.kind == "corners" and self.norm != "linf":
+        check_count("samples", self.samples)
+        check_choice("kind", self.kind, ("uniform", "corners"))
+        if self.kind == "corners" and not NORMS[self.norm].is_box:
             raise InputError(
-                f'only a ball in "linf" has corners, not one in {self.norm!r}: use kind="uniform".'
+                f'kind="corners" moves every pixel by eps, and no point of a ball in {self.norm!r} is so far: use '
+                'kind="uniform".'
             )
 
     def search(self, target: Target, images: Tensor, labels: Tensor, draws: Draws) -> Tensor:
@@ -270,11 +269,11 @@ class RandomNoise(Attack):
         return found
 
     def _draw(self, images: Tensor, draws: Draws) -> Tensor:
-        eps = parse_eps(self.eps)
+        eps, norm = parse_eps(self.eps), NORMS[self.norm]
         if self.kind == "uniform":
-            return random_start(images, self.norm, eps, draws)
+            return norm.random(images, eps, draws)
         signs = 2.0 * draws.integers(2, *images.shape[1:]).to(images.dtype) - 1
-        return project(images + eps * signs, images, self.norm, eps)
+        return norm.project(images + eps * signs, images, eps)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,9 +9,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from ecnn.attacks.ball import per_image
 from ecnn.attacks.base import Target
 from ecnn.attacks.draws import Draws
+from ecnn.attacks.images import per_image
 from ecnn.attacks.minimal import MinimumNormAttack, misclassified
 from ecnn.attacks.turns import Rows
 from ecnn.attacks.views import SCORE_VIEWS, Look, View, check_view, linear_scores, make_view, members_of

@@ -10,13 +10,13 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ecnn.attacks.ball import Norm, check_norm, length_of, per_image, project, random_start
 from ecnn.attacks.base import Attack, Target
 from ecnn.attacks.draws import Draws
-from ecnn.attacks.projections import move_to_hyperplane
+from ecnn.attacks.images import per_image
+from ecnn.attacks.norms import NORMS, Norm
 from ecnn.attacks.turns import Rows, Turn, advance_rows, best_wrong_classes, take_turns
 from ecnn.attacks.views import SCORE_VIEWS, check_view, make_view
-from ecnn.checks import parse_eps
+from ecnn.checks import check_choice, parse_eps
 from ecnn.errors import InputError
 from ecnn.objectives import score_margin
 
@@ -60,7 +60,7 @@ class FAB(Attack):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_norm(self.norm)
+        check_choice("norm", self.norm, NORMS)
         parse_eps(self.eps)
         check_view(self.on, SCORE_VIEWS)
         for name in ("steps", "targets", "restarts"):
@@ -71,7 +71,7 @@ class FAB(Attack):
                 raise InputError(f"{name} must be from {low} to {high}, not {getattr(self, name)}.")
 
     def search(self, target: Target, images: Tensor, labels: Tensor, draws: Draws) -> Tensor:
-        eps = parse_eps(self.eps)
+        eps, norm = parse_eps(self.eps), NORMS[self.norm]
         if eps == 0:
             return images.clone()
         scores = target.scores(images)
@@ -83,7 +83,7 @@ class FAB(Attack):
                 own = images[rows]
                 points = own
                 if start:
-                    points = random_start(own, self.norm, eps / 2, draws.fold(start).fold(rank).take(rows))
+                    points = norm.random(own, eps / 2, draws.fold(start).fold(rank).take(rows))
                 hunt = _start_hunt(own, labels[rows], goals[rows, rank], points)
                 return self._hunt(part, hunt, leads[rows], eps)
 
@@ -92,8 +92,8 @@ class FAB(Attack):
         starts = itertools.product(range(self.restarts), range(goals.shape[1]))
         turns = (turn_of(start, rank) for start, rank in starts)
         found = take_turns(turns, target, images, early_exit=self._drops_rows)
-        near = per_image(length_of(found - images, self.norm) <= eps, images)
-        return torch.where(near, found, project(found, images, self.norm, eps))
+        near = per_image(norm.length(found - images) <= eps, images)
+        return torch.where(near, found, norm.project(found, images, eps))
 
     @property
     def _drops_rows(self) -> bool:
@@ -123,12 +123,13 @@ class FAB(Attack):
 
     def _step(self, hunt: _Hunt, leads: Tensor, gradient: Tensor) -> Tensor:
         """To the linearised border from the point and, with less weight, from the image."""
+        norm = NORMS[self.norm]
         points, images, normals = (x.flatten(1) for x in (hunt.points, hunt.images, gradient))
         offsets = leads + (normals * (images - points)).sum(dim=1)
-        move, image_move = move_to_hyperplane(
-            torch.cat([points, images]), normals.repeat(2, 1), torch.cat([leads, offsets]), self.norm
+        move, image_move = norm.move_to_hyperplane(
+            torch.cat([points, images]), normals.repeat(2, 1), torch.cat([leads, offsets])
         ).chunk(2)
-        length, image_length = length_of(move, self.norm), length_of(image_move, self.norm)
+        length, image_length = norm.length(move), norm.length(image_move)
         weight = (length / (length + image_length).clamp_min(1e-30)).clamp(max=self.bias)[:, None]
         ahead = (1 - weight) * (points + self.overshoot * move)
         ahead = ahead + weight * (images + self.overshoot * image_move)
@@ -174,7 +175,7 @@ class _Hunt(Rows):
         """(batch,) whether the points are misclassified; the nearest such points are remembered."""
         wrong = scores.argmax(dim=1) != self.labels
         self.leads = -score_margin(scores, self.labels).to(self.leads.dtype)
-        distances = length_of(self.points - self.images, norm)
+        distances = NORMS[norm].length(self.points - self.images)
         nearer = wrong & (distances < self.distances)
         self.found = torch.where(per_image(nearer, self.found), self.points, self.found)
         self.found_leads = torch.where(nearer, self.leads, self.found_leads)

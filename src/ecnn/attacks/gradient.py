@@ -10,12 +10,13 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from ecnn.attacks.ball import Norm, check_norm, per_image, project, random_start, steepest
 from ecnn.attacks.base import Attack, Target
 from ecnn.attacks.draws import Draws
+from ecnn.attacks.images import per_image
+from ecnn.attacks.norms import NORMS, Norm
 from ecnn.attacks.turns import Rows, Turn, advance_rows, best_wrong_classes, take_turns
 from ecnn.attacks.views import SCORE_VIEWS, Look, Loss, LossFunction, View, make_view, read_scores
-from ecnn.checks import parse_eps
+from ecnn.checks import check_choice, parse_eps
 from ecnn.errors import InputError
 
 _ODI_STEPS = 2
@@ -62,7 +63,7 @@ class PGD(Attack):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_norm(self.norm)
+        check_choice("norm", self.norm, NORMS)
         for length in (self.eps, self.step_size):
             parse_eps(length)
         make_view(self.on, self.loss, self.loss_slack)
@@ -134,23 +135,22 @@ class PGD(Attack):
         return make_view(self.on, self.loss, self.loss_slack)
 
     def _first(self, target: Target, images: Tensor, draws: Draws) -> Tensor:
-        eps = parse_eps(self.eps)
+        eps, norm = parse_eps(self.eps), NORMS[self.norm]
         if self.start == "image":
             return images.clone()
-        points = random_start(images, self.norm, eps, draws)
+        points = norm.random(images, eps, draws)
         if self.start == "odi":
             view = _weighted_scores(draws.fold(7), self.on)
             anything = torch.zeros(len(points), dtype=torch.int64, device=points.device)
             for _ in range(_ODI_STEPS):
                 _, gradient = target.ascend(view, points, anything)
-                points = project(points + eps * steepest(gradient, self.norm), images, self.norm, eps)
+                points = norm.project(points + eps * norm.steepest(gradient), images, eps)
         return points
 
     def _move(self, points: Tensor, gradient: Tensor, images: Tensor, step: int) -> Tensor:
         length = parse_eps(self.step_size) * _SCHEDULES[self.schedule](step / max(1, self.steps))
-        return project(
-            points + length * steepest(gradient, self.norm), images, self.norm, parse_eps(self.eps)
-        )
+        norm = NORMS[self.norm]
+        return norm.project(points + length * norm.steepest(gradient), images, parse_eps(self.eps))
 
 
 def _weighted_scores(draws: Draws, on: str | LossFunction) -> View:

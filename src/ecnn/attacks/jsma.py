@@ -9,9 +9,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from ecnn.attacks.ball import per_image
 from ecnn.attacks.base import Attack, Target
 from ecnn.attacks.draws import Draws
+from ecnn.attacks.images import per_image
 from ecnn.attacks.views import SCORE_VIEWS, check_view, read_scores
 from ecnn.errors import InputError
 

@@ -8,10 +8,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ecnn.attacks.ball import Norm, check_norm, l2_norm, length_of, per_image, steepest
 from ecnn.attacks.base import Attack, Target
 from ecnn.attacks.draws import Draws
+from ecnn.attacks.images import per_image
+from ecnn.attacks.norms import NORMS, Norm
 from ecnn.attacks.views import SCORE_VIEWS, check_view, make_view, read_scores
+from ecnn.checks import check_choice
 from ecnn.errors import InputError
 from ecnn.objectives import score_margin
 
@@ -97,7 +99,7 @@ class DeepFool(MinimumNormAttack):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_norm(self.norm)
+        check_choice("norm", self.norm, NORMS)
         check_view(self.on, SCORE_VIEWS)
         self._check_whole(steps=1, num_candidates=2)
         self._check_numbers("overshoot", positive=False)
@@ -157,9 +159,9 @@ def _row_gradients(values: Tensor, points: Tensor, *, retain: bool) -> Tensor:
 
 def _step_to_border(gaps: Tensor, gradient: Tensor, norm: Norm) -> tuple[Tensor, Tensor]:
     """(batch,) how far the gap is from zero if it is linear, in the norm, and the shortest move there."""
-    lengths = gaps / dual_norm(gradient, norm)
+    lengths = gaps / NORMS[norm].dual(gradient)
     lengths = torch.where(torch.isfinite(lengths), lengths, math.inf)  # without a slope there is no border
-    return lengths, -per_image(lengths.nan_to_num(posinf=0.0), gradient) * steepest(gradient, norm)
+    return lengths, -per_image(lengths.nan_to_num(posinf=0.0), gradient) * NORMS[norm].steepest(gradient)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -189,7 +191,7 @@ class FMN(MinimumNormAttack):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_norm(self.norm)
+        check_choice("norm", self.norm, NORMS)
         check_view(self.on, SCORE_VIEWS)
         self._check_whole(steps=1)
         for name, top in (("step_size", math.inf), ("radius_change", 1.0)):
@@ -202,7 +204,7 @@ class FMN(MinimumNormAttack):
                 )
 
     def search(self, target: Target, images: Tensor, labels: Tensor, draws: Draws) -> Tensor:
-        view = make_view(self.on, "margin")
+        view, norm = make_view(self.on, "margin"), NORMS[self.norm]
         points, found = images, images.clone()
         shortest = torch.full(images.shape[:1], math.inf, device=images.device, dtype=images.dtype)
         radius = shortest.clone()
@@ -214,7 +216,7 @@ class FMN(MinimumNormAttack):
             gradient = torch.where(_leaves(points, gradient), 0.0, gradient)
             scores = target.scores(points) if look.scores is None else look.scores
             broken = misclassified(target, scores, points, labels)
-            lengths = length_of(points - images, self.norm)
+            lengths = norm.length(points - images)
             nearer = broken & (lengths < shortest)
             found = torch.where(per_image(nearer, found), points, found)
             shortest = torch.where(nearer, lengths, shortest)
@@ -223,11 +225,11 @@ class FMN(MinimumNormAttack):
             )
             # Beyond the border by rounding: right on it, a linear model would keep the radius where it is for ever.
             missing = look.losses.abs() + 2 * rounding(target, scores)
-            border = lengths + missing / dual_norm(gradient, self.norm).clamp_min(1e-30)
+            border = lengths + missing / norm.dual(gradient).clamp_min(1e-30)
             grown = torch.where(torch.isfinite(shortest), radius * (1 + change), border)
             radius = torch.where(broken, torch.minimum(radius * (1 - change), shortest), grown)
-            moves = points - images + length * steepest(gradient, "l2")
-            points = (images + _cut(moves, self.norm, radius)).clamp(0, 1)
+            moves = points - images + length * NORMS["l2"].steepest(gradient)
+            points = (images + norm.shorten(moves, radius)).clamp(0, 1)
         return found
 
 
@@ -236,20 +238,6 @@ def _leaves(points: Tensor, gradient: Tensor) -> Tensor:
     return ((points <= 0) & (gradient < 0)) | ((points >= 1) & (gradient > 0))
 
 
-def dual_norm(gradient: Tensor, norm: Norm) -> Tensor:
-    """(batch,) how fast a loss with this gradient can change per unit of the norm."""
-    return l2_norm(gradient) if norm == "l2" else gradient.flatten(1).abs().sum(dim=1)
-
-
 def _half_cosine(ends: tuple[float, float], done: float) -> float:
     first, last = ends
     return last + (first - last) * 0.5 * (1 + math.cos(math.pi * done))
-
-
-def _cut(moves: Tensor, norm: Norm, radius: Tensor) -> Tensor:
-    """Moves no longer than each image's own radius, which may be infinite."""
-    if norm == "linf":
-        bound = per_image(radius, moves)
-        return torch.minimum(torch.maximum(moves, -bound), bound)
-    scale = (radius / l2_norm(moves).clamp_min(1e-30)).clamp(max=1)
-    return moves * per_image(scale, moves)

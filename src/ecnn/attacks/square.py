@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import ClassVar, Literal
@@ -10,13 +11,13 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from ecnn.attacks.ball import Norm, check_norm, l2_norm, per_image, project
 from ecnn.attacks.base import Attack, Target
 from ecnn.attacks.draws import Draws
+from ecnn.attacks.images import per_image
+from ecnn.attacks.norms import NORMS, Norm, l2_norm
 from ecnn.attacks.turns import Rows, Turn, advance_rows, take_turns
 from ecnn.attacks.views import SCORE_VIEWS, View, check_view, make_view
-from ecnn.checks import parse_eps
-from ecnn.errors import InputError
+from ecnn.checks import check_choice, check_count, check_number, parse_eps
 
 # After these queries of 10,000 the share of pixels in a square is halved.
 _HALVINGS = (10, 50, 200, 500, 1000, 2000, 4000, 6000, 8000)
@@ -39,6 +40,10 @@ def square_share(step: int, queries: int, first: float, *, rescale: bool) -> flo
     if rescale:
         step = step * _HALVINGS_BUDGET // queries
     return first * 0.5 ** sum(step > halving for halving in _HALVINGS)
+
+
+_First = Callable[[Tensor, float, Draws], Tensor]
+_Propose = Callable[["_Walk", float, float, Tensor], Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,18 +87,14 @@ class Square(Attack):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_norm(self.norm)
+        check_choice("norm", self.norm, NORMS)
         parse_eps(self.eps)
         check_view(self.on, SCORE_VIEWS)
-        if self.loss not in ("margin", "cross_entropy"):
-            raise InputError(f'loss must be "margin" or "cross_entropy" for Square, not {self.loss!r}.')
-        if self.l2_moves not in ("bumps", "turns"):
-            raise InputError(f'l2_moves must be "bumps" or "turns", not {self.l2_moves!r}.')
-        for name in ("queries", "restarts"):
-            if getattr(self, name) < 1:
-                raise InputError(f"{name} must be from 1 up, not {getattr(self, name)}.")
-        if not 0 < self.first_share <= 1:
-            raise InputError(f"first_share must be above 0 and at most 1, not {self.first_share}.")
+        check_choice("loss", self.loss, ("margin", "cross_entropy"))
+        check_choice("l2_moves", self.l2_moves, ("bumps", "turns"))
+        check_count("queries", self.queries)
+        check_count("restarts", self.restarts)
+        check_number("first_share", self.first_share, above=True, most=1)
 
     def search(self, target: Target, images: Tensor, labels: Tensor, draws: Draws) -> Tensor:
         if parse_eps(self.eps) == 0:
@@ -118,10 +119,7 @@ class Square(Attack):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """One start: the point of the highest loss or the first broken one, whether it is broken, its loss."""
         view, eps = make_view(self.on, self.loss), parse_eps(self.eps)
-        if self.norm == "linf":
-            first, propose = _first_stripes, _propose_square
-        else:
-            first, propose = _first_tiles, _propose_bumps if self.l2_moves == "bumps" else _propose_turn
+        first, propose = _MOVES[self.norm, self.l2_moves]
         walk = _start_walk(images, labels, draws)
         walk.accept(target, view, first(images, eps, draws.fold(0)))
 
@@ -199,7 +197,7 @@ def _side(share: float, images: Tensor, least: int = 1) -> int:
 def _first_stripes(images: Tensor, eps: float, draws: Draws) -> Tensor:
     """Vertical stripes of one pixel, each plus or minus eps in each channel."""
     signs = _signs(draws.uniform(images.shape[1], 1, images.shape[3], dtype=images.dtype))
-    return project(images + eps * signs, images, "linf", eps)
+    return NORMS["linf"].project(images + eps * signs, images, eps)
 
 
 def _propose_square(walk: _Walk, eps: float, share: float, numbers: Tensor) -> Tensor:
@@ -211,7 +209,7 @@ def _propose_square(walk: _Walk, eps: float, share: float, numbers: Tensor) -> T
     inside = ((down >= 0) & (down < side))[:, None, :, None] & ((across >= 0) & (across < side))[
         :, None, None
     ]
-    moved = project(images + eps * _signs(numbers[:, 5:])[:, :, None, None], images, "linf", eps)
+    moved = NORMS["linf"].project(images + eps * _signs(numbers[:, 5:])[:, :, None, None], images, eps)
     return torch.where(inside, moved, walk.points)
 
 
@@ -254,7 +252,7 @@ def _first_tiles(images: Tensor, eps: float, draws: Draws) -> Tensor:
     top, left = (height - down * side) // 2, (width - across * side) // 2
     whole = torch.zeros_like(images)
     whole[:, :, top : top + down * side, left : left + across * side] = moves
-    return project(images + _of_length(whole, eps), images, "l2", eps)
+    return NORMS["l2"].project(images + _of_length(whole, eps), images, eps)
 
 
 def _corner(numbers: Tensor, side: int, images: Tensor) -> tuple[Tensor, Tensor]:
@@ -288,7 +286,7 @@ def _propose_bumps(walk: _Walk, eps: float, share: float, numbers: Tensor) -> Te
     mixed = bumps + old / old.norm(dim=2, keepdim=True).clamp_min(1e-12)
     mixed = mixed / mixed.norm(dim=2, keepdim=True).clamp_min(1e-12)
     moved = cleared.scatter(2, here, mixed * (freed + unused).clamp_min(0).sqrt())
-    return project(images + moved.view_as(images), images, "l2", eps)
+    return NORMS["l2"].project(images + moved.view_as(images), images, eps)
 
 
 def _propose_turn(walk: _Walk, eps: float, share: float, numbers: Tensor) -> Tensor:
@@ -302,9 +300,18 @@ def _propose_turn(walk: _Walk, eps: float, share: float, numbers: Tensor) -> Ten
     angles = _WIDEST_TURN * math.sqrt(side / max(images.shape[-2:])) * numbers[:, 2].sqrt()
     moves = _of_length(walk.points - images, eps)
     turned = moves + per_image(angles.tan(), images) * _of_length(square.view_as(images), eps)
-    return project(images + _of_length(turned, eps), images, "l2", eps)
+    return NORMS["l2"].project(images + _of_length(turned, eps), images, eps)
 
 
 def _of_length(moves: Tensor, length: float) -> Tensor:
     """The moves stretched or shrunk to one length; those without any stay."""
     return moves * per_image(length / l2_norm(moves).clamp_min(1e-12), moves)
+
+
+#: What a start begins with and what it proposes then, by norm and `l2_moves`.
+_MOVES: dict[tuple[str, str], tuple[_First, _Propose]] = {
+    ("linf", "bumps"): (_first_stripes, _propose_square),
+    ("linf", "turns"): (_first_stripes, _propose_square),
+    ("l2", "bumps"): (_first_tiles, _propose_bumps),
+    ("l2", "turns"): (_first_tiles, _propose_turn),
+}

@@ -16,12 +16,13 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
-from ecnn.attacks import PGD, Attack, Draws, Transfer, project
-from ecnn.attacks.ball import Norm, check_norm, l2_norm, per_image
+from ecnn.attacks import NORMS, PGD, Attack, Draws, Transfer
 from ecnn.attacks.base import Target, gradient_of
+from ecnn.attacks.images import per_image
+from ecnn.attacks.norms import Norm, l2_norm
 from ecnn.attacks.views import Look, View, decode_linearly, members_of, score_loss
 from ecnn.backbones import full_precision
-from ecnn.checks import parse_eps
+from ecnn.checks import check_choice, parse_eps
 from ecnn.codes import CodeMatrix
 from ecnn.errors import InputError
 from ecnn.objectives import member_margin, member_targets, score_cross_entropy
@@ -353,7 +354,7 @@ class Relay(Attack):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_norm(self.norm)
+        check_choice("norm", self.norm, NORMS)
         parse_eps(self.eps)
         if not self.views or self.steps < 1 or self.restarts < 1:
             raise InputError("a relay needs at least one view, one step and one round.")
@@ -409,7 +410,7 @@ class InDouble(Attack):
         part = target.narrow(torch.arange(len(images)))
         part.model = copy.deepcopy(target.judge).double()
         points = self.attack.search(part, images.double(), labels, draws)
-        return project(points.to(images.dtype), images, self.norm, parse_eps(self.eps))
+        return NORMS[self.norm].project(points.to(images.dtype), images, parse_eps(self.eps))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -437,7 +438,7 @@ class Within(Attack):
 
     def search(self, target: Target, images: Tensor, labels: Tensor, draws: Draws) -> Tensor:
         points = self.attack.search(target, images, labels, draws)
-        return project(points, images, self.norm, parse_eps(self.eps))
+        return NORMS[self.norm].project(points, images, parse_eps(self.eps))
 
 
 def gradient_lengths(model: nn.Module, images: Tensor) -> Tensor:

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from ecnn import files
 from ecnn.attacks.auto import examine
-from ecnn.attacks.ball import Norm, check_norm
 from ecnn.attacks.base import Target
+from ecnn.attacks.norms import NORMS, Norm
 from ecnn.auditing.budgets import Budget, resolve_budget
 from ecnn.auditing.case import Case
 from ecnn.auditing.diagnostics import diagnose, read_evidence
@@ -24,7 +24,7 @@ from ecnn.auditing.staging import Course, Staged
 from ecnn.auditing.suite import find_traits, suite
 from ecnn.auditing.surrogates import choose_examples
 from ecnn.backbones import eval_mode, without_tf32
-from ecnn.checks import parse_eps
+from ecnn.checks import check_choice, parse_eps
 from ecnn.data import Split
 from ecnn.errors import InputError
 from ecnn.evaluation.intervals import Interval, wilson_interval
@@ -82,7 +82,7 @@ def audit(
         resume: goes on with what a killed audit left there; False begins anew.
         progress: called as progress(done, total, note).
     """
-    check_norm(norm)
+    check_choice("norm", norm, NORMS)
     request = _Request(norm, parse_eps(eps), _check_claim(claim), resolve_budget(budget), seed)
     chosen = check_request(model, split, request.budget.images if limit is None else limit, BATCH_SIZE)
     folder = None if run_dir is None else Path(run_dir) / FOLDER

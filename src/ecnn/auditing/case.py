@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from ecnn.attacks.ball import Norm, check_norm
+from ecnn.attacks.norms import NORMS, Norm
 from ecnn.auditing.budgets import Budget
-from ecnn.checks import parse_eps
+from ecnn.checks import check_choice, parse_eps
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -34,5 +34,5 @@ class Case:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        check_norm(self.norm)
+        check_choice("norm", self.norm, NORMS)
         parse_eps(self.eps)

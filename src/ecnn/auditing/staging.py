@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from ecnn.attacks import Attack, Attacked
-from ecnn.attacks.ball import Norm, per_image
+from ecnn.attacks.images import per_image
+from ecnn.attacks.norms import Norm
 from ecnn.auditing.report import Stage
 from ecnn.data import Split
 from ecnn.evaluation import Evaluation, Outcomes, evaluate, load_images

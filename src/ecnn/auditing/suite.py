@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ecnn.attacks import APGD, FAB, PGD, Attack, AutoAttack, HopSkipJump, Square, Transfer
-from ecnn.attacks.ball import Norm, l2_norm
+from ecnn.attacks.norms import Norm, l2_norm
 from ecnn.attacks.views import View, make_view
 from ecnn.auditing.adaptive import (
     Averaged,

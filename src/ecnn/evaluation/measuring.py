@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ecnn.attacks import Attack
-from ecnn.attacks.ball import l2_norm
+from ecnn.attacks.norms import NORMS
 from ecnn.backbones import eval_mode, full_precision
 from ecnn.data import Split
 from ecnn.errors import InputError
@@ -168,13 +168,10 @@ def measure_scores(scores: Tensor, labels: Tensor) -> dict[str, np.ndarray]:
 
 
 def measure_change(attacked: Tensor, images: Tensor) -> dict[str, np.ndarray]:
-    """How far each image was moved, in three norms."""
+    """How far each image was moved, in every norm, and how many values were."""
     changes = (attacked.double() - images.double()).flatten(1)
-    columns = {
-        "linf": changes.abs().amax(dim=1),
-        "l2": l2_norm(changes),
-        "l0": (changes != 0).sum(dim=1),
-    }
+    columns = {name: norm.length(changes) for name, norm in NORMS.items()}
+    columns["l0"] = (changes != 0).sum(dim=1)
     return {name: values.cpu().numpy() for name, values in columns.items()}
 
 
@@ -182,12 +179,11 @@ def check_ball(
     attack: Any, eps: float | None, name: str, columns: dict[str, np.ndarray], pixels: int
 ) -> None:
     """Raises InputError if one of our attacks left the ball that its norm and eps declare, by more than rounding."""
-    norm = getattr(attack, "norm", None)
-    if eps is None or norm not in ("linf", "l2") or not isinstance(attack, Attack):
+    norm = getattr(attack, "norm", "")
+    if eps is None or norm not in NORMS or not isinstance(attack, Attack):
         return
-    rounding = 1e-6 if norm == "linf" else 1e-6 * (1 + math.sqrt(pixels) / 10)
     farthest = float(columns[norm].max())
-    if farthest > eps + rounding:
+    if farthest > eps + NORMS[norm].rounding(pixels):
         raise InputError(
             f"the attack {name!r} left its {norm} ball of radius {eps:.6g}: one image is {farthest:.6g} away."
         )

@@ -9,8 +9,9 @@ from pathlib import Path
 from torch import nn
 
 from ecnn import files, runs
-from ecnn.attacks.ball import check_norm
+from ecnn.attacks.norms import NORMS
 from ecnn.auditing import Audit, Cost, audit, estimate_cost, resolve_budget
+from ecnn.checks import check_choice
 from ecnn.data import NAMES, Split, load_data
 from ecnn.errors import InputError
 from ecnn.pipeline.common import check_shape, find_device
@@ -81,7 +82,7 @@ def plan_audit(request: AuditRequest) -> AuditPlan:
 
 def audit_run(request: AuditRequest, made: AuditPlan, *, progress: Progress | None = None) -> Audit:
     """Audits what was planned; with `out` the page and the picture are written there too."""
-    check_norm(request.norm)
+    check_choice("norm", request.norm, NORMS)
     found = audit(
         made.model,
         made.split,

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ecnn.attacks.ball import project, random_start, steepest
 from ecnn.attacks.draws import Draws
+from ecnn.attacks.norms import NORMS
 from ecnn.attacks.views import Look, View, score_loss
 from ecnn.auditing.diagnostics.probes import Probe, Verdict, diagnostic, percent
 from ecnn.auditing.diagnostics.statistics import TOLERANCE, exceeds
@@ -150,7 +150,7 @@ def plant(probe: Probe, rows: Tensor, features: Features) -> Planted:
         with torch.no_grad():
             return features(probe.model, points).double()
 
-    inside = (random_start(images, probe.norm, _INSIDE * probe.eps, draws.fold(k)) for k in range(_INNER - 1))
+    inside = (NORMS[probe.norm].random(images, _INSIDE * probe.eps, draws.fold(k)) for k in range(_INNER - 1))
     inner = [ask(images), *map(ask, inside)]
     edge = _edge(probe, images, draws.fold(_INNER))
     weights, biases, good = _discriminate(torch.stack(inner, dim=1), ask(edge))
@@ -169,8 +169,9 @@ def plant(probe: Probe, rows: Tensor, features: Features) -> Planted:
 
 def _edge(probe: Probe, images: Tensor, draws: Draws) -> Tensor:
     """A random corner of each ball in Linf, a random point of its surface in L2, cut to [0, 1]."""
-    move = steepest(draws.normal(*images.shape[1:], dtype=images.dtype), probe.norm)
-    return project(images + probe.eps * move, images, probe.norm, probe.eps)
+    norm = NORMS[probe.norm]
+    move = norm.steepest(draws.normal(*images.shape[1:], dtype=images.dtype))
+    return norm.project(images + probe.eps * move, images, probe.eps)
 
 
 def _discriminate(inner: Tensor, edge: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -10,6 +9,7 @@ from torch import Tensor
 
 from ecnn.attacks.blackbox import RandomNoise
 from ecnn.attacks.gradient import PGD
+from ecnn.attacks.norms import NORMS
 from ecnn.attacks.square import Square
 from ecnn.attacks.views import View, make_view
 from ecnn.auditing.diagnostics.probes import Probe, Verdict, diagnostic, percent, share
@@ -26,7 +26,7 @@ _NOTHING = "No image is classified correctly, so that there is nothing to attack
 
 def grey_radius(norm: str, images: Tensor) -> float:
     """The radius at which every image's ball holds the grey image, all pixels 0.5."""
-    return 0.5 if norm == "linf" else 0.5 * math.sqrt(images[0].numel())
+    return float(NORMS[norm].length(torch.full_like(images[:1], 0.5, dtype=torch.float64)))
 
 
 @diagnostic("radius", f"{_CARLINI}; {_ATHALYE}")
@@ -198,7 +198,7 @@ def check_noise(probe: Probe) -> Verdict:
         norm=probe.norm,
         eps=probe.eps,
         samples=_NOISES,
-        kind="corners" if probe.norm == "linf" else "uniform",
+        kind="corners" if NORMS[probe.norm].is_box else "uniform",
     )
     gained, n = int(probe.broken_by(noise, left).sum()), probe.num_right
     evidence = {"images": n, "left": int(left.sum()), "samples": _NOISES, "broken_by_noise": gained}
