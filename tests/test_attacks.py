@@ -61,7 +61,7 @@ def test_bad_eps(eps: Any) -> None:
         parse_eps(eps)
 
 
-@pytest.mark.parametrize("norm", ["linf", "l2"])
+@pytest.mark.parametrize("norm", NORMS)
 @given(eps=st.floats(0, 1), seed=st.integers(0, 2**31))
 def test_projection_is_into_the_ball_and_leaves_it_alone(norm: Any, eps: float, seed: int) -> None:
     draws = Draws.of(seed, torch.arange(4))
@@ -77,16 +77,19 @@ def test_projection_is_into_the_ball_and_leaves_it_alone(norm: Any, eps: float, 
 
 
 def distance(points: Tensor, images: Tensor, norm: str) -> Tensor:
-    moves = (points - images).flatten(1)
-    return moves.abs().amax(1) if norm == "linf" else moves.norm(dim=1)
+    order = {"linf": math.inf, "l2": 2, "l1": 1}[norm]
+    lengths: Tensor = (points - images).flatten(1).norm(order, dim=1)
+    return lengths
 
 
 def test_random_starts_fill_the_ball() -> None:
-    """In L2 the radius of a uniform point in n dimensions has the mean n / (n + 1), in Linf a coordinate has 0."""
+    """In L2 and L1 the radius of a uniform point in n dimensions has the mean n / (n + 1); in Linf a pixel has 0."""
     images = torch.full((20_000, 1, 1, 3), 0.5, dtype=torch.float64)
     draws = Draws.of(0, torch.arange(len(images)))
-    radii = distance(NORMS["l2"].random(images, 0.4, draws), images, "l2") / 0.4
-    assert float(radii.mean()) == pytest.approx(0.75, abs=0.005)
+    for norm in ("l2", "l1"):
+        points = NORMS[norm].random(images, 0.4, draws)
+        assert float(distance(points, images, norm).mean()) / 0.4 == pytest.approx(0.75, abs=0.005)
+        assert float((points - images).mean()) == pytest.approx(0, abs=0.004)
     moves = (NORMS["linf"].random(images, 0.4, draws) - images) / 0.4
     assert float(moves.mean()) == pytest.approx(0, abs=0.01)
     assert float(moves.var()) == pytest.approx(1 / 3, abs=0.01)

@@ -594,7 +594,7 @@ def test_a_row_depends_on_its_index_and_on_nothing_else(which: int) -> None:
 @pytest.mark.parametrize(
     ("make", "changes", "sentence"),
     [
-        (HopSkipJump, {"norm": "l1"}, "norm must be"),
+        (HopSkipJump, {"norm": "l1"}, "norm must be linf or l2"),
         (HopSkipJump, {"steps": -1}, "steps must be"),
         (HopSkipJump, {"samples": 1}, "samples must be"),
         (HopSkipJump, {"init_tries": 0}, "init_tries must be"),

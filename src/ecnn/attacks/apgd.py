@@ -1,4 +1,4 @@
-"""Auto-PGD: a gradient attack that finds its own step size (Croce & Hein 2020)."""
+"""Auto-PGD: a gradient attack that finds its own step size (Croce & Hein 2020), in L1 also how many pixels to move."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from ecnn.attacks.base import Attack, Target
 from ecnn.attacks.draws import Draws
 from ecnn.attacks.images import per_image
-from ecnn.attacks.norms import NORMS, Norm
+from ecnn.attacks.norms import NORMS, Norm, share_step
 from ecnn.attacks.turns import Rows, Turn, advance_rows, best_wrong_classes, take_turns
 from ecnn.attacks.views import Look, Loss, LossFunction, View, make_view
 from ecnn.checks import check_choice, parse_eps
@@ -21,6 +21,10 @@ from ecnn.errors import InputError
 
 _MOMENTUM = 0.75  # the paper's alpha, the share of a step that is new
 _RISES_WANTED = 0.75  # the paper's rho
+_WIDE = (3, 2)  # times eps, the radii of the balls that a wide start passes through
+_WIDE_SHARE = 30  # per cent of the steps spent in each
+_SPARSE_DIVISOR, _SPARSE_LEAST = 1.5, 0.1  # of the step in L1 when it shrinks, and its smallest size in eps
+_FEWER = 0.95  # of the changed pixels; when fewer are left, the step in L1 grows again
 _STREAM = 11  # so that other attacks with the same seed start elsewhere
 
 
@@ -41,19 +45,26 @@ class APGD(Attack):
     the best loss did not rise at all and the step was not halved last time; the search goes on from the best point.
     With keep="last" the point of the highest loss is returned, which is the paper's output.
 
+    In L1 (Croce & Hein 2021) there is no momentum and the step, eps at first, moves only the pixels of the largest
+    gradients: two thirds as many as the best point has changed. At every 4 % of the steps it shrinks to two thirds, to
+    eps / 10 at least, or, when the best point has come to change fewer pixels, is eps again from there.
+
     Attributes:
-        norm: of the ball and of the steps, "linf" or "l2".
+        norm: of the ball and of the steps, a name of `NORMS`.
         eps: radius on the [0, 1] scale, or a fraction such as "8/255".
         steps: of each start; 100 in AutoAttack.
         loss: "cross_entropy", "dlr" (free of the scale of the scores; needs 3 classes, 4 with targets) or "margin".
         targets: 0 moves away from the label; k moves to each of the k best wrong classes in turn (APGD-T; 9 in
             AutoAttack), or to all if there are fewer.
-        restarts: independent uniform starts.
+        restarts: independent starts: uniform points; in L1 noise projected to the ball, so that few pixels are changed.
+        wide_start: 30 % of the steps are made in a ball of three times the radius, then 30 % in one of twice, the rest
+            in the ball itself, each part from the best point of the one before. By default in L1 alone, as published.
         on: where it looks, a name of `VIEWS` or a callable (model, images, labels) -> (batch,) loss to raise.
 
     Departs: the authors' program scales to the L2 ball and then cuts to [0, 1]; this is the projection onto both that
         the paper asks for. Their program compares the first loss after a review with the last before it, ours with
-        that of the point the search went on from, as printed.
+        that of the point the search went on from, as printed. In L1 pixels at an end of [0, 1] that would leave it take
+        no part in a step, and the number of pixels is rounded down: rounded up, it never comes from two to one.
     """
 
     norm: Norm
@@ -62,6 +73,7 @@ class APGD(Attack):
     loss: Loss
     targets: int = 0
     restarts: int = 1
+    wide_start: bool | None = None
     on: str | LossFunction = "scores"
 
     def __post_init__(self) -> None:
@@ -107,19 +119,18 @@ class APGD(Attack):
         self, target: Target, images: Tensor, labels: Tensor, goals: Tensor | None, draws: Draws
     ) -> tuple[Tensor, Tensor, Tensor]:
         """One start: the point kept for each image, whether it is broken, and the loss there."""
-        view, eps = make_view(self.on, self.loss), parse_eps(self.eps)
-        widths = {now: now - before for before, now in itertools.pairwise(checkpoints(self.steps))}
-        points = NORMS[self.norm].random(images, eps, draws)
-        look, gradient = target.ascend(view, points, labels, goals)
-        climb = _start_climb(images, labels, goals, points, look, gradient, 2 * eps)
-
-        def advance(part: Target, climb: _Climb, step: int) -> None:
-            climb.move(self.norm, eps, share=_MOMENTUM if step else 1.0)
-            climb.look_around(part, view, last=step == self.steps - 1)
-            if step + 1 in widths:
-                climb.review(widths[step + 1])
-
-        climb = advance_rows(target, climb, self.steps, advance, early_exit=self._drops_rows)
+        eps, kind = parse_eps(self.eps), _CLIMBS[self.norm]
+        wide_steps = self.steps * _WIDE_SHARE // 100
+        is_wide = wide_steps and (kind.wide_start if self.wide_start is None else self.wide_start)
+        radii = [*(factor * eps for factor in _WIDE if is_wide), eps]
+        points = kind.first(images, self.norm, radii[0], draws)
+        for radius, next_radius in itertools.pairwise(radii):
+            wide, _ = self._ascend(
+                target, images, labels, goals, points, radius, wide_steps, early_exit=False
+            )
+            points = NORMS[self.norm].nearest(wide.best, images, next_radius)
+        steps, early_exit = self.steps - wide_steps * (len(radii) - 1), self._drops_rows
+        climb, look = self._ascend(target, images, labels, goals, points, eps, steps, early_exit=early_exit)
         if self.keep == "last":
             return climb.best, torch.zeros_like(climb.broken), climb.best_losses
         if look.scores is None:
@@ -129,10 +140,36 @@ class APGD(Attack):
         points = torch.where(per_image(climb.broken, images), climb.found, climb.best)
         return points, climb.broken, torch.where(climb.broken, climb.found_losses, climb.best_losses)
 
+    def _ascend(
+        self,
+        target: Target,
+        images: Tensor,
+        labels: Tensor,
+        goals: Tensor | None,
+        points: Tensor,
+        eps: float,
+        steps: int,
+        *,
+        early_exit: bool,
+    ) -> tuple[_Climb, Look]:
+        """So many steps in the ball of one radius: where they end, and what the view showed at first."""
+        view, kind = make_view(self.on, self.loss), _CLIMBS[self.norm]
+        widths = {now: now - before for before, now in itertools.pairwise(kind.checkpoints(steps))}
+        look, gradient = target.ascend(view, points, labels, goals)
+        climb = _start_climb(kind, images, labels, goals, points, look, gradient, eps)
+
+        def advance(part: Target, climb: _Climb, step: int) -> None:
+            climb.move(self.norm, eps, share=_MOMENTUM if step else 1.0)
+            climb.look_around(part, view, last=step == steps - 1)
+            if step + 1 in widths:
+                climb.review(widths[step + 1], eps)
+
+        return advance_rows(target, climb, steps, advance, early_exit=early_exit), look
+
 
 @dataclass(kw_only=True)
 class _Climb(Rows):
-    """Where one start of APGD stands; every tensor belongs to the images that are left.
+    """Where one start of APGD stands in Linf or L2; every tensor belongs to the images that are left.
 
     Attributes:
         points, previous, gradient, losses: the iterate, the one before it, and what is known at the iterate.
@@ -141,7 +178,12 @@ class _Climb(Rows):
         step_sizes: (batch,).
         rises: (batch,) steps since the last review that raised the loss.
         reviewed_losses, halved: (batch,) the highest loss at the last review, and whether the step was halved there.
+        changed: (batch,) pixel values in which the best point differed from the image at the last review; for L1.
+        first_step, wide_start: the step at first, in radii; whether balls that are too wide come first.
     """
+
+    first_step: ClassVar[float] = 2.0
+    wide_start: ClassVar[bool] = False
 
     results: ClassVar[tuple[str, ...]] = ("broken", "best", "best_losses", "found", "found_losses")
     images: Tensor
@@ -160,6 +202,15 @@ class _Climb(Rows):
     rises: Tensor
     reviewed_losses: Tensor
     halved: Tensor
+    changed: Tensor
+
+    @staticmethod
+    def first(images: Tensor, norm: Norm, eps: float, draws: Draws) -> Tensor:
+        return NORMS[norm].random(images, eps, draws)
+
+    @staticmethod
+    def checkpoints(steps: int) -> tuple[int, ...]:
+        return checkpoints(steps)
 
     def move(self, norm: Norm, eps: float, share: float) -> None:
         """One step up the gradient, mixed with the move before it."""
@@ -194,29 +245,73 @@ class _Climb(Rows):
         self.found_losses = torch.where(better, self.losses, self.found_losses)
         self.broken = self.broken | broken
 
-    def review(self, width: int) -> None:
+    def review(self, width: int, eps: float) -> None:
         """Halves the step sizes of the images that make no headway and takes these back to their best point."""
         stuck = ~self.halved & (self.best_losses <= self.reviewed_losses)
         self.halved = stuck | (self.rises < _RISES_WANTED * width)
         self.step_sizes = torch.where(self.halved, self.step_sizes / 2, self.step_sizes)
-        back = per_image(self.halved, self.points)
+        self.go_back(self.halved)
+        self.reviewed_losses, self.rises = self.best_losses, torch.zeros_like(self.rises)
+
+    def go_back(self, rows: Tensor) -> None:
+        """Takes some images (a mask) back to their best point."""
+        back = per_image(rows, self.points)
         self.points = torch.where(back, self.best, self.points)
         self.gradient = torch.where(back, self.best_gradient, self.gradient)
-        self.losses = torch.where(self.halved, self.best_losses, self.losses)
-        self.reviewed_losses, self.rises = self.best_losses, torch.zeros_like(self.rises)
+        self.losses = torch.where(rows, self.best_losses, self.losses)
+
+
+class _SparseClimb(_Climb):
+    """Where one start of APGD stands in L1: steps of few pixels, fewer as the best point comes to need fewer."""
+
+    first_step = 1.0
+    wide_start = True
+
+    @staticmethod
+    def first(images: Tensor, norm: Norm, eps: float, draws: Draws) -> Tensor:
+        noise = draws.normal(*images.shape[1:], dtype=images.dtype)
+        return NORMS[norm].nearest(images + noise, images, eps)
+
+    @staticmethod
+    def checkpoints(steps: int) -> tuple[int, ...]:
+        return tuple(range(0, steps + 1, max(1, steps * 4 // 100)))
+
+    def move(self, norm: Norm, eps: float, share: float) -> None:
+        """One step of the pixels of the largest gradients, two thirds as many as are changed; `share` is not used."""
+        step = share_step(self.gradient, self.points, 2 * self.changed // 3)
+        stepped = self.points + per_image(self.step_sizes, self.points) * step
+        self.previous, self.points = self.points, NORMS[norm].nearest(stepped, self.images, eps)
+
+    def review(self, width: int, eps: float) -> None:
+        """Where fewer pixels have come to do, a long step from the best point; elsewhere a shorter step."""
+        changed = _count_changed(self.best, self.images)
+        fewer = changed < _FEWER * self.changed
+        shorter = (self.step_sizes / _SPARSE_DIVISOR).clamp_min(_SPARSE_LEAST * eps)
+        self.step_sizes = torch.where(fewer, eps, shorter)
+        self.go_back(fewer)
+        self.changed = changed
+
+
+_CLIMBS: dict[str, type[_Climb]] = {"linf": _Climb, "l2": _Climb, "l1": _SparseClimb}
+
+
+def _count_changed(points: Tensor, images: Tensor) -> Tensor:
+    """(batch,) pixel values that differ."""
+    return (points != images).flatten(1).sum(dim=1)
 
 
 def _start_climb(
+    kind: type[_Climb],
     images: Tensor,
     labels: Tensor,
     goals: Tensor | None,
     points: Tensor,
     look: Look,
     gradient: Tensor,
-    step: float,
+    eps: float,
 ) -> _Climb:
     losses, never = look.losses.to(images.dtype), torch.zeros_like(labels, dtype=torch.bool)
-    climb = _Climb(
+    climb = kind(
         images=images,
         labels=labels,
         goals=goals,
@@ -229,10 +324,11 @@ def _start_climb(
         best_losses=losses,
         found=points,
         found_losses=torch.full_like(losses, -math.inf),
-        step_sizes=torch.full_like(losses, step),
+        step_sizes=torch.full_like(losses, kind.first_step * eps),
         rises=torch.zeros_like(labels),
         reviewed_losses=losses,
         halved=~never,  # the first review asks only how often the loss rose
+        changed=_count_changed(points, images),
         broken=never,
     )
     climb.note_broken(look)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,10 @@ from ecnn.errors import InputError
 
 _CUDA_DROPS_EVERY = 8
 _BLEND_HALVINGS = 10
-_HALVINGS_PER_BIT = {"linf": 2.0, "l2": 1.5}  # of the bisections, for the logarithm of the number of pixels
+_HALVINGS_PER_BIT: dict[str, float] = {
+    "linf": 2.0,
+    "l2": 1.5,
+}  # of a bisection, per bit of the number of pixels
 _JUMP_HALVINGS = 25
 #: Directions drawn together, a fixed number, so that the size of an evaluation batch changes no result.
 _GROUP = 64
@@ -51,6 +54,7 @@ class HopSkipJump(Attack):
         asked around the border are never nearer than the precision can tell; small images are bisected ten times.
     """
 
+    norms: ClassVar[tuple[str, ...]] = tuple(_HALVINGS_PER_BIT)  # that it is published for
     norm: Norm
     steps: int
     samples: int = 100
@@ -59,7 +63,7 @@ class HopSkipJump(Attack):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_choice("norm", self.norm, _HALVINGS_PER_BIT)
+        check_choice("norm", self.norm, self.norms)
         for name, least in (("steps", 0), ("samples", 2), ("init_tries", 1), ("max_batch", 1)):
             check_count(name, getattr(self, name), least=least)
         if self.precision != "float32":
@@ -222,7 +226,7 @@ class RandomNoise(Attack):
     misclassified one. keep="last" returns the best too, whatever it is.
 
     Attributes:
-        norm: of the ball, "linf" or "l2".
+        norm: of the ball, a name of `NORMS`.
         eps: radius on the [0, 1] scale, or a fraction such as "8/255".
         samples: points tried for each image.
         kind: "uniform" in the ball, or its "corners": every pixel moved by eps up or down (Linf only).

@@ -34,7 +34,7 @@ class FAB(Attack):
     is returned cut to the ball, where the final pass may still find it misclassified.
 
     Attributes:
-        norm: of the perturbation to make small, "linf" or "l2".
+        norm: of the perturbation to make small, a name of `NORMS`.
         eps: radius of success on the [0, 1] scale, or a fraction such as "8/255".
         steps: of each start and target; 100 in AutoAttack.
         targets: the k best wrong classes, one after the other, or all if there are fewer.

@@ -35,7 +35,7 @@ class PGD(Attack):
     depends on the data.
 
     Attributes:
-        norm: of the ball and of the steps, "linf" or "l2".
+        norm: of the ball and of the steps, a name of `NORMS`. In L1 a step moves 1 % of the pixels.
         eps: radius on the [0, 1] scale, or a fraction such as "8/255".
         steps: gradient steps of each start.
         step_size: length of each, on the [0, 1] scale.
@@ -144,13 +144,13 @@ class PGD(Attack):
             anything = torch.zeros(len(points), dtype=torch.int64, device=points.device)
             for _ in range(_ODI_STEPS):
                 _, gradient = target.ascend(view, points, anything)
-                points = norm.project(points + eps * norm.steepest(gradient), images, eps)
+                points = norm.project(points + eps * norm.step(gradient, points), images, eps)
         return points
 
     def _move(self, points: Tensor, gradient: Tensor, images: Tensor, step: int) -> Tensor:
         length = parse_eps(self.step_size) * _SCHEDULES[self.schedule](step / max(1, self.steps))
         norm = NORMS[self.norm]
-        return norm.project(points + length * norm.steepest(gradient), images, parse_eps(self.eps))
+        return norm.project(points + length * norm.step(gradient, points), images, parse_eps(self.eps))
 
 
 def _weighted_scores(draws: Draws, on: str | LossFunction) -> View:

@@ -80,7 +80,7 @@ class DeepFool(MinimumNormAttack):
     images leave the batch when they are misclassified.
 
     Attributes:
-        norm: that the steps are shortest in, "l2" or "linf".
+        norm: that the steps are shortest in, a name of `NORMS`. In L1 a step moves one pixel.
         steps: at most this many; the authors' 50.
         overshoot: the authors' 0.02.
         num_candidates: classes whose borders count, those with the highest scores of the clean image, the label among
@@ -173,7 +173,7 @@ class FMN(MinimumNormAttack):
     fall along half a cosine; the nearest misclassified iterate is kept.
 
     Attributes:
-        norm: of the ball, "l2" or "linf". Steps have their length in L2 for both, as published.
+        norm: of the ball, a name of `NORMS`. Steps have their length in L2 for all, as published.
         steps: gradient steps; one more look is taken at the last point.
         step_size: first and last L2 length of a step, the authors' 1 and 0.01.
         radius_change: first and last share, the authors' 0.05 and 0.001.

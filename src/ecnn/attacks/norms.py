@@ -16,7 +16,9 @@ from ecnn.attacks.draws import Draws
 from ecnn.attacks.images import per_image, room_of
 from ecnn.checks import check_choice
 
-Norm = Literal["linf", "l2"]
+Norm = Literal["linf", "l2", "l1"]
+_STEP_SHARE = 0.01  # of the pixels, what a step in L1 moves
+_AT_END = 1e-6  # a pixel as near to 0 or 1 is there: image + (1 - image) may be 1 but for rounding
 _ROUNDS_BETWEEN_CHECKS = 4  # each check makes a CUDA device wait
 
 
@@ -40,6 +42,10 @@ class Geometry(ABC):
     @abstractmethod
     def steepest(self, gradient: Tensor) -> Tensor:
         """The move of length 1 that raises the loss fastest; zero where the gradient is."""
+
+    def step(self, gradient: Tensor, points: Tensor) -> Tensor:
+        """The move of length 1 that a gradient attack makes: the steepest, or one nearly so that moves more pixels."""
+        return self.steepest(gradient)
 
     @abstractmethod
     def shorten(self, moves: Tensor, radii: Tensor) -> Tensor:
@@ -155,6 +161,63 @@ class _L2(Geometry):
         return 1e-6 * (1 + math.sqrt(pixels) / 10)
 
 
+class _L1(Geometry):
+    """Long moves of few pixels: the steepest is one pixel, so that steps move a share of them by equal parts."""
+
+    def length(self, moves: Tensor) -> Tensor:
+        return moves.flatten(1).abs().sum(dim=1)
+
+    def dual(self, gradient: Tensor) -> Tensor:
+        return gradient.flatten(1).abs().amax(dim=1)
+
+    def steepest(self, gradient: Tensor) -> Tensor:
+        flat = gradient.flatten(1)
+        largest = flat.abs().argmax(dim=1, keepdim=True)
+        return torch.zeros_like(flat).scatter(1, largest, flat.gather(1, largest).sign()).view_as(gradient)
+
+    def step(self, gradient: Tensor, points: Tensor) -> Tensor:
+        """Shared by the 1 % of the pixels with the largest gradients (Tramer & Boneh 2019)."""
+        count = math.ceil(gradient.shape[1:].numel() * _STEP_SHARE)
+        return share_step(gradient, points, torch.full(gradient.shape[:1], count, device=gradient.device))
+
+    def shorten(self, moves: Tensor, radii: Tensor) -> Tensor:
+        sizes = moves.flatten(1).abs().double()
+        kept = (sizes - _solve_threshold(sizes, sizes, radii.double())).clamp_min(0)
+        return kept.to(moves.dtype).view_as(moves).copysign(moves)
+
+    def project(self, points: Tensor, images: Tensor, eps: float) -> Tensor:
+        """The nearest points: every pixel's move is cut by one amount, then to its room (Croce & Hein 2021)."""
+        if eps == 0:
+            return images.clone()
+        moves = (points - images).flatten(1)
+        sizes, room = moves.abs().double(), room_of(images.flatten(1), moves).double()
+        radii = torch.full_like(sizes[:, 0], eps)
+        kept = torch.minimum((sizes - _solve_threshold(sizes, room, radii)).clamp_min(0), room)
+        return (images + kept.to(moves.dtype).copysign(moves).view_as(images)).clamp(0, 1)
+
+    def random(self, images: Tensor, eps: float, draws: Draws) -> Tensor:
+        shape = images.shape[1:]
+        # Shares of a sum of n + 1 exponential variables, with random signs, are uniform in the ball.
+        sizes = -(1 - draws.uniform(*shape, dtype=images.dtype)).log()
+        rest = -(1 - draws.fold(3).uniform(dtype=images.dtype)).log()
+        signs = 2 * draws.fold(4).integers(2, *shape).to(images.dtype) - 1
+        scale = eps / (self.length(sizes) + rest).clamp_min(1e-30)
+        return (images + signs * sizes * per_image(scale, images)).clamp(0, 1)
+
+    def move_to_hyperplane(self, points: Tensor, normals: Tensor, offsets: Tensor) -> Tensor:
+        """Pixels move one after the other, those of the largest weight first, each as far as it can."""
+        directions, weights, room, levels = _scale_hyperplane(points, normals, offsets)
+        weights, order = weights.sort(dim=1, descending=True)
+        room = room.gather(1, order)
+        gains = weights * room
+        missing = (levels[:, None] - (gains.cumsum(dim=1) - gains)).clamp_min(0)
+        moves = torch.where(weights > 0, torch.minimum(missing / weights.clamp_min(1e-300), room), 0.0)
+        return torch.zeros_like(moves).scatter(1, order, moves).to(directions.dtype).copysign(directions)
+
+    def rounding(self, pixels: int) -> float:
+        return 1e-6 * (1 + pixels / 10)
+
+
 class _Norms(dict[str, Geometry]):
     """The norms by name; a name that is none of them is refused by an InputError."""
 
@@ -163,13 +226,48 @@ class _Norms(dict[str, Geometry]):
         raise AssertionError(name)
 
 
-NORMS = _Norms(linf=_Linf(), l2=_L2())
+NORMS = _Norms(linf=_Linf(), l2=_L2(), l1=_L1())
 
 
 def l2_norm(differences: Tensor) -> Tensor:
     """(batch,) Euclidean length of each row, of images or of scores."""
     length: Tensor = torch.linalg.vector_norm(differences.flatten(1), dim=1)
     return length
+
+
+def share_step(gradient: Tensor, points: Tensor, counts: Tensor) -> Tensor:
+    """The move of length 1 in L1 that so many pixels (batch,), those of the largest gradients, make in equal parts.
+
+    Pixels at an end of [0, 1] that would leave it take no part. At least one pixel moves; of equally large ones all do,
+    and none where the gradient is zero.
+    """
+    gradient = gradient * (room_of(points, gradient) > _AT_END)
+    sizes = gradient.flatten(1).abs()
+    last = counts.clamp(1, sizes.shape[1])[:, None] - 1
+    least = sizes.sort(dim=1, descending=True).values.gather(1, last)
+    signs = gradient.flatten(1).sign() * (sizes >= least)
+    return (signs / signs.abs().sum(dim=1, keepdim=True).clamp_min(1)).view_as(gradient)
+
+
+def _solve_threshold(sizes: Tensor, room: Tensor, levels: Tensor) -> Tensor:
+    """(batch, 1) the least t >= 0 at which the row's sum of min(max(size - t, 0), room) is no more than its level.
+
+    The sum falls in straight pieces between the t at which a pixel begins to shrink (size - room, or 0) and those at
+    which it is gone (size): in the order of these knots its value at each of them is a running sum.
+
+    Args:
+        sizes, room: (batch, n) from 0 up, in float64.
+        levels: (batch,) above 0, or inf.
+    """
+    kept = torch.minimum(sizes, room)
+    knots, order = torch.cat([sizes - kept, sizes], dim=1).sort(dim=1)
+    slopes = torch.where(order < sizes.shape[1], -1.0, 1.0).to(sizes.dtype).cumsum(dim=1)
+    falls = (slopes[:, :-1] * knots.diff(dim=1)).cumsum(dim=1)
+    values = kept.sum(dim=1, keepdim=True) + torch.nn.functional.pad(falls, (1, 0))
+    levels = levels[:, None]
+    last = ((values > levels).sum(dim=1, keepdim=True) - 1).clamp_min(0)
+    over, slope = (values.gather(1, last) - levels).clamp_min(0), -slopes.gather(1, last)
+    return torch.where(over > 0, knots.gather(1, last) + over / slope.clamp_min(1), 0.0)
 
 
 def solve_capped_sum(rates: Tensor, caps: Tensor, levels: Tensor) -> Tensor:

@@ -339,7 +339,7 @@ class Relay(Attack):
     a flat yardstick does not hold the others back.
 
     Attributes:
-        norm: of the ball, "linf" or "l2".
+        norm: of the ball, a name of `NORMS`.
         eps: radius on the [0, 1] scale, or a fraction such as "8/255".
         steps: of each leg.
         views: one leg each, in this order.

@@ -19,7 +19,7 @@ class Case:
         model: pixels in [0, 1] to scores, in eval mode.
         images: (batch, channel, height, width), on the model's device; all of them, right or wrong.
         labels: (batch,) the true classes.
-        norm: "linf" or "l2".
+        norm: a name of `ecnn.attacks.NORMS`.
         eps: radius on the [0, 1] scale.
         budget: how much may be asked.
         seed: of all randomness.

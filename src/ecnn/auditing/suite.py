@@ -378,6 +378,8 @@ class _Maker:
 
     def by_classes(self) -> dict[str, Attack]:
         """By the model's classes alone; a walk along the border costs about samples * 2/3 * steps^1.5 questions."""
+        if self.norm not in HopSkipJump.norms:
+            return {}
         steps = max(1, round((1.5 * self.budget.queries / 50) ** (2 / 3)))
         walk = HopSkipJump(norm=self.norm, steps=steps, samples=50)
         return {"hopskipjump": Within(attack=walk, **self.ball)}

@@ -168,9 +168,9 @@ def plant(probe: Probe, rows: Tensor, features: Features) -> Planted:
 
 
 def _edge(probe: Probe, images: Tensor, draws: Draws) -> Tensor:
-    """A random corner of each ball in Linf, a random point of its surface in L2, cut to [0, 1]."""
+    """A random corner of each ball in Linf, a random point of its surface in L2, a few pixels in L1; cut to [0, 1]."""
     norm = NORMS[probe.norm]
-    move = norm.steepest(draws.normal(*images.shape[1:], dtype=images.dtype))
+    move = norm.step(draws.normal(*images.shape[1:], dtype=images.dtype), images)
     return norm.project(images + probe.eps * move, images, probe.eps)
 
 

@@ -236,7 +236,7 @@ def check_unstable_loss(probe: Probe) -> Verdict:
 
 def _step(probe: Probe, moves: Tensor, length: float) -> Tensor:
     norm = NORMS[probe.norm]
-    moves = norm.steepest(moves.to(probe.images.dtype))
+    moves = norm.step(moves.to(probe.images.dtype), probe.images)
     return norm.project(probe.images + length * moves, probe.images, length)
 
 

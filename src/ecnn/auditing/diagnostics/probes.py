@@ -223,7 +223,7 @@ class Probe:
             kept = torch.where(per_image(now & ~ever, points), points, kept)
             ever = ever | now
             last = points
-            move = norm.steepest(torch.nan_to_num(gradient))
+            move = norm.step(torch.nan_to_num(gradient), points)
             points = norm.project(points + length * move, images, self.eps)
         again = target.look(view, kept, labels).scores
         assert again is not None

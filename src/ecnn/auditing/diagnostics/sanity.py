@@ -34,8 +34,9 @@ def check_radius(probe: Probe) -> Verdict:
     """Alarm where a larger ball leaves images that are known to be breakable in it.
 
     Two things are certain: what breaks an image within a radius lies within every larger one; and the grey image lies
-    within 0.5 (Linf, in L2 0.5 sqrt(pixels)) of every image, so that all images of other classes than the grey one's
-    are breakable there. Accuracy "falls with eps and reaches 0 at 0.5" as far as that, and ties are no offence.
+    within 0.5 (Linf; in L2 0.5 sqrt(pixels), in L1 0.5 pixels) of every image, so that all images of other classes than
+    the grey one's are breakable there. Accuracy "falls with eps and reaches 0 at 0.5" as far as that,
+    and ties are no offence.
     """
     if not probe.num_right:
         return "note", _NOTHING, {"images": 0}, ""
@@ -79,8 +80,8 @@ def check_radius(probe: Probe) -> Verdict:
 def check_unbounded(probe: Probe) -> Verdict:
     """Alarm where an attack that may do anything to an image does not break it.
 
-    Within radius 1 (Linf, in L2 sqrt(pixels)) lies every other image, so that each can be broken as soon as the model
-    knows two classes.
+    Within radius 1 (Linf; in L2 sqrt(pixels), in L1 pixels) lies every other image, so that each can be broken as soon
+    as the model knows two classes.
     """
     if not probe.num_right:
         return "note", _NOTHING, {"images": 0}, ""
