@@ -22,6 +22,7 @@ from ecnn.attacks import (
     FGSM,
     FMN,
     JSMA,
+    NORMS,
     PGD,
     VIEWS,
     Attack,
@@ -30,8 +31,6 @@ from ecnn.attacks import (
     DeepFool,
     Draws,
     Square,
-    project,
-    random_start,
 )
 from ecnn.attacks.views import Linear as LinearView
 from ecnn.attacks.views import Members, decode_linearly, member_margins, members_of
@@ -62,28 +61,30 @@ def test_bad_eps(eps: Any) -> None:
         parse_eps(eps)
 
 
-@pytest.mark.parametrize("norm", ["linf", "l2"])
+@pytest.mark.parametrize("norm", NORMS)
 @given(eps=st.floats(0, 1), seed=st.integers(0, 2**31))
 def test_projection_is_into_the_ball_and_leaves_it_alone(norm: Any, eps: float, seed: int) -> None:
     draws = Draws.of(seed, torch.arange(4))
     images = draws.fold(0).uniform(1, 3, 3, dtype=torch.float64)
     points = images + draws.fold(1).normal(1, 3, 3, dtype=torch.float64)
-    inside = project(points, images, norm, eps)
-    start = random_start(images, norm, eps, draws)
+    inside = NORMS[norm].project(points, images, eps)
+    start = NORMS[norm].random(images, eps, draws)
     for found in (inside, start):
         assert distance(found, images, norm).max() <= eps + 1e-12
         assert found.min() >= 0
         assert found.max() <= 1
-        assert torch.allclose(project(found, images, norm, eps), found, atol=1e-12, rtol=0)
+        assert torch.allclose(NORMS[norm].project(found, images, eps), found, atol=1e-12, rtol=0)
 
 
 def test_random_starts_fill_the_ball() -> None:
-    """In L2 the radius of a uniform point in n dimensions has the mean n / (n + 1), in Linf a coordinate has 0."""
+    """In L2 and L1 the radius of a uniform point in n dimensions has the mean n / (n + 1); in Linf a pixel has 0."""
     images = torch.full((20_000, 1, 1, 3), 0.5, dtype=torch.float64)
     draws = Draws.of(0, torch.arange(len(images)))
-    radii = distance(random_start(images, "l2", 0.4, draws), images, "l2") / 0.4
-    assert float(radii.mean()) == pytest.approx(0.75, abs=0.005)
-    moves = (random_start(images, "linf", 0.4, draws) - images) / 0.4
+    for norm in ("l2", "l1"):
+        points = NORMS[norm].random(images, 0.4, draws)
+        assert float(distance(points, images, norm).mean()) / 0.4 == pytest.approx(0.75, abs=0.005)
+        assert float((points - images).mean()) == pytest.approx(0, abs=0.004)
+    moves = (NORMS["linf"].random(images, 0.4, draws) - images) / 0.4
     assert float(moves.mean()) == pytest.approx(0, abs=0.01)
     assert float(moves.var()) == pytest.approx(1 / 3, abs=0.01)
 

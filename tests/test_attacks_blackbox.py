@@ -12,12 +12,12 @@ import torch.nn.functional as F  # noqa: N812 the name everybody knows
 from torch import Tensor, nn
 from toys import Constant, Linear, TanhNet, distance, half_spaces
 
-from ecnn.attacks.ball import random_start
 from ecnn.attacks.base import Attack, Target
 from ecnn.attacks.blackbox import HopSkipJump, RandomNoise, Transfer, _Border
 from ecnn.attacks.draws import Draws
 from ecnn.attacks.gradient import PGD
 from ecnn.attacks.jsma import JSMA
+from ecnn.attacks.norms import NORMS
 from ecnn.errors import InputError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -401,7 +401,7 @@ def test_the_best_sample_is_kept() -> None:
     model, images = Net(4), some_images(40)
     labels = classes(model, images)
     draws = Draws.of(9, torch.arange(40))
-    samples = [random_start(images, "linf", 0.12, draws.fold(sample)) for sample in range(5)]
+    samples = [NORMS["linf"].random(images, 0.12, draws.fold(sample)) for sample in range(5)]
     with torch.no_grad():
         scores = torch.stack([model(points) for points in samples])
     own = scores.gather(2, labels.expand(5, -1)[:, :, None]).squeeze(2)
@@ -502,7 +502,7 @@ def test_what_fools_the_source_is_handed_over_and_the_target_only_judges(attack:
 @pytest.mark.parametrize(
     ("make", "changes", "sentence"),
     [
-        (HopSkipJump, {"norm": "l1"}, "norm must be"),
+        (HopSkipJump, {"norm": "l1"}, "norm must be linf or l2"),
         (HopSkipJump, {"steps": -1}, "steps must be"),
         (HopSkipJump, {"samples": 1}, "samples must be"),
         (HopSkipJump, {"init_tries": 0}, "init_tries must be"),

@@ -34,16 +34,18 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "hopskipjump": {"norm": "l2", "steps": 2, "samples": 8},
     "noise": {**BALL, "samples": 3},
 }
-L2_BALL: dict[str, Any] = {"norm": "l2", "eps": 0.4}
+OTHER_BALLS: dict[str, dict[str, Any]] = {"l2": {"norm": "l2", "eps": 0.4}, "l1": {"norm": "l1", "eps": 1.5}}
+WITH_A_NORM = [name for name, options in SETTINGS.items() if "norm" in options and name != "hopskipjump"]
 IN_A_BALL = [name for name, options in SETTINGS.items() if "eps" in options]
 SLOW = pytest.param("autoattack", marks=pytest.mark.slow)
 EVERY = [SLOW if name == "autoattack" else name for name in SETTINGS]
 #: Settings under which an attack goes another way, and the attack that has no name on the command line.
 VARIANTS: dict[str, dict[str, Any]] = {
-    "apgd-l2": L2_BALL,
-    "fab-l2": L2_BALL,
-    "square-l2": L2_BALL,
-    "noise-l2": L2_BALL,
+    **{
+        f"{name}-{norm}": ball
+        for norm, ball in OTHER_BALLS.items()
+        for name in ("apgd", "fab", "square", "noise")
+    },
     "noise-corners": {"kind": "corners"},
     "jsma-one": {"pixels": "one"},
     "jsma-each": {"pixels": "one", "goal": "each"},
@@ -148,16 +150,34 @@ def test_another_seed_is_another_search(name: str) -> None:
     assert not torch.equal(one, other)
 
 
+@pytest.mark.parametrize("norm", OTHER_BALLS)
 @pytest.mark.parametrize("name", [name for name in IN_A_BALL if name != "autoattack"])
-def test_an_l2_ball_is_round(name: str) -> None:
+def test_other_balls(name: str, norm: str) -> None:
     model, (images, labels) = coded_model(), batch()
-    found = make(name, **L2_BALL).run(model, images, labels)
-    assert (found.images - images).flatten(1).norm(dim=1).max() <= 0.4 + 1e-12
+    ball = OTHER_BALLS[norm]
+    found = make(name, **ball).run(model, images, labels)
+    lengths = (found.images - images).flatten(1).norm({"l2": 2, "l1": 1}[norm], dim=1)
+    assert lengths.max() <= ball["eps"] + 1e-12
     assert 0 <= found.images.min() <= found.images.max() <= 1
 
 
+@pytest.mark.parametrize("name", [SLOW if name == "autoattack" else name for name in WITH_A_NORM])
+def test_every_attack_with_a_norm_knows_l1(name: str) -> None:
+    """What comes back is as the model says, and an image alone has the same fate as among others."""
+    model, (images, labels) = coded_model(), batch()
+    changes = {"norm": "l1", "eps": 2.0, "step_size": 0.5}
+    attack = make(name, **{key: value for key, value in changes.items() if key in SETTINGS[name]})
+    found = attack.run(model, images, labels, seed=1)
+    assert torch.equal(found.success, model(found.images).argmax(1) != labels)
+    assert torch.equal(found.images[~found.success], images[~found.success])
+    assert found.success[torch.arange(5) != 1].any() or name == "noise"
+    alone = attack.run(model, images[3:4], labels[3:4], seed=1, index=torch.tensor([3]))
+    assert torch.allclose(alone.images, found.images[3:4], atol=1e-9, rtol=0)
+    assert torch.equal(alone.forwards, found.forwards[3:4])
+
+
 @pytest.mark.parametrize("keep", ["best", "last"])
-@pytest.mark.parametrize("norm", ["linf", "l2"])
+@pytest.mark.parametrize("norm", ["linf", "l2", "l1"])
 @pytest.mark.parametrize("name", [name for name in IN_A_BALL if name != "autoattack"])
 def test_a_ball_of_radius_zero_holds_the_image_alone(name: str, norm: str, keep: str) -> None:
     model, (images, labels) = coded_model(), batch(3)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 import pytest
@@ -50,7 +51,7 @@ def smallest_distance(
     """(batch,) the least over the wrong classes of (margin + confidence) / dual norm of the weight difference."""
     weight = model.weight.detach()
     scores = model(images).detach()
-    order = 2 if norm == "l2" else 1
+    order = {"linf": 1, "l2": 2, "l1": math.inf}[norm]
     results = []
     for row, label in enumerate(labels.tolist()):
         others = [other for other in range(len(weight)) if other != label]
@@ -65,8 +66,9 @@ def smallest_distance(
 
 
 def measured(points: Tensor, images: Tensor, norm: str) -> Tensor:
-    moves = (points - images).flatten(1)
-    return moves.abs().amax(1) if norm == "linf" else moves.norm(dim=1)
+    order = {"linf": math.inf, "l2": 2, "l1": 1}[norm]
+    lengths: Tensor = (points - images).flatten(1).norm(order, dim=1)
+    return lengths
 
 
 def carlini(**changes: Any) -> CarliniWagnerL2:
@@ -81,6 +83,8 @@ ALL: list[MinimumNormAttack] = [
     DeepFool(norm="linf"),
     FMN(norm="l2", steps=30),
     FMN(norm="linf", steps=30),
+    DeepFool(norm="l1"),
+    FMN(norm="l1", steps=30),
 ]
 
 
@@ -89,7 +93,7 @@ def name_of(attack: Any) -> str:
 
 
 @pytest.mark.parametrize("num_classes", [2, 3])
-@pytest.mark.parametrize("norm", ["l2", "linf"])
+@pytest.mark.parametrize("norm", ["l2", "linf", "l1"])
 def test_deepfool_ends_at_its_overshoot_of_the_smallest_distance(norm: Any, num_classes: int) -> None:
     model, images = linear(num_classes), near_gray()
     labels = model(images).argmax(1)
@@ -103,7 +107,7 @@ def test_deepfool_ends_at_its_overshoot_of_the_smallest_distance(norm: Any, num_
 
 
 @pytest.mark.parametrize("num_classes", [2, 3])
-@pytest.mark.parametrize("norm", ["l2", "linf"])
+@pytest.mark.parametrize("norm", ["l2", "linf", "l1"])
 def test_fmn_reaches_the_smallest_distance(norm: Any, num_classes: int) -> None:
     model, images = equidistant(num_classes), near_gray()
     labels = model(images).argmax(1)
@@ -371,7 +375,7 @@ def test_search_returns_the_image_where_nothing_was_found() -> None:
         (BlindSpot, {"shrink": 1.5}, "shrink must be a number above 0 and up to 1"),
         (BlindSpot, {"shrink": 0}, "shrink must be a number above 0"),
         (MemberCarliniWagner, {"targets": 0}, "targets must be a whole number from 1"),
-        (DeepFool, {"norm": "l1"}, "norm must be"),
+        (DeepFool, {"norm": "l3"}, "norm must be"),
         (DeepFool, {"num_candidates": 1}, "num_candidates must be"),
         (DeepFool, {"overshoot": -0.1}, "overshoot must be"),
         (FMN, {"norm": "l2", "steps": 0}, "steps must be"),

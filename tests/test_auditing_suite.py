@@ -720,8 +720,8 @@ def test_costs_are_what_is_asked_at_most() -> None:
 
 def test_estimates_grow_with_images_and_budget() -> None:
     model = coded_model()
-    quick, standard = (estimate_cost(model, name, 100, 5) for name in ("quick", "standard"))
+    quick, standard = (estimate_cost(model, name, 100, 5, norm="linf") for name in ("quick", "standard"))
     assert 0 < quick.forwards < standard.forwards
-    assert estimate_cost(model, "quick", 200, 5) == quick * 2
-    assert estimate_cost(model, "quick", None, 5) == quick * (BUDGETS["quick"].images // 100)
+    assert estimate_cost(model, "quick", 200, 5, norm="linf") == quick * 2
+    assert estimate_cost(model, "quick", None, 5, norm="linf") == quick * (BUDGETS["quick"].images // 100)
     assert Cost(1, 2) + Cost(3, 4) == Cost(4, 6)

@@ -920,7 +920,7 @@ def test_records_that_contradict_themselves(tmp_path: Path, change: dict[str, An
 
 
 @pytest.mark.parametrize(
-    "header", [{}, {"format": "ecnn-outcomes", "version": "2"}, {"about": "["}, {"about": "3"}]
+    "header", [{}, {"format": "ecnn-outcomes", "version": "3"}, {"about": "["}, {"about": "3"}]
 )
 def test_foreign_headers(tmp_path: Path, header: dict[str, str]) -> None:
     path = make_outcomes([True, False]).save(tmp_path / "x.npz")
@@ -928,6 +928,31 @@ def test_foreign_headers(tmp_path: Path, header: dict[str, str]) -> None:
     files.write_arrays(path, arrays, {**before, **header} if header else {})
     with pytest.raises(InputError, match=r"x\.npz"):
         Outcomes.load(path)
+
+
+def test_records_of_version_1_do_not_know_l1(tmp_path: Path) -> None:
+    """They load, join and are saved as they were; only a curve in L1 is refused."""
+    whole = make_outcomes([True, False, True], l1=[0, 0.7, 0])
+    path = whole.save(tmp_path / "x.npz")
+    arrays, header = files.read_arrays(path)
+    assert header["version"] == "2"
+    del arrays["l1"]
+    with pytest.raises(InputError, match="'l1' is missing"):
+        Outcomes.load(files.write_arrays(path, arrays, header))
+    old = Outcomes.load(files.write_arrays(path, arrays, {**header, "version": "1"}))
+    assert old.l1 is None
+    assert join([old.take(slice(2)), whole.take(slice(2, 3))]).l1 is None
+    assert files.read_arrays(old.save(path))[1]["version"] == "1"
+    clean = make_outcomes([True] * 3)
+    known, unknown = Evaluation(clean, {"a": whole}), Evaluation(clean, {"a": old})
+    assert [rate.successes for rate in known.curve_by_distance("a", norm="l1", eps=[0.5, 0.7]).robust] == [
+        3,
+        3,
+        2,
+    ]
+    with pytest.raises(InputError, match="before l1 was measured"):
+        unknown.curve_by_distance("a", norm="l1", eps=[0.5])
+    assert "L1" in unknown.table()
 
 
 def test_records_round_trip(tmp_path: Path) -> None:
@@ -998,9 +1023,9 @@ def test_progress_tells_accuracies_so_far() -> None:
 def test_the_table() -> None:
     found = evaluate(Table(STATES), numbered([0] * 6), {"a": switch(1), "other": leave_alone}, limit=None)
     lines = found.table().splitlines()
-    assert " ".join(lines[0].split()) == "attack robust 95 % interval after Linf L2 L0 passes gradients"
-    assert " ".join(lines[2].split()) == "a 33.3 % 9.7 - 70.0 % 33.3 % 0.00392 0.00392 1 3 1"
-    assert " ".join(lines[3].split()) == "other 66.7 % 30.0 - 90.3 % 66.7 % - - - - -"
+    assert " ".join(lines[0].split()) == "attack robust 95 % interval after Linf L2 L1 L0 passes gradients"
+    assert " ".join(lines[2].split()) == "a 33.3 % 9.7 - 70.0 % 33.3 % 0.00392 0.00392 0.00392 1 3 1"
+    assert " ".join(lines[3].split()) == "other 66.7 % 30.0 - 90.3 % 66.7 % - - - - - -"
     assert " ".join(lines[4].split()) == "worst case 33.3 % 9.7 - 70.0 %"
     assert lines[5].startswith("6 images.")
 

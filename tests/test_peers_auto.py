@@ -14,16 +14,16 @@ from torch import Tensor, nn
 import ecnn
 from ecnn.attacks.apgd import APGD
 from ecnn.attacks.auto import AutoAttack, examine
-from ecnn.attacks.ball import Norm
 from ecnn.attacks.base import Target
 from ecnn.attacks.draws import Draws
 from ecnn.attacks.fab import FAB
 from ecnn.attacks.gradient import PGD
-from ecnn.attacks.projections import move_to_hyperplane
+from ecnn.attacks.norms import NORMS, Norm
 from ecnn.attacks.square import Square
 
 pytestmark = pytest.mark.peer
-PEER_NORM = {"linf": "Linf", "l2": "L2"}
+PEER_NORM = {"linf": "Linf", "l2": "L2", "l1": "L1"}
+ORDER = {"linf": float("inf"), "l2": 2.0, "l1": 1.0}
 
 
 @cache
@@ -58,10 +58,10 @@ def count_survivors(model: nn.Module, points: Tensor, images: Tensor, labels: Te
 
 
 def peer_points(
-    model: nn.Module, images: Tensor, labels: Tensor, norm: Norm, eps: float, *names: str
+    model: nn.Module, images: Tensor, labels: Tensor, norm: Norm, eps: float, *names: str, seed: int = 0
 ) -> Tensor:
     peer = pytest.importorskip("pyautoattack")
-    suite = peer.AutoAttack(model, norm=PEER_NORM[norm], eps=eps, seed=0, version="standard")
+    suite = peer.AutoAttack(model, norm=PEER_NORM[norm], eps=eps, seed=seed, version="standard")
     suite.attacks_to_run = list(names) or suite.attacks_to_run
     points, _ = suite.run_standard_evaluation(images, labels, batch_size=len(images))
     crafted: Tensor = points
@@ -69,7 +69,7 @@ def peer_points(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("norm", "eps"), [("linf", 0.12), ("l2", 0.5)])
+@pytest.mark.parametrize(("norm", "eps"), [("linf", 0.12), ("l2", 0.5), ("l1", 2.0)])
 @pytest.mark.parametrize("name", ["apgd-ce", "apgd-t", "fab-t", "square"])
 def test_no_attack_leaves_more_survivors_or_costs_more(name: Any, norm: Norm, eps: float) -> None:
     model, images, labels = robust_digits()
@@ -89,7 +89,18 @@ def test_no_attack_leaves_more_survivors_or_costs_more(name: Any, norm: Norm, ep
     assert left <= theirs + (3 if name == "square" else 1)
 
 
-@pytest.mark.parametrize("norm", ["linf", "l2"])
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_verdicts_in_l1_are_the_same(seed: int) -> None:
+    """The standard suite on 200 digits: at most one image on which the two programs disagree."""
+    model, images, labels = robust_digits()
+    theirs = model(peer_points(model, images, labels, "l1", 2.0, seed=seed)).argmax(dim=1) != labels
+    ours = AutoAttack(norm="l1", eps=2.0).run(model, images, labels, seed=seed).success
+    assert 20 < int((~theirs).sum()) < 180
+    assert int((ours != theirs).sum()) <= 1
+
+
+@pytest.mark.parametrize("norm", ["linf", "l2", "l1"])
 def test_fab_distances_are_no_longer(norm: Norm) -> None:
     fab = pytest.importorskip("pyautoattack.fab_pt")
     model, images, labels = robust_digits()
@@ -103,14 +114,23 @@ def test_fab_distances_are_no_longer(norm: Norm) -> None:
     ours = (result.images - images).flatten(1)
     with torch.no_grad():
         right = model(images).argmax(dim=1) == labels
-    order = float("inf") if norm == "linf" else 2
-    ratio = (ours.norm(order, dim=1) / theirs.norm(order, dim=1))[right]
+    ratio = (ours.norm(ORDER[norm], dim=1) / theirs.norm(ORDER[norm], dim=1))[right]
     assert len(ratio) > 30
     assert ratio.max() < 1.001
     assert ratio.mean() < 1
 
 
-@pytest.mark.parametrize("norm", ["linf", "l2"])
+def test_projections_to_ball_and_box_are_equal() -> None:
+    """In L1; in the other norms their program scales and cuts."""
+    peer = pytest.importorskip("pyautoattack.autopgd_base")
+    draws = Draws.of(0, torch.arange(50))
+    images = (draws.uniform(200) * 1.4 - 0.2).clamp(0, 1)
+    moves = draws.fold(1).normal(200)
+    theirs = images + moves + peer.L1_projection(images, moves, 5.0)
+    assert torch.allclose(NORMS["l1"].project(images + moves, images, 5.0), theirs, atol=1e-5)
+
+
+@pytest.mark.parametrize("norm", ["linf", "l2", "l1"])
 def test_projections_are_equal(norm: Norm) -> None:
     peer = pytest.importorskip("pyautoattack.fab_projections")
     draws = Draws.of(0, torch.arange(50))
@@ -118,16 +138,16 @@ def test_projections_are_equal(norm: Norm) -> None:
     normals = draws.fold(1).normal(200, dtype=torch.float64)
     offsets = 20 * draws.fold(2).normal(dtype=torch.float64)
     theirs = getattr(peer, f"projection_{norm}")(points, normals, (normals * points).sum(dim=1) - offsets)
-    assert torch.allclose(move_to_hyperplane(points, normals, offsets, norm), theirs, atol=1e-9)
+    assert torch.allclose(NORMS[norm].move_to_hyperplane(points, normals, offsets), theirs, atol=1e-9)
 
 
-@pytest.mark.parametrize(("norm", "eps"), [("linf", 0.1), ("l2", 0.5)])
+@pytest.mark.parametrize(("norm", "eps"), [("linf", 0.1), ("l2", 0.5), ("l1", 2.0)])
 def test_apgd_reaches_higher_losses(norm: Norm, eps: float) -> None:
     apgd = pytest.importorskip("pyautoattack.autopgd_base")
     model, images, labels = robust_digits()
     peer = apgd.APGDAttack(model, norm=PEER_NORM[norm], eps=eps, n_iter=50, loss="ce", seed=0)
     theirs = peer.perturb(images, labels, best_loss=True)
-    attack = APGD(norm=norm, eps=eps, steps=50, loss="cross_entropy", keep="last")
+    attack = APGD(norm=norm, eps=eps, steps=50, loss="cross_entropy", keep="last", wide_start=False)
     ours = attack.run(model, images, labels).images
     with torch.no_grad():
         losses = [F.cross_entropy(model(points), labels) for points in (ours, theirs)]

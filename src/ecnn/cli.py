@@ -314,7 +314,7 @@ def evaluate(
     attack: Annotated[
         list[str], typer.Option(help="pgd, autoattack, cw, ... Repeatable; their worst case is given.")
     ],
-    norm: Annotated[str | None, typer.Option(help="linf or l2.  [default: linf]")] = None,
+    norm: Annotated[str | None, typer.Option(help="linf, l2 or l1.  [default: linf]")] = None,
     eps: Annotated[list[str] | None, typer.Option(help="Radius, 0.04 or 8/255. Repeatable: a curve.")] = None,
     steps: Annotated[int | None, typer.Option(help="Iterations.")] = None,
     step_size: Annotated[str | None, typer.Option(help="Of each iteration, 0.02 or 2/255.")] = None,
@@ -382,7 +382,7 @@ def audit(
         str | None,
         typer.Option(help="file.py:function that returns a torch module from [0, 1] pixels to scores."),
     ] = None,
-    norm: Annotated[str, typer.Option(help="linf or l2.")] = "linf",
+    norm: Annotated[str, typer.Option(help="linf, l2 or l1.")] = "linf",
     claim: Annotated[
         float | None,
         typer.Option(help="The accuracy in question, 0.72.  [default: what a plain attack would report]"),

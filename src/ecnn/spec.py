@@ -25,7 +25,7 @@ from typing import Any
 
 from ecnn import files
 from ecnn.attacks import ATTACKS, Attack
-from ecnn.attacks.ball import check_norm
+from ecnn.attacks.norms import NORMS
 from ecnn.checks import build, check_choice, check_count, check_options, parse_eps
 from ecnn.data import Dataset
 from ecnn.errors import InputError
@@ -117,7 +117,7 @@ class AuditTable:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        check_norm(self.norm)
+        check_choice("norm", self.norm, NORMS)
         parse_eps(self.eps)
 
 

@@ -2,7 +2,6 @@
 
 from ecnn.attacks.apgd import APGD
 from ecnn.attacks.auto import AutoAttack, Doubt
-from ecnn.attacks.ball import project, random_start
 from ecnn.attacks.base import Attack, Attacked, Cost
 from ecnn.attacks.blackbox import HopSkipJump, RandomNoise, Transfer
 from ecnn.attacks.carlini import BlindSpot, CarliniWagnerL2, MemberCarliniWagner
@@ -11,6 +10,7 @@ from ecnn.attacks.fab import FAB
 from ecnn.attacks.gradient import BIM, FGSM, PGD
 from ecnn.attacks.jsma import JSMA
 from ecnn.attacks.minimal import FMN, DeepFool
+from ecnn.attacks.norms import NORMS
 from ecnn.attacks.square import Square
 from ecnn.attacks.views import VIEWS, Averaged, Look, ScoreView, View, WeakestBit
 
@@ -54,6 +54,7 @@ __all__ = [
     "JSMA",
     "Look",
     "MemberCarliniWagner",
+    "NORMS",
     "PGD",
     "RandomNoise",
     "ScoreView",
@@ -62,6 +63,4 @@ __all__ = [
     "VIEWS",
     "View",
     "WeakestBit",
-    "project",
-    "random_start",
 ]

@@ -1,4 +1,4 @@
-"""Auto-PGD: a gradient attack that finds its own step size (Croce & Hein 2020)."""
+"""Auto-PGD: a gradient attack that finds its own step size (Croce & Hein 2020), in L1 also how many pixels to move."""
 
 from __future__ import annotations
 
@@ -11,16 +11,20 @@ import torch
 from torch import Tensor
 
 from ecnn.attacks.attempts import Attempts, Rows, best_wrong_classes, iterate_rows
-from ecnn.attacks.ball import Norm, check_norm, per_image, random_start, steepest
 from ecnn.attacks.base import Attack, Cost, Target
 from ecnn.attacks.draws import Draws
-from ecnn.attacks.projections import project_to_ball
+from ecnn.attacks.images import per_image
+from ecnn.attacks.norms import NORMS, Norm, share_step
 from ecnn.attacks.views import Look, Loss, LossFunction, View, find_view
-from ecnn.checks import check_count, parse_eps
+from ecnn.checks import check_choice, check_count, parse_eps
 from ecnn.errors import InputError
 
 _MOMENTUM = 0.75  # the paper's alpha, the share of a step that is new
 _RISES_WANTED = 0.75  # the paper's rho
+_WIDE = (3, 2)  # times eps, the radii of the balls that a wide start passes through
+_WIDE_SHARE = 30  # per cent of the steps spent in each
+_SPARSE_DIVISOR, _SPARSE_LEAST = 1.5, 0.1  # of the step in L1 when it shrinks, and its smallest size in eps
+_FEWER = 0.95  # of the changed pixels; when fewer are left, the step in L1 grows again
 _STREAM = 11  # so that other attacks with the same seed start elsewhere
 
 
@@ -41,19 +45,26 @@ class APGD(Attack):
     the best loss did not rise at all and the step was not halved last time; the search goes on from the best point.
     With keep="last" the point of the highest loss is returned, which is the paper's output.
 
+    In L1 (Croce & Hein 2021) there is no momentum and the step, eps at first, moves only the pixels of the largest
+    gradients: two thirds as many as the best point has changed. At every 4 % of the steps it shrinks to two thirds, to
+    eps / 10 at least, or, when the best point has come to change fewer pixels, is eps again from there.
+
     Attributes:
-        norm: of the ball and of the steps, "linf" or "l2".
+        norm: of the ball and of the steps, a name of `NORMS`.
         eps: radius on the [0, 1] scale, or a fraction such as "8/255".
         steps: of each start; 100 in AutoAttack.
         loss: "cross_entropy", "dlr" (free of the scale of the scores; needs 3 classes, 4 with targets) or "margin".
         targets: 0 moves away from the label; k moves to each of the k best wrong classes in turn (APGD-T; 9 in
             AutoAttack), or to all if there are fewer.
-        restarts: independent uniform starts.
+        restarts: independent starts: uniform points; in L1 noise projected to the ball, so that few pixels are changed.
+        wide_start: 30 % of the steps are made in a ball of three times the radius, then 30 % in one of twice, the rest
+            in the ball itself, each part from the best point of the one before. By default in L1 alone, as published.
         on: where it looks, a name of `VIEWS`, a `View`, or a loss (model, images, labels) -> (batch,) of your own.
 
     Departs: the authors' program scales to the L2 ball and then cuts to [0, 1]; this is the projection onto both that
         the paper asks for. Their program compares the first loss after a review with the last before it, ours with
-        that of the point the search went on from, as printed.
+        that of the point the search went on from, as printed. In L1 pixels at an end of [0, 1] that would leave it take
+        no part in a step, and the number of pixels is rounded down: rounded up, it never comes from two to one.
     """
 
     norm: Norm
@@ -62,11 +73,12 @@ class APGD(Attack):
     loss: Loss
     targets: int = 0
     restarts: int = 1
+    wide_start: bool | None = None
     on: str | View | LossFunction = "scores"
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_norm(self.norm)
+        check_choice("norm", self.norm, NORMS)
         parse_eps(self.eps)
         find_view(self.on).check_loss(self.loss)
         check_count("steps", self.steps)
@@ -80,7 +92,16 @@ class APGD(Attack):
     def cost(self, num_classes: int) -> Cost:
         climbs = self.restarts * max(1, min(self.targets, num_classes - 1))
         passes = climbs * find_view(self.on).passes_per_look
-        return Cost(2 + passes * (self.steps + 1), passes * self.steps)
+        return Cost(2 + passes * (self.steps + len(self._stages())), passes * self.steps)
+
+    def _stages(self) -> list[tuple[float, int]]:
+        """Radius and steps of each ball that a start passes through, the widest first."""
+        eps, wide_steps = parse_eps(self.eps), self.steps * _WIDE_SHARE // 100
+        is_wide = _STATES[self.norm].wide_start if self.wide_start is None else self.wide_start
+        if not (is_wide and wide_steps):
+            return [(eps, self.steps)]
+        wide = [(factor * eps, wide_steps) for factor in _WIDE]
+        return [*wide, (eps, self.steps - wide_steps * len(wide))]
 
     def search(self, target: Target, images: Tensor, labels: Tensor, draws: Draws) -> Tensor:
         if parse_eps(self.eps) == 0:
@@ -101,16 +122,14 @@ class APGD(Attack):
         self, target: Target, images: Tensor, labels: Tensor, goals: Tensor | None, draws: Draws
     ) -> tuple[Tensor, Tensor, Tensor]:
         """One start: the point kept for each image, whether it is broken, and the loss there."""
-        view, eps = find_view(self.on), parse_eps(self.eps)
-        widths = {now: now - before for before, now in itertools.pairwise(checkpoints(self.steps))}
-        points = random_start(images, self.norm, eps, draws)
-        look, gradient = target.ascend(view, points, labels, goals, loss=self.loss)
-        whole = _start(images, labels, goals, points, look, gradient, 2 * eps)
-        for step, part, state in iterate_rows(target, whole, self.steps, early_exit=self._drops_rows):
-            state.move(self.norm, eps, share=_MOMENTUM if step else 1.0)
-            state.look_around(part, view, self.loss, last=step == self.steps - 1)
-            if step + 1 in widths:
-                state.review(widths[step + 1])
+        stages, norm = self._stages(), NORMS[self.norm]
+        points = _STATES[self.norm].first(images, self.norm, stages[0][0], draws)
+        for (radius, steps), (next_radius, _) in itertools.pairwise(stages):
+            wide, _ = self._ascend(target, images, labels, goals, points, radius, steps, early_exit=False)
+            points = norm.nearest(wide.best, images, next_radius)
+        eps, steps = stages[-1]
+        early_exit = self._drops_rows
+        whole, look = self._ascend(target, images, labels, goals, points, eps, steps, early_exit=early_exit)
         if self.keep == "last":
             return whole.best, torch.zeros_like(whole.broken), whole.best_losses
         if look.scores is None:
@@ -120,10 +139,34 @@ class APGD(Attack):
         points = torch.where(per_image(whole.broken, images), whole.found, whole.best)
         return points, whole.broken, torch.where(whole.broken, whole.found_losses, whole.best_losses)
 
+    def _ascend(
+        self,
+        target: Target,
+        images: Tensor,
+        labels: Tensor,
+        goals: Tensor | None,
+        points: Tensor,
+        eps: float,
+        steps: int,
+        *,
+        early_exit: bool,
+    ) -> tuple[_APGDState, Look]:
+        """So many steps in the ball of one radius: where they end, and what the view showed at first."""
+        view, kind = find_view(self.on), _STATES[self.norm]
+        widths = {now: now - before for before, now in itertools.pairwise(kind.checkpoints(steps))}
+        look, gradient = target.ascend(view, points, labels, goals, loss=self.loss)
+        whole = _start(kind, images, labels, goals, points, look, gradient, eps)
+        for step, part, state in iterate_rows(target, whole, steps, early_exit=early_exit):
+            state.move(self.norm, eps, share=_MOMENTUM if step else 1.0)
+            state.look_around(part, view, self.loss, last=step == steps - 1)
+            if step + 1 in widths:
+                state.review(widths[step + 1], eps)
+        return whole, look
+
 
 @dataclass(kw_only=True)
 class _APGDState(Rows):
-    """Where one start of APGD stands; every tensor belongs to the images that are left.
+    """Where one start of APGD stands in Linf or L2; every tensor belongs to the images that are left.
 
     Attributes:
         points, previous, gradient, losses: the iterate, the one before it, and what is known at the iterate.
@@ -132,7 +175,12 @@ class _APGDState(Rows):
         step_sizes: (batch,).
         rises: (batch,) steps since the last review that raised the loss.
         reviewed_losses, halved: (batch,) the highest loss at the last review, and whether the step was halved there.
+        changed: (batch,) pixel values in which the best point differed from the image at the last review; for L1.
+        first_step, wide_start: the step at first, in radii; whether balls that are too wide come first.
     """
+
+    first_step: ClassVar[float] = 2.0
+    wide_start: ClassVar[bool] = False
 
     results: ClassVar[tuple[str, ...]] = ("broken", "best", "best_losses", "found", "found_losses")
     images: Tensor
@@ -151,14 +199,23 @@ class _APGDState(Rows):
     rises: Tensor
     reviewed_losses: Tensor
     halved: Tensor
+    changed: Tensor
+
+    @staticmethod
+    def first(images: Tensor, norm: Norm, eps: float, draws: Draws) -> Tensor:
+        return NORMS[norm].random(images, eps, draws)
+
+    @staticmethod
+    def checkpoints(steps: int) -> tuple[int, ...]:
+        return checkpoints(steps)
 
     def move(self, norm: Norm, eps: float, share: float) -> None:
         """One step up the gradient, mixed with the move before it."""
-        stepped = self.points + per_image(self.step_sizes, self.points) * steepest(self.gradient, norm)
-        moved = project_to_ball(stepped, self.images, norm, eps)
+        stepped = self.points + per_image(self.step_sizes, self.points) * NORMS[norm].steepest(self.gradient)
+        moved = NORMS[norm].nearest(stepped, self.images, eps)
         if share < 1:
             mixed = self.points + share * (moved - self.points) + (1 - share) * (self.points - self.previous)
-            moved = project_to_ball(mixed, self.images, norm, eps)
+            moved = NORMS[norm].nearest(mixed, self.images, eps)
         self.previous, self.points = self.points, moved
 
     def look_around(self, target: Target, view: View, loss: Loss, *, last: bool) -> None:
@@ -186,29 +243,73 @@ class _APGDState(Rows):
         self.found_losses = torch.where(better, self.losses, self.found_losses)
         self.broken = self.broken | broken
 
-    def review(self, width: int) -> None:
+    def review(self, width: int, eps: float) -> None:
         """Halves the step sizes of the images that make no headway and takes these back to their best point."""
         stuck = ~self.halved & (self.best_losses <= self.reviewed_losses)
         self.halved = stuck | (self.rises < _RISES_WANTED * width)
         self.step_sizes = torch.where(self.halved, self.step_sizes / 2, self.step_sizes)
-        back = per_image(self.halved, self.points)
+        self.go_back(self.halved)
+        self.reviewed_losses, self.rises = self.best_losses, torch.zeros_like(self.rises)
+
+    def go_back(self, rows: Tensor) -> None:
+        """Takes some images (a mask) back to their best point."""
+        back = per_image(rows, self.points)
         self.points = torch.where(back, self.best, self.points)
         self.gradient = torch.where(back, self.best_gradient, self.gradient)
-        self.losses = torch.where(self.halved, self.best_losses, self.losses)
-        self.reviewed_losses, self.rises = self.best_losses, torch.zeros_like(self.rises)
+        self.losses = torch.where(rows, self.best_losses, self.losses)
+
+
+class _SparseState(_APGDState):
+    """Where one start of APGD stands in L1: steps of few pixels, fewer as the best point comes to need fewer."""
+
+    first_step = 1.0
+    wide_start = True
+
+    @staticmethod
+    def first(images: Tensor, norm: Norm, eps: float, draws: Draws) -> Tensor:
+        noise = draws.normal(*images.shape[1:], dtype=images.dtype)
+        return NORMS[norm].nearest(images + noise, images, eps)
+
+    @staticmethod
+    def checkpoints(steps: int) -> tuple[int, ...]:
+        return tuple(range(0, steps + 1, max(1, steps * 4 // 100)))
+
+    def move(self, norm: Norm, eps: float, share: float) -> None:
+        """One step of the pixels of the largest gradients, two thirds as many as are changed; `share` is not used."""
+        step = share_step(self.gradient, self.points, 2 * self.changed // 3)
+        stepped = self.points + per_image(self.step_sizes, self.points) * step
+        self.previous, self.points = self.points, NORMS[norm].nearest(stepped, self.images, eps)
+
+    def review(self, width: int, eps: float) -> None:
+        """Where fewer pixels have come to do, a long step from the best point; elsewhere a shorter step."""
+        changed = _count_changed(self.best, self.images)
+        fewer = changed < _FEWER * self.changed
+        shorter = (self.step_sizes / _SPARSE_DIVISOR).clamp_min(_SPARSE_LEAST * eps)
+        self.step_sizes = torch.where(fewer, eps, shorter)
+        self.go_back(fewer)
+        self.changed = changed
+
+
+_STATES: dict[str, type[_APGDState]] = {"linf": _APGDState, "l2": _APGDState, "l1": _SparseState}
+
+
+def _count_changed(points: Tensor, images: Tensor) -> Tensor:
+    """(batch,) pixel values that differ."""
+    return (points != images).flatten(1).sum(dim=1)
 
 
 def _start(
+    kind: type[_APGDState],
     images: Tensor,
     labels: Tensor,
     goals: Tensor | None,
     points: Tensor,
     look: Look,
     gradient: Tensor,
-    step: float,
+    eps: float,
 ) -> _APGDState:
     losses, never = look.losses.to(images.dtype), torch.zeros_like(labels, dtype=torch.bool)
-    state = _APGDState(
+    state = kind(
         images=images,
         labels=labels,
         goals=goals,
@@ -221,10 +322,11 @@ def _start(
         best_losses=losses,
         found=points,
         found_losses=torch.full_like(losses, -math.inf),
-        step_sizes=torch.full_like(losses, step),
+        step_sizes=torch.full_like(losses, kind.first_step * eps),
         rises=torch.zeros_like(labels),
         reviewed_losses=losses,
         halved=~never,  # the first review asks only how often the loss rose
+        changed=_count_changed(points, images),
         broken=never,
     )
     state.note_broken(look)

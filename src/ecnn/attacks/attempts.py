@@ -11,8 +11,8 @@ from typing import Any, ClassVar, Self, TypeVar
 import torch
 from torch import Tensor
 
-from ecnn.attacks.ball import per_image
 from ecnn.attacks.base import Target
+from ecnn.attacks.images import per_image
 
 # On CUDA counting makes the device wait, and a new batch size costs time of its own.
 _CUDA_STEPS_BETWEEN_COUNTS = 10

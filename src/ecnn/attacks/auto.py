@@ -12,10 +12,10 @@ from torch import Tensor
 
 from ecnn.attacks.apgd import APGD
 from ecnn.attacks.attempts import Attempts
-from ecnn.attacks.ball import Norm, check_norm, l2_norm
 from ecnn.attacks.base import Attack, Cost, Target
 from ecnn.attacks.draws import Draws
 from ecnn.attacks.fab import FAB
+from ecnn.attacks.norms import NORMS, Norm, l2_norm
 from ecnn.attacks.square import Square
 from ecnn.attacks.views import View, find_score_view, score_loss
 from ecnn.checks import check_choice, parse_eps
@@ -23,6 +23,8 @@ from ecnn.errors import InputError
 
 Version = Literal["standard", "apgd-ce", "apgd-t", "fab-t", "square"]
 _STEPS, _TARGETS, _QUERIES = 100, 9, 5000
+#: Starts of APGD on cross-entropy and targets of APGD-T: one and nine, in L1 five and five.
+_APGD: dict[str, tuple[int, int]] = {"linf": (1, 9), "l2": (1, 9), "l1": (5, 5)}
 _DIFFERENCE = 1e-4  # of two passes, relative to the length of the scores
 _SUM_TOLERANCE = 1e-5
 
@@ -69,10 +71,10 @@ class AutoAttack(Attack):
     `examine` tells when not to trust them.
 
     Attributes:
-        norm: of the ball, "linf" or "l2".
+        norm: of the ball, a name of `NORMS`.
         eps: radius on the [0, 1] scale, or a fraction such as "8/255".
         version: the "standard" suite, or one of its attacks with the suite's settings: 100 steps, the nine best wrong
-            classes, 5,000 queries, one start.
+            classes, 5,000 queries, one start; in L1 five starts of APGD, and the five best classes for APGD-T.
         on: where all of them look, "scores" (the published suite), "linear", "tempered" or another `ScoreView`.
 
     Departs: with fewer than four classes, where the targeted DLR loss is not defined, APGD-T raises the margin; with
@@ -88,7 +90,7 @@ class AutoAttack(Attack):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_norm(self.norm)
+        check_choice("norm", self.norm, NORMS)
         parse_eps(self.eps)
         find_score_view(self.on)
         check_choice("version", self.version, get_args(Version))
@@ -106,9 +108,10 @@ class AutoAttack(Attack):
             "quick": self.quick,
         }
         loss: Literal["dlr", "margin"] = "dlr" if num_classes >= 4 else "margin"
+        restarts, targets = _APGD[self.norm]
         suite: dict[str, Attack] = {
-            "apgd-ce": APGD(steps=_STEPS, loss="cross_entropy", **common),
-            "apgd-t": APGD(steps=_STEPS, loss=loss, targets=_TARGETS, **common),
+            "apgd-ce": APGD(steps=_STEPS, loss="cross_entropy", restarts=restarts, **common),
+            "apgd-t": APGD(steps=_STEPS, loss=loss, targets=targets, **common),
             "fab-t": FAB(steps=_STEPS, targets=_TARGETS, **common),
             "square": Square(queries=_QUERIES, rescale=False, **common),
         }

@@ -11,8 +11,8 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
-from ecnn.attacks.ball import check_unit_range, per_image
 from ecnn.attacks.draws import Draws
+from ecnn.attacks.images import check_unit_range, per_image
 from ecnn.attacks.speed.quick_copy import quick_copy
 from ecnn.attacks.speed.replay import Recorder, Values, run_in_pieces
 from ecnn.attacks.views import Look, Loss, View

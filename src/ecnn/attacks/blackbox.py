@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
 
 from ecnn.attacks.attempts import Attempts
-from ecnn.attacks.ball import Norm, check_norm, l2_norm, per_image, project, random_start, steepest
 from ecnn.attacks.base import Attack, Attacked, Cost, Target
 from ecnn.attacks.draws import Draws
+from ecnn.attacks.images import per_image
+from ecnn.attacks.norms import NORMS, Norm, l2_norm
 from ecnn.attacks.views import score_loss
 from ecnn.backbones import full_precision
 from ecnn.checks import check_choice, check_count, parse_eps
 from ecnn.errors import InputError
 
 _BLEND_HALVINGS = 10
+#: Of a bisection, per bit of the number of pixels.
+_HALVINGS_PER_BIT: dict[str, float] = {"linf": 2.0, "l2": 1.5}
 _JUMP_HALVINGS = 25
 #: Directions drawn together, a fixed number, so that the size of an evaluation batch changes no result.
 _GROUP = 64
@@ -49,6 +52,7 @@ class HopSkipJump(Attack):
         asked around the border are never nearer than the precision can tell; small images are bisected ten times.
     """
 
+    norms: ClassVar[tuple[str, ...]] = tuple(_HALVINGS_PER_BIT)  # that it is published for
     norm: Norm
     steps: int
     samples: int = 100
@@ -57,7 +61,7 @@ class HopSkipJump(Attack):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_norm(self.norm)
+        check_choice("norm", self.norm, self.norms)
         check_count("steps", self.steps, least=0)
         check_count("samples", self.samples, least=2)
         check_count("init_tries", self.init_tries)
@@ -101,7 +105,7 @@ class HopSkipJump(Attack):
     def _walk(self, border: _Border, points: Tensor, draws: Draws) -> Tensor:
         """The nearest point kept on the way from misclassified points along the border."""
         features = math.prod(points.shape[1:])
-        halvings = max(_BLEND_HALVINGS, math.ceil((1.5 if self.norm == "l2" else 2) * math.log2(features)))
+        halvings = max(_BLEND_HALVINGS, math.ceil(_HALVINGS_PER_BIT[self.norm] * math.log2(features)))
         finest = 16 * math.sqrt(features) * torch.finfo(points.dtype).eps
         kept = points
         for step in range(1, self.steps + 1):
@@ -110,7 +114,7 @@ class HopSkipJump(Attack):
             kept = border.nearer(kept, points)
             slope = border.slope(points, radii, int(self.samples * math.sqrt(step)), draws.fold(step))
             lengths = border.distances(points) / math.sqrt(step)
-            points = border.jump(points, steepest(slope, self.norm), lengths)
+            points = border.jump(points, NORMS[self.norm].steepest(slope), lengths)
         return border.nearer(kept, border.bisect(points, halvings))
 
 
@@ -129,8 +133,7 @@ class _Border:
 
     def distances(self, points: Tensor) -> Tensor:
         """(batch,) from the images, in the norm."""
-        moves = points - self.images
-        return l2_norm(moves) if self.norm == "l2" else moves.flatten(1).abs().amax(dim=1)
+        return NORMS[self.norm].length(points - self.images)
 
     def wrong(self, points: Tensor) -> Tensor:
         """(batch,) whether each point is classified otherwise than its image should be; one question each."""
@@ -152,7 +155,7 @@ class _Border:
         distances = self.distances(points)
         for _ in range(halvings):
             middle = (low + high) / 2
-            if straight or self.norm == "l2":
+            if straight or not NORMS[self.norm].is_box:
                 tried = torch.lerp(self.images, points, per_image(middle, points))
             else:
                 reach = per_image(middle * distances, points)
@@ -227,7 +230,7 @@ class RandomNoise(Attack):
     misclassified one. keep="last" returns the best too, whatever it is.
 
     Attributes:
-        norm: of the ball, "linf" or "l2".
+        norm: of the ball, a name of `NORMS`.
         eps: radius on the [0, 1] scale, or a fraction such as "8/255".
         samples: points tried for each image.
         kind: "uniform" in the ball, or its "corners": every pixel moved by eps up or down (Linf only).
@@ -240,13 +243,14 @@ class RandomNoise(Attack):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_norm(self.norm)
+        check_choice("norm", self.norm, NORMS)
         parse_eps(self.eps)
         check_count("samples", self.samples)
         check_choice("kind", self.kind, ("uniform", "corners"))
-        if self.kind == "corners" and self.norm != "linf":
+        if self.kind == "corners" and not NORMS[self.norm].is_box:
             raise InputError(
-                f'only a ball in "linf" has corners, not one in {self.norm!r}: use kind="uniform".'
+                f'kind="corners" moves every pixel by eps, and no point of a ball in {self.norm!r} is so far: use '
+                'kind="uniform".'
             )
 
     def cost(self, num_classes: int) -> Cost:
@@ -262,11 +266,11 @@ class RandomNoise(Attack):
         return attempts.points
 
     def _draw(self, images: Tensor, draws: Draws) -> Tensor:
-        eps = parse_eps(self.eps)
+        eps, norm = parse_eps(self.eps), NORMS[self.norm]
         if self.kind == "uniform":
-            return random_start(images, self.norm, eps, draws)
+            return norm.random(images, eps, draws)
         signs = 2.0 * draws.integers(2, *images.shape[1:]).to(images.dtype) - 1
-        return project(images + eps * signs, images, self.norm, eps)
+        return norm.project(images + eps * signs, images, eps)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from ecnn.attacks.attempts import Rows
-from ecnn.attacks.ball import per_image
 from ecnn.attacks.base import Cost, Target
 from ecnn.attacks.draws import Draws
+from ecnn.attacks.images import per_image
 from ecnn.attacks.minimal import MinimumNormAttack, misclassified
 from ecnn.attacks.views import Look, View, WeakestBit, decode_linearly, find_score_view, members_of
 from ecnn.checks import check_count, check_number

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from ecnn.attacks.attempts import Attempts, Rows, best_wrong_classes, iterate_rows
-from ecnn.attacks.ball import Norm, check_norm, length_of, per_image, project, random_start
 from ecnn.attacks.base import Attack, Cost, Target
 from ecnn.attacks.draws import Draws
-from ecnn.attacks.projections import move_to_hyperplane
+from ecnn.attacks.images import per_image
+from ecnn.attacks.norms import NORMS, Norm
 from ecnn.attacks.views import View, find_score_view
-from ecnn.checks import check_count, check_number, parse_eps
+from ecnn.checks import check_choice, check_count, check_number, parse_eps
 from ecnn.objectives import score_margin
 
 _FINAL_STEPS = 3
@@ -33,7 +33,7 @@ class FAB(Attack):
     is returned cut to the ball, where the final pass may still find it misclassified.
 
     Attributes:
-        norm: of the perturbation to make small, "linf" or "l2".
+        norm: of the perturbation to make small, a name of `NORMS`.
         eps: radius of success on the [0, 1] scale, or a fraction such as "8/255".
         steps: of each start and target; 100 in AutoAttack.
         targets: the k best wrong classes, one after the other, or all if there are fewer.
@@ -59,7 +59,7 @@ class FAB(Attack):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_norm(self.norm)
+        check_choice("norm", self.norm, NORMS)
         parse_eps(self.eps)
         find_score_view(self.on)
         check_count("steps", self.steps)
@@ -74,7 +74,7 @@ class FAB(Attack):
         return Cost(2 + 2 * steps, 2 * steps)
 
     def search(self, target: Target, images: Tensor, labels: Tensor, draws: Draws) -> Tensor:
-        eps = parse_eps(self.eps)
+        eps, norm = parse_eps(self.eps), NORMS[self.norm]
         if eps == 0:
             return images.clone()
         scores = target.scores(images)
@@ -85,12 +85,12 @@ class FAB(Attack):
         for (start, rank), part, rows in attempts.each(settings):
             points = own = images[rows]
             if start:
-                points = random_start(own, self.norm, eps / 2, draws.fold(start).fold(rank).take(rows))
+                points = norm.random(own, eps / 2, draws.fold(start).fold(rank).take(rows))
             hunt = _start_hunt(own, labels[rows], goals[rows, rank], points)
             attempts.keep(*self._hunt(part, hunt, leads[rows], eps))
         found = attempts.points
-        near = per_image(length_of(found - images, self.norm) <= eps, images)
-        return torch.where(near, found, project(found, images, self.norm, eps))
+        near = per_image(norm.length(found - images) <= eps, images)
+        return torch.where(near, found, norm.project(found, images, eps))
 
     def _hunt(self, target: Target, whole: _Hunt, leads: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
         """One start and target: the nearest misclassified points, whether they lie within eps, minus their distance."""
@@ -113,12 +113,13 @@ class FAB(Attack):
 
     def _step(self, hunt: _Hunt, leads: Tensor, gradient: Tensor) -> Tensor:
         """To the linearised border from the point and, with less weight, from the image."""
+        norm = NORMS[self.norm]
         points, images, normals = (x.flatten(1) for x in (hunt.points, hunt.images, gradient))
         offsets = leads + (normals * (images - points)).sum(dim=1)
-        move, image_move = move_to_hyperplane(
-            torch.cat([points, images]), normals.repeat(2, 1), torch.cat([leads, offsets]), self.norm
+        move, image_move = norm.move_to_hyperplane(
+            torch.cat([points, images]), normals.repeat(2, 1), torch.cat([leads, offsets])
         ).chunk(2)
-        length, image_length = length_of(move, self.norm), length_of(image_move, self.norm)
+        length, image_length = norm.length(move), norm.length(image_move)
         weight = (length / (length + image_length).clamp_min(1e-30)).clamp(max=self.bias)[:, None]
         ahead = (1 - weight) * (points + self.overshoot * move)
         ahead = ahead + weight * (images + self.overshoot * image_move)
@@ -164,7 +165,7 @@ class _Hunt(Rows):
         """(batch,) whether the points are misclassified; the nearest such points are remembered."""
         wrong = scores.argmax(dim=1) != self.labels
         self.leads = -score_margin(scores, self.labels).to(self.leads.dtype)
-        distances = length_of(self.points - self.images, norm)
+        distances = NORMS[norm].length(self.points - self.images)
         nearer = wrong & (distances < self.distances)
         self.found = torch.where(per_image(nearer, self.found), self.points, self.found)
         self.found_leads = torch.where(nearer, self.leads, self.found_leads)

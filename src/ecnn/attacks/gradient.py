@@ -12,9 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from ecnn.attacks.attempts import Attempts, Rows, best_wrong_classes, iterate_rows
-from ecnn.attacks.ball import Norm, check_norm, per_image, project, random_start, steepest
 from ecnn.attacks.base import Attack, Cost, Target
 from ecnn.attacks.draws import Draws
+from ecnn.attacks.images import per_image
+from ecnn.attacks.norms import NORMS, Norm
 from ecnn.attacks.views import SCORES, Look, Loss, LossFunction, ScoreView, View, find_view
 from ecnn.checks import check_choice, check_count, parse_eps
 from ecnn.errors import InputError
@@ -35,7 +36,7 @@ class PGD(Attack):
     depends on the data.
 
     Attributes:
-        norm: of the ball and of the steps, "linf" or "l2".
+        norm: of the ball and of the steps, a name of `NORMS`. In L1 a step moves 1 % of the pixels.
         eps: radius on the [0, 1] scale, or a fraction such as "8/255".
         steps: gradient steps of each start.
         step_size: length of each, on the [0, 1] scale.
@@ -63,7 +64,7 @@ class PGD(Attack):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_norm(self.norm)
+        check_choice("norm", self.norm, NORMS)
         parse_eps(self.eps)
         parse_eps(self.step_size, "step_size")
         find_view(self.on).check_loss(self.loss)
@@ -132,23 +133,22 @@ class PGD(Attack):
         return points
 
     def _first(self, target: Target, images: Tensor, draws: Draws) -> Tensor:
-        eps = parse_eps(self.eps)
+        eps, norm = parse_eps(self.eps), NORMS[self.norm]
         if self.start == "image":
             return images.clone()
-        points = random_start(images, self.norm, eps, draws)
+        points = norm.random(images, eps, draws)
         if self.start == "odi":
             view = _WeightedScores(view=find_view(self.on), draws=draws.fold(7))
             anything = torch.zeros(len(points), dtype=torch.int64, device=points.device)
             for _ in range(_ODI_STEPS):
                 _, gradient = target.ascend(view, points, anything)
-                points = project(points + eps * steepest(gradient, self.norm), images, self.norm, eps)
+                points = norm.project(points + eps * norm.step(gradient, points), images, eps)
         return points
 
     def _move(self, points: Tensor, gradient: Tensor, images: Tensor, step: int) -> Tensor:
         length = parse_eps(self.step_size) * _SCHEDULES[self.schedule](step / max(1, self.steps))
-        return project(
-            points + length * steepest(gradient, self.norm), images, self.norm, parse_eps(self.eps)
-        )
+        norm = NORMS[self.norm]
+        return norm.project(points + length * norm.step(gradient, points), images, parse_eps(self.eps))
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from ecnn.attacks.attempts import Attempts
-from ecnn.attacks.ball import per_image
 from ecnn.attacks.base import Attack, Target, gradient_of
 from ecnn.attacks.draws import Draws
+from ecnn.attacks.images import per_image
 from ecnn.attacks.views import View, find_score_view
 from ecnn.checks import check_choice, check_count, check_number
 from ecnn.errors import InputError

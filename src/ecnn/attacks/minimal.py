@@ -9,11 +9,12 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ecnn.attacks.ball import Norm, check_norm, l2_norm, length_of, per_image, steepest
 from ecnn.attacks.base import Attack, Cost, Target, gradient_of
 from ecnn.attacks.draws import Draws
+from ecnn.attacks.images import per_image
+from ecnn.attacks.norms import NORMS, Norm
 from ecnn.attacks.views import View, find_score_view
-from ecnn.checks import check_count, check_number
+from ecnn.checks import check_choice, check_count, check_number
 from ecnn.errors import InputError
 from ecnn.objectives import score_margin
 
@@ -68,7 +69,7 @@ class DeepFool(MinimumNormAttack):
     images leave the batch when they are misclassified.
 
     Attributes:
-        norm: that the steps are shortest in, "l2" or "linf".
+        norm: that the steps are shortest in, a name of `NORMS`. In L1 a step moves one pixel.
         steps: at most this many; the authors' 50.
         overshoot: the authors' 0.02.
         num_candidates: classes whose borders count, those with the highest scores of the clean image, the label among
@@ -87,7 +88,7 @@ class DeepFool(MinimumNormAttack):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_norm(self.norm)
+        check_choice("norm", self.norm, NORMS)
         find_score_view(self.on)
         check_count("steps", self.steps)
         check_count("num_candidates", self.num_candidates, least=2)
@@ -144,9 +145,9 @@ class DeepFool(MinimumNormAttack):
 
 def _step_to_border(gaps: Tensor, gradient: Tensor, norm: Norm) -> tuple[Tensor, Tensor]:
     """(batch,) how far the gap is from zero if it is linear, in the norm, and the shortest move there."""
-    lengths = gaps / dual_norm(gradient, norm)
+    lengths = gaps / NORMS[norm].dual(gradient)
     lengths = torch.where(torch.isfinite(lengths), lengths, math.inf)  # without a slope there is no border
-    return lengths, -per_image(lengths.nan_to_num(posinf=0.0), gradient) * steepest(gradient, norm)
+    return lengths, -per_image(lengths.nan_to_num(posinf=0.0), gradient) * NORMS[norm].steepest(gradient)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,7 +159,7 @@ class FMN(MinimumNormAttack):
     fall along half a cosine; the nearest misclassified iterate is kept.
 
     Attributes:
-        norm: of the ball, "l2" or "linf". Steps have their length in L2 for both, as published.
+        norm: of the ball, a name of `NORMS`. Steps have their length in L2 for all, as published.
         steps: gradient steps; one more look is taken at the last point.
         step_size: first and last L2 length of a step, the authors' 1 and 0.01.
         radius_change: first and last share, the authors' 0.05 and 0.001.
@@ -176,7 +177,7 @@ class FMN(MinimumNormAttack):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_norm(self.norm)
+        check_choice("norm", self.norm, NORMS)
         find_score_view(self.on)
         check_count("steps", self.steps)
         for name, top in (("step_size", math.inf), ("radius_change", 1.0)):
@@ -192,7 +193,7 @@ class FMN(MinimumNormAttack):
         return Cost(3 + self.steps, self.steps)
 
     def search(self, target: Target, images: Tensor, labels: Tensor, draws: Draws) -> Tensor:
-        view = find_score_view(self.on)
+        view, norm = find_score_view(self.on), NORMS[self.norm]
         points, found = images, images.clone()
         shortest = torch.full(images.shape[:1], math.inf, device=images.device, dtype=images.dtype)
         radius = shortest.clone()
@@ -204,7 +205,7 @@ class FMN(MinimumNormAttack):
             gradient = possible(gradient, points)
             scores = target.scores(points) if look.scores is None else look.scores
             broken = misclassified(target, scores, points, labels)
-            lengths = length_of(points - images, self.norm)
+            lengths = norm.length(points - images)
             nearer = broken & (lengths < shortest)
             found = torch.where(per_image(nearer, found), points, found)
             shortest = torch.where(nearer, lengths, shortest)
@@ -213,28 +214,14 @@ class FMN(MinimumNormAttack):
             )
             # Beyond the border by rounding: right on it, a linear model would keep the radius where it is for ever.
             missing = look.losses.abs() + 2 * rounding(target, scores)
-            border = lengths + missing / dual_norm(gradient, self.norm).clamp_min(1e-30)
+            border = lengths + missing / norm.dual(gradient).clamp_min(1e-30)
             grown = torch.where(torch.isfinite(shortest), radius * (1 + change), border)
             radius = torch.where(broken, torch.minimum(radius * (1 - change), shortest), grown)
-            moves = points - images + length * steepest(gradient, "l2")
-            points = (images + _cut(moves, self.norm, radius)).clamp(0, 1)
+            moves = points - images + length * NORMS["l2"].steepest(gradient)
+            points = (images + norm.shorten(moves, radius)).clamp(0, 1)
         return found
-
-
-def dual_norm(gradient: Tensor, norm: Norm) -> Tensor:
-    """(batch,) how fast a loss with this gradient can change per unit of the norm."""
-    return l2_norm(gradient) if norm == "l2" else gradient.flatten(1).abs().sum(dim=1)
 
 
 def _half_cosine(ends: tuple[float, float], done: float) -> float:
     first, last = ends
     return last + (first - last) * 0.5 * (1 + math.cos(math.pi * done))
-
-
-def _cut(moves: Tensor, norm: Norm, radius: Tensor) -> Tensor:
-    """Moves no longer than each image's own radius, which may be infinite."""
-    if norm == "linf":
-        bound = per_image(radius, moves)
-        return torch.minimum(torch.maximum(moves, -bound), bound)
-    scale = (radius / l2_norm(moves).clamp_min(1e-30)).clamp(max=1)
-    return moves * per_image(scale, moves)

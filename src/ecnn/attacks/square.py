@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import ClassVar, Literal
@@ -11,9 +12,10 @@ import torch
 from torch import Tensor
 
 from ecnn.attacks.attempts import Attempts, Rows, iterate_rows
-from ecnn.attacks.ball import Norm, check_norm, l2_norm, per_image, project
 from ecnn.attacks.base import Attack, Cost, Target
 from ecnn.attacks.draws import Draws
+from ecnn.attacks.images import per_image
+from ecnn.attacks.norms import NORMS, Norm, l2_norm
 from ecnn.attacks.views import Loss, View, find_score_view
 from ecnn.checks import check_choice, check_count, check_number, parse_eps
 
@@ -23,6 +25,7 @@ _HALVINGS_BUDGET = 10_000
 _DRAWN_AT_ONCE = (
     50  # steps whose random numbers are made together: the work is in starting it, not in doing it
 )
+_BUMP_POWERS = {"l2": 2, "l1": 4}  # by which a bump falls off with the distance from its middle
 _TILES = 5  # a side of the first L2 perturbation has this many squares
 _WIDEST_TURN = math.pi / 4  # of an L2 perturbation, towards a square as large as the image
 _STREAM = 13
@@ -40,13 +43,18 @@ def square_share(step: int, queries: int, first: float, *, rescale: bool) -> flo
     return first * 0.5 ** sum(step > halving for halving in _HALVINGS)
 
 
+_First = Callable[[Tensor, float, Draws], Tensor]
+_Propose = Callable[["_Walk", float, float, Tensor], Tensor]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Square(Attack):
-    """Square Attack (Andriushchenko et al. 2020): a random search without gradients, in Linf or L2.
+    """Square Attack (Andriushchenko et al. 2020): a random search without gradients, in Linf, L2 or L1.
 
     In Linf a square of random place gets a random sign of eps per channel; in L2 one square gives its share of the
-    radius to another, which gets two bumps of opposite sign. A change stays when it raises the loss. Masked gradients
-    do not stop it, so that images it alone breaks speak against a model's gradients.
+    radius to another, which gets two bumps of opposite sign; in L1 (Croce & Hein 2021) likewise with sharper bumps, and
+    the whole is projected to the ball. A change stays when it raises the loss. Masked gradients do not stop it, so that
+    images it alone breaks speak against a model's gradients.
 
     The published moves in L2 only ever empty a square, and its smallest square is three pixels wide, so that even on a
     linear model they end far from the optimum. `l2_moves="turns"`, our own, turns the whole perturbation towards a
@@ -54,14 +62,14 @@ class Square(Attack):
     (benchmarks/attacks.md).
 
     Attributes:
-        norm: of the ball, "linf" or "l2".
+        norm: of the ball, a name of `NORMS`.
         eps: radius on the [0, 1] scale, or a fraction such as "8/255".
         queries: passes of each start, the starting point included; 5,000 in AutoAttack.
         loss: "margin" (published) or "cross_entropy".
         first_share: of the pixels, what the first squares cover (the paper's p).
         rescale: the halving schedule of that share, made for 10,000 queries, is stretched to `queries` as in the
             paper; AutoAttack leaves it as it is.
-        l2_moves: "bumps" (published) or "turns" (ours, stronger); in Linf there is only one kind.
+        l2_moves: "bumps" (published) or "turns" (ours, stronger); in other norms there is only one kind.
         restarts: independent starts.
         on: where it looks, "scores", "linear", "tempered" or another `ScoreView`.
 
@@ -81,7 +89,7 @@ class Square(Attack):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_norm(self.norm)
+        check_choice("norm", self.norm, NORMS)
         parse_eps(self.eps)
         find_score_view(self.on)
         check_choice("loss", self.loss, ("margin", "cross_entropy"))
@@ -108,10 +116,7 @@ class Square(Attack):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """One start: the point of the highest loss or the first broken one, whether it is broken, its loss."""
         view, eps = find_score_view(self.on), parse_eps(self.eps)
-        if self.norm == "linf":
-            first, propose = _first_stripes, _propose_square
-        else:
-            first, propose = _first_tiles, _propose_bumps if self.l2_moves == "bumps" else _propose_turn
+        first, propose = _MOVES[self.norm, self.l2_moves]
         whole = _start_walk(images, labels, draws)
         whole.accept(target, view, self.loss, first(images, eps, draws.fold(0)))
         for step, part, walk in iterate_rows(target, whole, self.queries - 1, early_exit=self._drops_rows):
@@ -186,7 +191,7 @@ def _side(share: float, images: Tensor, least: int = 1) -> int:
 def _first_stripes(images: Tensor, eps: float, draws: Draws) -> Tensor:
     """Vertical stripes of one pixel, each plus or minus eps in each channel."""
     signs = _signs(draws.uniform(images.shape[1], 1, images.shape[3], dtype=images.dtype))
-    return project(images + eps * signs, images, "linf", eps)
+    return NORMS["linf"].project(images + eps * signs, images, eps)
 
 
 def _propose_square(walk: _Walk, eps: float, share: float, numbers: Tensor) -> Tensor:
@@ -198,50 +203,62 @@ def _propose_square(walk: _Walk, eps: float, share: float, numbers: Tensor) -> T
     inside = ((down >= 0) & (down < side))[:, None, :, None] & ((across >= 0) & (across < side))[
         :, None, None
     ]
-    moved = project(images + eps * _signs(numbers[:, 5:])[:, :, None, None], images, "linf", eps)
+    moved = NORMS["linf"].project(images + eps * _signs(numbers[:, 5:])[:, :, None, None], images, eps)
     return torch.where(inside, moved, walk.points)
 
 
-def _bump(height: int, width: int) -> Tensor:
-    """(height, width) a pyramid of rectangles around the middle, the k-th from within weighing 1 / k^2; length 1."""
+def _bump(height: int, width: int, norm: Norm) -> Tensor:
+    """(height, width) a pyramid of rectangles around the middle, the k-th from within weighing 1 / k^2; length 1.
+
+    In L1 they weigh 1 / k^4.
+    """
     bump = torch.zeros(height, width, dtype=torch.float64)
     middle, centre = height // 2, width // 2
     for ring in range(max(height, width) // 2 + 1):
         top, left = max(middle - ring, 0), max(centre - ring, 0)
-        bump[top : middle + ring + 1, left : centre + ring + 1] += 1 / (ring + 1) ** 2
-    unit: Tensor = bump / l2_norm(bump[None]).clamp_min(1e-30)
+        bump[top : middle + ring + 1, left : centre + ring + 1] += 1 / (ring + 1) ** _BUMP_POWERS[norm]
+    unit: Tensor = bump / NORMS[norm].length(bump[None]).clamp_min(1e-30)
     return unit
 
 
 @lru_cache(maxsize=64)  # bringing it to the device at every step would make that wait
-def _two_bumps(side: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+def _two_bumps(side: int, norm: Norm, dtype: torch.dtype, device: torch.device) -> Tensor:
     """(side, side) one bump up and one down, side by side; length 1."""
-    both = torch.cat([_bump(side // 2, side), -_bump(side - side // 2, side)])
-    unit: Tensor = both / l2_norm(both[None])
+    both = torch.cat([_bump(side // 2, side, norm), -_bump(side - side // 2, side, norm)])
+    unit: Tensor = both / NORMS[norm].length(both[None])
     return unit.to(device, dtype)
 
 
-def _turned_bumps(side: int, turns: Tensor, images: Tensor) -> Tensor:
+def _turned_bumps(side: int, norm: Norm, turns: Tensor, images: Tensor) -> Tensor:
     """(batch, 1, side, side) the two bumps, lying or standing as each image's number says."""
-    bumps = _two_bumps(side, images.dtype, images.device)
+    bumps = _two_bumps(side, norm, images.dtype, images.device)
     return torch.where((turns < 0.5)[:, None, None], bumps, bumps.T)[:, None]
 
 
-def _first_tiles(images: Tensor, eps: float, draws: Draws) -> Tensor:
-    """Two bumps of random sign in each tile of a grid, of length eps altogether."""
+def _tile(images: Tensor, norm: Norm, draws: Draws) -> Tensor:
+    """Moves that are two bumps of random sign in each tile of a grid, each of length 1."""
     channels, height, width = images.shape[1:]
     side = max(1, min(height, width) // _TILES)
     down, across = height // side, width // side
     signs = _signs(draws.uniform(channels, down, 1, across, 1, dtype=images.dtype))
     turns = draws.fold(1).uniform(down, across, dtype=images.dtype)
-    bumps = _two_bumps(side, images.dtype, images.device)
+    bumps = _two_bumps(side, norm, images.dtype, images.device)
     tiles = torch.where((turns < 0.5)[..., None, None], bumps, bumps.T)  # (batch, down, across, side, side)
     moves = signs * tiles.permute(0, 1, 3, 2, 4)[:, None]
     moves = moves.reshape(len(images), channels, down * side, across * side)
     top, left = (height - down * side) // 2, (width - across * side) // 2
     whole = torch.zeros_like(images)
     whole[:, :, top : top + down * side, left : left + across * side] = moves
-    return project(images + _of_length(whole, eps), images, "l2", eps)
+    return whole
+
+
+def _first_tiles(images: Tensor, eps: float, draws: Draws) -> Tensor:
+    """Tiles of two bumps, of length eps altogether."""
+    return NORMS["l2"].project(images + _of_length(_tile(images, "l2", draws), eps), images, eps)
+
+
+def _first_sharp_tiles(images: Tensor, eps: float, draws: Draws) -> Tensor:
+    return NORMS["l1"].project(images + _tile(images, "l1", draws), images, eps)
 
 
 def _corner(numbers: Tensor, side: int, images: Tensor) -> tuple[Tensor, Tensor]:
@@ -259,23 +276,45 @@ def _window(numbers: Tensor, side: int, images: Tensor) -> Tensor:
     return flat[:, None].expand(-1, images.shape[1], -1)
 
 
-def _propose_bumps(walk: _Walk, eps: float, share: float, numbers: Tensor) -> Tensor:
-    """One square gets two new bumps and the radius of another, which is cleared, and of what is still unused."""
+def _two_windows(walk: _Walk, share: float, numbers: Tensor) -> tuple[int, Tensor, Tensor]:
+    """The side of two squares, odd if the image is large enough, and their positions as from `_window`."""
     images = walk.images
     height, width = images.shape[-2:]
     side = _side(share, images, least=3)
     side = min(side + 1 - side % 2, height, width)
-    here, there = (_window(numbers[:, pair], side, images) for pair in (slice(0, 2), slice(2, 4)))
+    return side, _window(numbers[:, :2], side, images), _window(numbers[:, 2:4], side, images)
+
+
+def _propose_bumps(walk: _Walk, eps: float, share: float, numbers: Tensor) -> Tensor:
+    """One square gets two new bumps and the radius of another, which is cleared, and of what is still unused."""
+    images = walk.images
+    side, here, there = _two_windows(walk, share, numbers)
     moves = (walk.points - images).flatten(2)
     unused = (eps**2 - moves.square().sum(dim=(1, 2))).clamp_min(0)[:, None, None] / images.shape[1]
     cleared = moves.scatter(2, there, 0.0).scatter(2, here, 0.0)
     freed = (moves.square() - cleared.square()).sum(dim=2, keepdim=True)
     old = moves.gather(2, here)
-    bumps = _turned_bumps(side, numbers[:, 4], images).flatten(2) * _signs(numbers[:, 5:])[:, :, None]
+    bumps = _turned_bumps(side, "l2", numbers[:, 4], images).flatten(2) * _signs(numbers[:, 5:])[:, :, None]
     mixed = bumps + old / old.norm(dim=2, keepdim=True).clamp_min(1e-12)
     mixed = mixed / mixed.norm(dim=2, keepdim=True).clamp_min(1e-12)
     moved = cleared.scatter(2, here, mixed * (freed + unused).clamp_min(0).sqrt())
-    return project(images + moved.view_as(images), images, "l2", eps)
+    return NORMS["l2"].project(images + moved.view_as(images), images, eps)
+
+
+def _propose_sharp_bumps(walk: _Walk, eps: float, share: float, numbers: Tensor) -> Tensor:
+    """The same in L1. Every channel gets what would be due to all of them, and the projection takes the excess."""
+    images, channels = walk.images, walk.images.shape[1]
+    side, here, there = _two_windows(walk, share, numbers)
+    moves = (walk.points - images).flatten(2)
+    unused = (eps - moves.abs().sum(dim=(1, 2))).clamp_min(0)[:, None, None]
+    cleared = moves.scatter(2, there, 0.0).scatter(2, here, 0.0)
+    freed = (moves.abs() - cleared.abs()).sum(dim=2, keepdim=True)
+    old = moves.gather(2, here)
+    bumps = _turned_bumps(side, "l1", numbers[:, 4], images).flatten(2) * _signs(numbers[:, 5:])[:, :, None]
+    mixed = bumps + old / old.abs().sum(dim=2, keepdim=True).clamp_min(1e-12)
+    mixed = mixed / mixed.abs().sum(dim=2, keepdim=True).clamp_min(1e-12)
+    moved = cleared.scatter(2, here, mixed * (unused + channels * freed))
+    return NORMS["l1"].project(images + moved.view_as(images), images, eps)
 
 
 def _propose_turn(walk: _Walk, eps: float, share: float, numbers: Tensor) -> Tensor:
@@ -289,9 +328,20 @@ def _propose_turn(walk: _Walk, eps: float, share: float, numbers: Tensor) -> Ten
     angles = _WIDEST_TURN * math.sqrt(side / max(images.shape[-2:])) * numbers[:, 2].sqrt()
     moves = _of_length(walk.points - images, eps)
     turned = moves + per_image(angles.tan(), images) * _of_length(square.view_as(images), eps)
-    return project(images + _of_length(turned, eps), images, "l2", eps)
+    return NORMS["l2"].project(images + _of_length(turned, eps), images, eps)
 
 
 def _of_length(moves: Tensor, length: float) -> Tensor:
     """The moves stretched or shrunk to one length; those without any stay."""
     return moves * per_image(length / l2_norm(moves).clamp_min(1e-12), moves)
+
+
+#: What a start begins with and what it proposes then, by norm and `l2_moves`.
+_MOVES: dict[tuple[str, str], tuple[_First, _Propose]] = {
+    ("linf", "bumps"): (_first_stripes, _propose_square),
+    ("linf", "turns"): (_first_stripes, _propose_square),
+    ("l2", "bumps"): (_first_tiles, _propose_bumps),
+    ("l2", "turns"): (_first_tiles, _propose_turn),
+    ("l1", "bumps"): (_first_sharp_tiles, _propose_sharp_bumps),
+    ("l1", "turns"): (_first_sharp_tiles, _propose_sharp_bumps),
+}

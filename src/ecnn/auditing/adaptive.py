@@ -16,9 +16,10 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
-from ecnn.attacks import PGD, Attack, Draws, Transfer, project
-from ecnn.attacks.ball import Norm, check_norm, l2_norm, per_image
+from ecnn.attacks import NORMS, PGD, Attack, Draws, Transfer
 from ecnn.attacks.base import Cost, Target, gradient_of
+from ecnn.attacks.images import per_image
+from ecnn.attacks.norms import Norm, l2_norm
 from ecnn.attacks.views import (
     Look,
     Loss,
@@ -30,7 +31,7 @@ from ecnn.attacks.views import (
     score_loss,
 )
 from ecnn.backbones import full_precision
-from ecnn.checks import check_count, parse_eps
+from ecnn.checks import check_choice, check_count, parse_eps
 from ecnn.codes import CodeMatrix
 from ecnn.errors import InputError
 from ecnn.objectives import member_margin, member_targets
@@ -287,7 +288,7 @@ class Relay(Attack):
     a flat yardstick does not hold the others back.
 
     Attributes:
-        norm: of the ball, "linf" or "l2".
+        norm: of the ball, a name of `NORMS`.
         eps: radius on the [0, 1] scale, or a fraction such as "8/255".
         steps: of each leg.
         views: one leg each, in this order: names of `VIEWS`, or views.
@@ -302,7 +303,7 @@ class Relay(Attack):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_norm(self.norm)
+        check_choice("norm", self.norm, NORMS)
         parse_eps(self.eps)
         check_count("steps", self.steps)
         check_count("restarts", self.restarts)
@@ -367,7 +368,7 @@ class InDouble(Attack):
         part = target.narrow(torch.arange(len(images)))
         part.model = copy.deepcopy(target.judge).double()
         points = self.attack.search(part, images.double(), labels, draws)
-        return project(points.to(images.dtype), images, self.norm, parse_eps(self.eps))
+        return NORMS[self.norm].project(points.to(images.dtype), images, parse_eps(self.eps))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -400,7 +401,7 @@ class Within(Attack):
 
     def search(self, target: Target, images: Tensor, labels: Tensor, draws: Draws) -> Tensor:
         points = self.attack.search(target, images, labels, draws)
-        return project(points, images, self.norm, parse_eps(self.eps))
+        return NORMS[self.norm].project(points, images, parse_eps(self.eps))
 
 
 def gradient_lengths(model: nn.Module, images: Tensor) -> Tensor:

@@ -13,8 +13,8 @@ from torch import nn
 from ecnn import files
 from ecnn.attacks import Attack
 from ecnn.attacks.auto import Doubt, examine
-from ecnn.attacks.ball import Norm, check_norm
 from ecnn.attacks.base import Target
+from ecnn.attacks.norms import NORMS, Norm
 from ecnn.auditing.budgets import Budget, resolve_budget
 from ecnn.auditing.diagnostics import diagnose, read_evidence
 from ecnn.auditing.findings import Finding, alarm, note
@@ -24,7 +24,7 @@ from ecnn.auditing.subject import Subject
 from ecnn.auditing.suite import find_traits, suite
 from ecnn.auditing.surrogates import choose_examples
 from ecnn.backbones import eval_mode, without_tf32
-from ecnn.checks import check_number, parse_eps
+from ecnn.checks import check_choice, check_number, parse_eps
 from ecnn.data import Split
 from ecnn.errors import InputError
 from ecnn.evaluation import Evaluation
@@ -83,7 +83,7 @@ def audit(
         resume: goes on with what a killed audit left there; False begins anew.
         progress: called as progress(done, total, note).
     """
-    check_norm(norm)
+    check_choice("norm", norm, NORMS)
     eps, budget = parse_eps(eps), resolve_budget(budget)
     if claim is not None:
         check_number("claim (such as 0.72 for 72 %)", claim, most=1.0)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ecnn.attacks import Attack
-from ecnn.attacks.ball import per_image
+from ecnn.attacks.images import per_image
 from ecnn.auditing.report import Stage
 from ecnn.auditing.subject import Subject
 from ecnn.data import Split

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from ecnn.attacks.ball import Norm, check_norm
+from ecnn.attacks.norms import NORMS, Norm
 from ecnn.auditing.budgets import Budget
-from ecnn.checks import parse_eps
+from ecnn.checks import check_choice, parse_eps
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -19,7 +19,7 @@ class Subject:
         model: pixels in [0, 1] to scores, in eval mode.
         images: (image, channel, height, width), on the model's device; all that are audited, right or wrong.
         labels: (image,) the true classes.
-        norm: "linf" or "l2".
+        norm: a name of `ecnn.attacks.NORMS`.
         eps: radius on the [0, 1] scale.
         budget: how much may be asked.
         seed: of all randomness.
@@ -34,5 +34,5 @@ class Subject:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        check_norm(self.norm)
+        check_choice("norm", self.norm, NORMS)
         parse_eps(self.eps)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ecnn.attacks import APGD, PGD, Attack, AutoAttack, Cost, HopSkipJump, Square, Transfer
-from ecnn.attacks.ball import l2_norm
+from ecnn.attacks.norms import Norm, l2_norm
 from ecnn.attacks.views import Averaged, View, WeakestBit
 from ecnn.auditing.adaptive import (
     CheapestBits,
@@ -375,6 +375,8 @@ class _Maker:
 
     def by_classes(self) -> dict[str, Attack]:
         """By the model's classes alone; a walk along the border costs about samples * 2/3 * steps^1.5 questions."""
+        if self.subject.norm not in HopSkipJump.norms:
+            return {}
         steps = max(1, round((1.5 * self.budget.queries / 50) ** (2 / 3)))
         walk = HopSkipJump(norm=self.subject.norm, steps=steps, samples=50)
         return {"hopskipjump": Within(attack=walk, **self.ball)}
@@ -388,14 +390,16 @@ def cost_of(attacks: Mapping[str, Attack], images: int, num_classes: int) -> Cos
     return total * images
 
 
-def estimate_cost(model: nn.Module, budget: str | Budget, limit: int | None, num_classes: int) -> Cost:
+def estimate_cost(
+    model: nn.Module, budget: str | Budget, limit: int | None, num_classes: int, *, norm: Norm
+) -> Cost:
     """What the suite of an audit will ask of the model at most, before anything is asked: to be printed first.
 
     Diagnostics come on top, on `budget.probe_images` images. A model that falls early costs a small part of this.
     """
     budget = resolve_budget(budget)
     nothing = torch.zeros(0, dtype=torch.int64)
-    subject = Subject(model=model, images=nothing, labels=nothing, norm="linf", eps=0.1, budget=budget)
+    subject = Subject(model=model, images=nothing, labels=nothing, norm=norm, eps=0.1, budget=budget)
     attacks = suite(subject, num_classes=num_classes, random=False)
     # What only a look at the model recommends: features, a surrogate, and one more place to look.
     extra = Cost(1, 1) * (budget.steps * budget.restarts * (min(budget.targets, _FEATURE_TARGETS) + 2))

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ecnn.attacks import Attack
-from ecnn.attacks.ball import l2_norm
+from ecnn.attacks.norms import NORMS
 from ecnn.backbones import eval_mode, full_precision
 from ecnn.checks import check_count
 from ecnn.data import Split
@@ -181,13 +181,10 @@ def measure_scores(scores: Tensor, labels: Tensor) -> dict[str, np.ndarray]:
 
 
 def measure_change(attacked: Tensor, images: Tensor) -> dict[str, np.ndarray]:
-    """How far each image was moved, in three norms."""
+    """How far each image was moved, in every norm, and how many values were."""
     changes = (attacked.double() - images.double()).flatten(1)
-    columns = {
-        "linf": changes.abs().amax(dim=1),
-        "l2": l2_norm(changes),
-        "l0": (changes != 0).sum(dim=1),
-    }
+    columns = {name: norm.length(changes) for name, norm in NORMS.items()}
+    columns["l0"] = (changes != 0).sum(dim=1)
     return {name: values.cpu().numpy() for name, values in columns.items()}
 
 
@@ -200,8 +197,7 @@ def check_ball(name: str, norm: str, eps: float, farthest: float, pixels: int) -
         farthest: how far it moved an image, in that norm.
         pixels: values of an image.
     """
-    rounding = 1e-6 if norm == "linf" else 1e-6 * (1 + math.sqrt(pixels) / 10)
-    if farthest > eps + rounding:
+    if farthest > eps + NORMS[norm].rounding(pixels):
         raise InputError(
             f"the attack {name!r} left its {norm} ball of radius {eps:.6g}: one image is {farthest:.6g} away."
         )

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ecnn.attacks import Attack
+from ecnn.attacks import NORMS, Attack
 from ecnn.backbones import eval_mode, without_tf32
 from ecnn.checks import check_count, parse_eps
 from ecnn.data import Split
@@ -275,8 +275,8 @@ class _Evaluator:
                 **measure_scores(read_model(self.model, crafted.images), labels),
                 **measure_change(crafted.images, images),
             }
-        norm = getattr(job.attack, "norm", None)
-        if isinstance(job.attack, Attack) and norm in ("linf", "l2") and job.eps is not None:
+        norm = getattr(job.attack, "norm", "")
+        if isinstance(job.attack, Attack) and norm in NORMS and job.eps is not None:
             check_ball(job.name, norm, job.eps, float(columns[norm].max()), images[0].numel())
         disagreements = 0
         if crafted.predictions is not None:

@@ -18,7 +18,8 @@ from ecnn.errors import InputError
 from ecnn.evaluation.calibration import BINS, Calibration, summarise
 from ecnn.evaluation.intervals import CONFIDENCE, PairedComparison, Rate, compare_counts
 
-FORMAT, VERSION = "ecnn-outcomes", "1"
+FORMAT, VERSION = "ecnn-outcomes", "2"
+_WITHOUT_L1 = "1"  # the version of files whose attacks were not measured in L1
 COLUMNS: dict[str, str] = {
     "index": "int32",
     "image_hash": "uint64",
@@ -27,6 +28,7 @@ COLUMNS: dict[str, str] = {
     "prediction": "int32",
     "linf": "float32",
     "l2": "float32",
+    "l1": "float32",
     "l0": "int32",
     "forwards": "int32",
     "backwards": "int32",
@@ -53,6 +55,7 @@ class Outcomes:
         prediction: class predicted for what the attack returned.
         linf: largest change of a value, on the [0, 1] scale.
         l2: Euclidean length of the change.
+        l1: sum of all changes of values; None if it is not known, in records of version 1.
         l0: number of values (channel, row, column) that changed.
         forwards: passes that the attack asked for; -1 where an attack of other make does not say; 0 where, in a
             cascade, the attack was not run because another had broken the image.
@@ -72,6 +75,7 @@ class Outcomes:
     prediction: np.ndarray
     linf: np.ndarray
     l2: np.ndarray
+    l1: np.ndarray | None
     l0: np.ndarray
     forwards: np.ndarray
     backwards: np.ndarray
@@ -81,8 +85,9 @@ class Outcomes:
     about: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for column, dtype in COLUMNS.items():
-            given = np.asarray(getattr(self, column))
+        for column, given in self.columns.items():
+            dtype = COLUMNS[column]
+            given = np.asarray(given)
             values = given.astype(dtype)
             if values.ndim != 1 or len(values) != len(self.index):
                 raise InputError(
@@ -109,6 +114,12 @@ class Outcomes:
     def attacked(self) -> np.ndarray:
         """(image,) whether the attack was run on it; False only in a cascade."""
         return np.asarray(self.forwards != 0)
+
+    @property
+    def columns(self) -> dict[str, np.ndarray]:
+        """All that is known of each image, by the names of `COLUMNS`."""
+        every = {column: getattr(self, column) for column in COLUMNS}
+        return {column: values for column, values in every.items() if values is not None}
 
     @property
     def correct_clean(self) -> np.ndarray:
@@ -151,27 +162,32 @@ class Outcomes:
 
     def take(self, rows: np.ndarray | slice) -> Outcomes:
         """The records of some images, by position here or mask."""
-        return dataclasses.replace(self, **{column: getattr(self, column)[rows] for column in COLUMNS})
+        chosen: dict[str, Any] = {column: values[rows] for column, values in self.columns.items()}
+        return dataclasses.replace(self, **chosen)
 
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Writes a .npz that NumPy reads without pickles; `robust` and `correct_after` are columns too, for others."""
-        arrays = {column: getattr(self, column) for column in (*COLUMNS, "correct_after", "robust")}
-        header = {"format": FORMAT, "version": VERSION, "name": self.name, "about": json.dumps(self.about)}
+        arrays = {**self.columns, "correct_after": self.correct_after, "robust": self.robust}
+        version = _WITHOUT_L1 if self.l1 is None else VERSION
+        header = {"format": FORMAT, "version": version, "name": self.name, "about": json.dumps(self.about)}
         return files.write_arrays(path, arrays, header)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Outcomes:
         """What `save` wrote; a truncated, altered or foreign file is an InputError."""
         arrays, header = files.read_arrays(path)
-        if header.get("format") != FORMAT or header.get("version") != VERSION:
+        if header.get("format") != FORMAT or header.get("version") not in (VERSION, _WITHOUT_L1):
             raise InputError(f"{path} does not hold outcomes of this version of ecnn.")
         wanted = {**COLUMNS, "correct_after": "bool", "robust": "bool"}
+        if header["version"] == _WITHOUT_L1:
+            del wanted["l1"]
         for column, dtype in wanted.items():
             if column not in arrays or arrays[column].dtype != dtype:
                 raise InputError(f"{path} is damaged: the column {column!r} is missing or is not {dtype}.")
         try:
             about = json.loads(header["about"])
-            outcomes = cls(name=header["name"], about=dict(about), **{key: arrays[key] for key in COLUMNS})
+            columns: dict[str, Any] = {column: arrays.get(column) for column in COLUMNS}
+            outcomes = cls(name=header["name"], about=dict(about), **columns)
         except (KeyError, ValueError, TypeError, RecursionError) as error:
             raise InputError(f"{path} is damaged: {error}") from error
         for column in get_args(Criterion):
@@ -187,7 +203,10 @@ def join(parts: Sequence[Outcomes]) -> Outcomes:
     """
     first = parts[0]
     index, rows = np.unique(np.concatenate([part.index for part in parts]), return_index=True)
-    columns = {name: np.concatenate([getattr(part, name) for part in parts])[rows] for name in COLUMNS}
+    columns: dict[str, Any] = dict.fromkeys(COLUMNS)
+    for name in COLUMNS:
+        if all(name in part.columns for part in parts):
+            columns[name] = np.concatenate([part.columns[name] for part in parts])[rows]
     abouts = [part.about for part in parts]
     about = {
         **first.about,

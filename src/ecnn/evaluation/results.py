@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from ecnn.attacks import NORMS
 from ecnn.checks import check_choice, parse_eps
 from ecnn.errors import InputError
 from ecnn.evaluation.intervals import CONFIDENCE, Interval, Rate
@@ -148,19 +149,23 @@ class Evaluation:
         return _make_curve(steps)
 
     def curve_by_distance(
-        self, name: str, *, norm: Literal["linf", "l2", "l0"], eps: Sequence[float | str]
+        self, name: str, *, norm: Literal["linf", "l2", "l1", "l0"], eps: Sequence[float | str]
     ) -> Curve:
         """The curve that an attack of smallest distance gives in one run: broken within eps are those it broke nearer.
 
         Of an attack with a radius of its own it is an upper bound only, and a loose one.
         """
         outcomes = self._outcomes_of(name)
-        check_choice("norm", norm, ("linf", "l2", "l0"))
+        check_choice("norm", norm, (*NORMS, "l0"))
+        if norm not in outcomes.columns:
+            raise InputError(
+                f"the records of {name!r} were made before {norm} was measured: evaluate once more."
+            )
         if outcomes.about.get("after"):
             raise InputError(
                 f"{name!r} was run in a cascade: of images that others broke it knows no distance."
             )
-        distance = np.where(outcomes.robust, np.inf, getattr(outcomes, norm))
+        distance = np.where(outcomes.robust, np.inf, outcomes.columns[norm])
         radii = sorted({0.0, *(parse_eps(radius) for radius in eps)})
         # A point on the border is inside, whichever way its float32 distance was rounded.
         steps = [
@@ -170,14 +175,14 @@ class Evaluation:
 
     def table(self) -> str:
         """The figures as text: robust and plain accuracy, what the attack changed where it broke, and its cost."""
-        head = ("attack", "robust", "95 % interval", "after", "Linf", "L2", "L0", "passes", "gradients")
+        head = ("attack", "robust", "95 % interval", "after", "Linf", "L2", "L1", "L0", "passes", "gradients")
         rows = [_table_row(CLEAN, self.clean, self.clean.rate(), self.clean.rate())]
         rows += [
             _table_row(name, outcomes, self.rate_of(name), self.rate_of(name, "correct_after"))
             for name, outcomes in self.outcomes.items()
         ]
         if len(self.outcomes) > 1:
-            rows.append(("worst case", *_rate_cells(self.worst_case), *[""] * 6))
+            rows.append(("worst case", *_rate_cells(self.worst_case), *[""] * 7))
         widths = [max(len(row[column]) for row in (head, *rows)) for column in range(len(head))]
         lines = [
             "  ".join(
@@ -188,7 +193,7 @@ class Evaluation:
         ]
         note = (
             f"{len(self)} images. robust: right before and after an attack; after: right after it, as the paper counts."
-            "\nLinf, L2, L0: median where the attack broke an image. passes, gradients: mean per image."
+            "\nLinf, L2, L1, L0: median where the attack broke an image. passes, gradients: mean per image."
         )
         if any(outcomes.about.get("after") for outcomes in self.outcomes.values()):
             note += (
@@ -258,8 +263,10 @@ def _make_curve(steps: Sequence[tuple[float, np.ndarray]]) -> Curve:
 def _table_row(name: str, outcomes: Outcomes, robust: Rate, correct_after: Rate) -> tuple[str, ...]:
     broken = outcomes.broken
     changes = [
-        f"{np.median(getattr(outcomes, norm)[broken]):.{digits}g}" if broken.any() else "-"
-        for norm, digits in (("linf", 3), ("l2", 3), ("l0", 4))
+        f"{np.median(outcomes.columns[norm][broken]):.{digits}g}"
+        if broken.any() and norm in outcomes.columns
+        else "-"
+        for norm, digits in (("linf", 3), ("l2", 3), ("l1", 3), ("l0", 4))
     ]
     costs = [
         "-" if (count < 0).any() else f"{count.mean():,.0f}"

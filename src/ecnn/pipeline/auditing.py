@@ -69,7 +69,7 @@ def plan_audit(
         found = load_data(data, root, image_size=None if data in NAMES else image_size)
     budget = resolve_budget(table.budget)
     images = min(len(found.test), budget.images if table.limit is None else table.limit)
-    cost = estimate_cost(model, budget, images, found.num_classes)
+    cost = estimate_cost(model, budget, images, found.num_classes, norm=table.norm)  # type: ignore[arg-type]
     return AuditPlan(table, model, found.test, images, cost)
 
 

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ecnn.attacks.ball import project, random_start, steepest
 from ecnn.attacks.draws import Draws
+from ecnn.attacks.norms import NORMS
 from ecnn.attacks.views import ScoreView
 from ecnn.auditing.diagnostics.probes import Probe, diagnostic, percent
 from ecnn.auditing.diagnostics.statistics import TOLERANCE, exceeds
@@ -157,7 +157,7 @@ def plant(probe: Probe, rows: Tensor, features: Features) -> Planted:
         with torch.no_grad():
             return features(probe.model, points).double()
 
-    inside = (random_start(images, probe.norm, _INSIDE * probe.eps, draws.fold(k)) for k in range(_INNER - 1))
+    inside = (NORMS[probe.norm].random(images, _INSIDE * probe.eps, draws.fold(k)) for k in range(_INNER - 1))
     inner = [ask(images), *map(ask, inside)]
     edge = _edge(probe, images, draws.fold(_INNER))
     weights, biases, good = _discriminate(torch.stack(inner, dim=1), ask(edge))
@@ -174,9 +174,10 @@ def plant(probe: Probe, rows: Tensor, features: Features) -> Planted:
 
 
 def _edge(probe: Probe, images: Tensor, draws: Draws) -> Tensor:
-    """A random corner of each ball in Linf, a random point of its surface in L2, cut to [0, 1]."""
-    move = steepest(draws.normal(*images.shape[1:], dtype=images.dtype), probe.norm)
-    return project(images + probe.eps * move, images, probe.norm, probe.eps)
+    """A random corner of each ball in Linf, a random point of its surface in L2, a few pixels in L1; cut to [0, 1]."""
+    norm = NORMS[probe.norm]
+    move = norm.step(draws.normal(*images.shape[1:], dtype=images.dtype), images)
+    return norm.project(images + probe.eps * move, images, probe.eps)
 
 
 def _discriminate(inner: Tensor, edge: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -8,9 +8,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ecnn.attacks.ball import project, random_start, steepest
 from ecnn.attacks.base import Target
 from ecnn.attacks.draws import Draws
+from ecnn.attacks.norms import NORMS
 from ecnn.attacks.views import SCORES, Averaged
 from ecnn.auditing.diagnostics.probes import Probe, diagnostic, percent, share, unusable
 from ecnn.auditing.diagnostics.statistics import DOMINATED_TOLERANCE, TOLERANCE, exceeds
@@ -44,7 +44,7 @@ _PINTOR = "Pintor et al. 2022, Indicators of attack failure"
 def check_finite_scores(probe: Probe) -> Finding:
     """Alarm where scores are not numbers: an image with such scores is never counted as broken on purpose."""
     draws = Draws.of(probe.seed, probe.rows).fold(47)
-    noisy = random_start(probe.images, probe.norm, probe.eps, draws)
+    noisy = NORMS[probe.norm].random(probe.images, probe.eps, draws)
     points = {"clean": probe.images, "noisy": noisy}
     counts: dict[str, Any] = {"images": len(probe.images)}
     for name, images in points.items():
@@ -217,8 +217,9 @@ def check_unstable_loss(probe: Probe) -> Finding:
 
 
 def _step(probe: Probe, moves: Tensor, length: float) -> Tensor:
-    moves = steepest(moves.to(probe.images.dtype), probe.norm)
-    return project(probe.images + length * moves, probe.images, probe.norm, length)
+    norm = NORMS[probe.norm]
+    moves = norm.step(moves.to(probe.images.dtype), probe.images)
+    return norm.project(probe.images + length * moves, probe.images, length)
 
 
 def _losses(probe: Probe, points: Tensor, *, double: bool = False) -> Tensor:

@@ -13,10 +13,11 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from ecnn.attacks.ball import l2_norm, per_image, project, random_start, steepest
 from ecnn.attacks.base import Attack, Target
 from ecnn.attacks.draws import Draws
 from ecnn.attacks.gradient import PGD
+from ecnn.attacks.images import per_image
+from ecnn.attacks.norms import NORMS, l2_norm
 from ecnn.attacks.views import SCORES, Look, Loss, View, score_loss
 from ecnn.auditing.findings import Finding, note
 from ecnn.auditing.subject import Subject
@@ -209,10 +210,10 @@ class Probe:
         steps: int | None,
         still: bool,
     ) -> Walk:
-        images, target = self.images[rows], self.target.narrow(rows)
+        images, target, norm = self.images[rows], self.target.narrow(rows), NORMS[self.norm]
         steps = self.budget.probe_steps if steps is None else steps
         length = _REACH * self.eps / max(1, steps)
-        points = images.clone() if still else random_start(images, self.norm, self.eps, draws)
+        points = images.clone() if still else norm.random(images, self.eps, draws)
         kept, ever = points, torch.zeros_like(labels, dtype=torch.bool)
         looks, blind = [], torch.zeros(len(rows), device=images.device)
         for step in range(steps + 1):
@@ -227,8 +228,8 @@ class Probe:
             kept = torch.where(per_image(now & ~ever, points), points, kept)
             ever = ever | now
             last = points
-            move = steepest(torch.nan_to_num(gradient), self.norm)
-            points = project(points + length * move, images, self.norm, self.eps)
+            move = norm.step(torch.nan_to_num(gradient), points)
+            points = norm.project(points + length * move, images, self.eps)
         again = target.look(view, kept, labels).scores
         assert again is not None
         broken = ever & (again.argmax(dim=1) != labels)

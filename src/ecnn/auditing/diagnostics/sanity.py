@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -10,6 +9,7 @@ from torch import Tensor
 
 from ecnn.attacks.blackbox import RandomNoise
 from ecnn.attacks.gradient import PGD
+from ecnn.attacks.norms import NORMS
 from ecnn.attacks.square import Square
 from ecnn.attacks.views import SCORES
 from ecnn.auditing.diagnostics.probes import Probe, diagnostic, percent, share
@@ -27,7 +27,7 @@ _NOTHING = "No image is classified correctly, so that there is nothing to attack
 
 def grey_radius(norm: str, images: Tensor) -> float:
     """The radius at which every image's ball holds the grey image, all pixels 0.5."""
-    return 0.5 if norm == "linf" else 0.5 * math.sqrt(images[0].numel())
+    return float(NORMS[norm].length(torch.full_like(images[:1], 0.5, dtype=torch.float64)))
 
 
 @diagnostic("radius", f"{_CARLINI}; {_ATHALYE}")
@@ -35,8 +35,9 @@ def check_radius(probe: Probe) -> Finding:
     """Alarm where a larger ball leaves images that are known to be breakable in it.
 
     Two things are certain: what breaks an image within a radius lies within every larger one; and the grey image lies
-    within 0.5 (Linf, in L2 0.5 sqrt(pixels)) of every image, so that all images of other classes than the grey one's
-    are breakable there. Accuracy "falls with eps and reaches 0 at 0.5" as far as that, and ties are no offence.
+    within 0.5 (Linf; in L2 0.5 sqrt(pixels), in L1 0.5 pixels) of every image, so that all images of other classes than
+    the grey one's are breakable there. Accuracy "falls with eps and reaches 0 at 0.5" as far as that,
+    and ties are no offence.
     """
     if not probe.num_right:
         return note(_NOTHING, {"images": 0}, kind="nothing_to_attack")
@@ -77,8 +78,8 @@ def check_radius(probe: Probe) -> Finding:
 def check_unbounded(probe: Probe) -> Finding:
     """Alarm where an attack that may do anything to an image does not break it.
 
-    Within radius 1 (Linf, in L2 sqrt(pixels)) lies every other image, so that each can be broken as soon as the model
-    knows two classes.
+    Within radius 1 (Linf; in L2 sqrt(pixels), in L1 pixels) lies every other image, so that each can be broken as soon
+    as the model knows two classes.
     """
     if not probe.num_right:
         return note(_NOTHING, {"images": 0}, kind="nothing_to_attack")
@@ -176,7 +177,7 @@ def check_noise(probe: Probe) -> Finding:
         norm=probe.norm,
         eps=probe.eps,
         samples=_NOISES,
-        kind="corners" if probe.norm == "linf" else "uniform",
+        kind="corners" if NORMS[probe.norm].is_box else "uniform",
     )
     gained, n = int(probe.broken_by(noise, left).sum()), probe.num_right
     evidence = {"images": n, "left": int(left.sum()), "samples": _NOISES, "broken_by_noise": gained}

@@ -1,0 +1,30 @@
+"""What attacks ask of a batch of images, whatever the norm."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ecnn.errors import InputError
+
+
+def check_unit_range(images: Tensor) -> None:
+    """Raises InputError unless all pixels lie in [0, 1]; not while a CUDA graph is recorded, which must not wait."""
+    if images.numel() == 0 or (images.is_cuda and torch.cuda.is_current_stream_capturing()):
+        return
+    low, high = (float(bound) for bound in images.aminmax())
+    if not (low >= 0 and high <= 1):  # also catches nan
+        raise InputError(
+            f"images must have pixels in [0, 1], but these reach from {low:.4g} to {high:.4g}: put the normalisation "
+            "into the model (ecnn.Normalized) and divide bytes by 255."
+        )
+
+
+def per_image(values: Tensor, images: Tensor) -> Tensor:
+    """(batch,) values shaped to be broadcast over the pixels of each image."""
+    return values.view(-1, *[1] * (images.ndim - 1))
+
+
+def room_of(points: Tensor, directions: Tensor) -> Tensor:
+    """How far each pixel can go from the points before it leaves [0, 1], in the direction of its sign."""
+    return torch.where(directions > 0, 1 - points, points)
