@@ -12,7 +12,9 @@ from typing import Any
 
 from torch import nn
 
+from ecnn.backbones import Mean
 from ecnn.checks import check_options
+from ecnn.codes import CodeMatrix
 from ecnn.errors import InputError
 from ecnn.objectives import Objective
 from ecnn.recipes import Recipe
@@ -39,23 +41,49 @@ class ModelKind:
 
     Attributes:
         name: as a spec names it.
-        build: (num_classes, in_channels, mean, **options) -> module; takes `code=` too where a code is needed.
-        options: names of its options; `module.config` holds their values.
+        model: (num_classes, in_channels, mean=, **options) -> module, usually the class; with `needs_code` its first
+            argument is the code.
         objectives: names of the objectives that can train it, its own first.
         needs_code: whether it is made for one code.
         own_objectives: objectives that it brings, by name.
         own_recipes: recipes that it brings, by name.
         published: by sort of images, see `sort_of_images`.
+        more_options: names of options beside the keyword arguments of `model`.
     """
 
     name: str
-    build: Callable[..., nn.Module]
-    options: tuple[str, ...]
+    model: Callable[..., nn.Module]
     objectives: tuple[str, ...]
     needs_code: bool = False
     own_objectives: Mapping[str, Callable[..., Objective]] = field(default_factory=dict)
     own_recipes: Mapping[str, Recipe] = field(default_factory=dict)
     published: Mapping[str, Published] = field(default_factory=dict)
+    more_options: tuple[str, ...] = ()
+
+    @property
+    def options(self) -> tuple[str, ...]:
+        """Names of its options; `module.config` holds their values."""
+        return (*options_of(self.model), *self.more_options)
+
+    def build(
+        self,
+        num_classes: int,
+        in_channels: int,
+        mean: Mean | None,
+        *,
+        code: CodeMatrix | None = None,
+        **options: Any,
+    ) -> nn.Module:
+        """A model of this kind, with weights drawn from torch's generator."""
+        if not self.needs_code:
+            return self.model(num_classes, in_channels, mean=mean, **options)
+        if code is None:
+            raise InputError(f"a model of kind {self.name!r} needs a code.")
+        if code.num_classes != num_classes:
+            raise InputError(
+                f"the code has {code.num_classes} classes, but {num_classes} are wanted: use a code for as many."
+            )
+        return self.model(code, in_channels, mean=mean, **options)
 
     def check(self, options: Iterable[str]) -> None:
         """Raises InputError for an option that models of this kind do not have."""
@@ -87,13 +115,3 @@ def sort_of_images(in_channels: int, image_size: tuple[int, int]) -> str:
     if image_size[0] < 20:
         return "digits"
     return "mnist" if in_channels == 1 else "cifar10"
-
-
-def check_classes(kind: str, code: Any, num_classes: int) -> None:
-    """Raises InputError unless there is a code, and one for so many classes."""
-    if code is None:
-        raise InputError(f"a model of kind {kind!r} needs a code.")
-    if code.num_classes != num_classes:
-        raise InputError(
-            f"the code has {code.num_classes} classes, but {num_classes} are wanted: use a code for {num_classes}."
-        )

@@ -23,7 +23,7 @@ from ecnn.checks import check_choice, check_count
 from ecnn.codes import CodeMatrix
 from ecnn.decoders import DEFAULT_DECODER, MemberOutput, check_member_output, make_decoder
 from ecnn.errors import InputError
-from ecnn.kinds import ModelKind, check_classes, options_of
+from ecnn.kinds import ModelKind
 
 BRANCHES: tuple[str, ...] = ("conv", "residual", "linear")
 IMAGE_SIZE = 32
@@ -324,18 +324,9 @@ def _trunk_channels(trunk: nn.Module, in_channels: int, mean: Tensor) -> int:
     return int(maps.shape[1])
 
 
-def _build(
-    num_classes: int, in_channels: int, mean: Mean | None, *, code: CodeMatrix | None = None, **options: Any
-) -> nn.Module:
-    check_classes("ecnn", code, num_classes)
-    assert code is not None
-    return ECNN(code, in_channels, mean=mean, **options)
-
-
 KIND = ModelKind(
     name="ecnn",
-    build=_build,
-    options=options_of(ECNN),
+    model=ECNN,
     objectives=("member_hinge", "member_cross_entropy", "cross_entropy", "trades"),
     needs_code=True,
 )

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ecnn.backbones import Centre, Mean, Trunk, check_images, full_precision
 from ecnn.checks import check_count, check_number
 from ecnn.errors import InputError
-from ecnn.kinds import ModelKind, Published, options_of
+from ecnn.kinds import ModelKind, Published
 from ecnn.model import MemberDense
 from ecnn.objectives import score_cross_entropy
 from ecnn.recipes import Recipe
@@ -171,10 +171,6 @@ def _log_determinant(matrices: Tensor) -> Tensor:
     return torch.stack(logs, dim=1).sum(dim=1)
 
 
-def _build(num_classes: int, in_channels: int, mean: Mean | None, **options: Any) -> nn.Module:
-    return Ensemble(num_classes, in_channels, mean=mean, **options)
-
-
 # ADP's program (Pang et al. 2019) for CIFAR-10: its penalty of 1e-4 times the squared kernels is a decay of 2e-4.
 # Departs: the head is decayed too; shifts are whole pixels.
 _RECIPE = Recipe(
@@ -192,8 +188,7 @@ _RECIPE = Recipe(
 
 KIND = ModelKind(
     name="adp",
-    build=_build,
-    options=options_of(Ensemble),
+    model=Ensemble,
     objectives=("adp", "empir", "cross_entropy", "trades"),
     own_objectives={"adp": ADPObjective},
     own_recipes={

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import nn
-
-from ecnn.backbones import Mean
 from ecnn.codes import CodeMatrix
 from ecnn.errors import InputError
-from ecnn.kinds import ModelKind, check_classes, options_of
+from ecnn.kinds import ModelKind, options_of
 from ecnn.model import ECNN
 
 
@@ -32,18 +29,10 @@ def independent_ecoc(code: CodeMatrix, in_channels: int = 3, *, branch: Any = "c
     return ECNN(code, in_channels, branch=branch, share_trunk=False, share_head=False, **options)
 
 
-def _build(
-    num_classes: int, in_channels: int, mean: Mean | None, *, code: CodeMatrix | None = None, **options: Any
-) -> nn.Module:
-    check_classes("independent_ecoc", code, num_classes)
-    assert code is not None
-    return independent_ecoc(code, in_channels, mean=mean, **options)
-
-
 KIND = ModelKind(
     name="independent_ecoc",
-    build=_build,
-    options=options_of(ECNN),
+    model=independent_ecoc,
+    more_options=tuple(name for name in options_of(ECNN) if name != "branch"),
     objectives=("member_hinge", "member_cross_entropy", "cross_entropy", "trades"),
     needs_code=True,
 )

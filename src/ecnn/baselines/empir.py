@@ -15,7 +15,7 @@ from ecnn.baselines.adp import log_mean_probs
 from ecnn.baselines.squeezing import check_bits, reduce_bits
 from ecnn.checks import check_count
 from ecnn.errors import InputError
-from ecnn.kinds import ModelKind, options_of
+from ecnn.kinds import ModelKind
 from ecnn.objectives import score_cross_entropy
 
 #: Stands for numbers that are not quantised, as in the paper.
@@ -215,14 +215,9 @@ class EMPIRObjective:
         return losses.view(-1, members).sum(dim=1).mean()
 
 
-def _build(num_classes: int, in_channels: int, mean: Mean | None, **options: Any) -> nn.Module:
-    return EMPIR(num_classes, in_channels, mean=mean, **options)
-
-
 KIND = ModelKind(
     name="empir",
-    build=_build,
-    options=options_of(EMPIR),
+    model=EMPIR,
     objectives=("empir", "cross_entropy", "trades"),
     own_objectives={"empir": EMPIRObjective},
 )

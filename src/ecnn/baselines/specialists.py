@@ -16,7 +16,7 @@ from ecnn.backbones import Mean, eval_mode, full_precision
 from ecnn.baselines.adp import Ensemble, log_mean_probs
 from ecnn.checks import check_count
 from ecnn.errors import InputError
-from ecnn.kinds import ModelKind, options_of
+from ecnn.kinds import ModelKind
 from ecnn.objectives import score_cross_entropy
 
 # A member's score of a class that it does not know: its probability is exactly 0, and differences stay numbers.
@@ -122,7 +122,7 @@ class Specialists(Ensemble):
         num_classes: int,
         in_channels: int = 3,
         *,
-        sets: Sequence[Iterable[int]],
+        sets: Sequence[Iterable[int]] | None = None,
         depth: int = 20,
         width: int = 16,
         batch_norm: bool = True,
@@ -130,6 +130,11 @@ class Specialists(Ensemble):
         mean: Mean | None = None,
     ) -> None:
         check_count("num_classes", num_classes, least=2)
+        if sets is None:
+            raise InputError(
+                "a specialists model needs sets, the classes of each class's specialist: docs/baselines.md says how to "
+                "find them."
+            )
         known = _known_classes(sets, num_classes)
         super().__init__(
             num_classes,
@@ -219,19 +224,9 @@ class SpecialistsObjective:
         return total
 
 
-def _build(num_classes: int, in_channels: int, mean: Mean | None, **options: Any) -> nn.Module:
-    if "sets" not in options:
-        raise InputError(
-            'a "specialists" model needs sets, the classes of each class\'s specialist: docs/baselines.md says how to '
-            "find them."
-        )
-    return Specialists(num_classes, in_channels, mean=mean, **options)
-
-
 KIND = ModelKind(
     name="specialists",
-    build=_build,
-    options=options_of(Specialists),
+    model=Specialists,
     objectives=("specialists", "cross_entropy", "trades"),
     own_objectives={"specialists": SpecialistsObjective},
 )

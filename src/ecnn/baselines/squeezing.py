@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ecnn.backbones import Mean, ResNet, eval_mode, full_precision
+from ecnn.backbones import ResNet, eval_mode, full_precision
 from ecnn.checks import check_count, check_number
 from ecnn.errors import InputError
 from ecnn.kinds import ModelKind, Published, options_of
@@ -178,16 +178,16 @@ def check_bits(name: str, bits: Any, *, least: int = 1) -> None:
         raise InputError(f"{name} must be a whole number from {least} to 16, not {bits!r}.")
 
 
-def _build(
-    num_classes: int, in_channels: int, mean: Mean | None, *, bits: int, window: int, **options: Any
-) -> nn.Module:
-    return FeatureSqueezing(ResNet(num_classes, in_channels, mean=mean, **options), bits=bits, window=window)
+def _detecting_resnet(
+    num_classes: int, in_channels: int, *, bits: int, window: int, **options: Any
+) -> FeatureSqueezing:
+    return FeatureSqueezing(ResNet(num_classes, in_channels, **options), bits=bits, window=window)
 
 
 KIND = ModelKind(
     name="feature_squeezing",
-    build=_build,
-    options=(*options_of(FeatureSqueezing), *options_of(ResNet)),
+    model=_detecting_resnet,
+    more_options=options_of(ResNet),
     objectives=("cross_entropy", "trades"),
     published={sort: Published(options=options) for sort, options in SQUEEZERS.items()},
 )

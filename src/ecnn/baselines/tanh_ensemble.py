@@ -354,7 +354,9 @@ def _check_sizes(
         raise InputError(f"{order} bits cannot be dealt equally to {num_chunks} chunks.")
 
 
-def _build(num_classes: int, in_channels: int, mean: Mean | None, **options: Any) -> nn.Module:
+def _sized_by_mean(
+    num_classes: int, in_channels: int, *, mean: Mean | None = None, **options: Any
+) -> TanhEnsemble:
     """The mean plays no part but to tell the image size: the original subtracts 0.5."""
     shape = np.shape(mean) if mean is not None else ()
     if "image_size" not in options and len(shape) == 3 and shape[1:] != (1, 1):
@@ -384,8 +386,8 @@ _RECIPE_FOR = {"cifar10": "tanh_ensemble", "mnist": "tanh_ensemble_mnist", "digi
 
 KIND = ModelKind(
     name="tanh_ensemble",
-    build=_build,
-    options=options_of(TanhEnsemble),
+    model=_sized_by_mean,
+    more_options=options_of(TanhEnsemble),
     objectives=("tanh_ensemble", "member_hinge", "member_cross_entropy", "cross_entropy", "trades"),
     own_objectives={"tanh_ensemble": TanhEnsembleObjective},
     own_recipes=_RECIPES,
