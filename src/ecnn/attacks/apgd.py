@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from ecnn.attacks.attempts import Attempts, Rows, best_wrong_classes, iterate_rows
-from ecnn.attacks.base import Attack, Cost, Target
+from ecnn.attacks.base import BallAttack, Cost, Target
 from ecnn.attacks.draws import Draws
 from ecnn.attacks.images import per_image
 from ecnn.attacks.norms import NORMS, Norm, share_step
 from ecnn.attacks.views import Look, Loss, LossFunction, View, find_view
-from ecnn.checks import check_choice, check_count, parse_eps
+from ecnn.checks import check_count
 from ecnn.errors import InputError
 
 _MOMENTUM = 0.75  # the paper's alpha, the share of a step that is new
@@ -38,7 +38,7 @@ def checkpoints(steps: int) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class APGD(Attack):
+class APGD(BallAttack):
     """Auto-PGD (Croce & Hein 2020): PGD with momentum whose step, 2 eps at first, is halved image by image.
 
     It is halved at a checkpoint when fewer than three quarters of the steps since the last one raised the loss, or when
@@ -67,8 +67,6 @@ class APGD(Attack):
         no part in a step, and the number of pixels is rounded down: rounded up, it never comes from two to one.
     """
 
-    norm: Norm
-    eps: float | str
     steps: int
     loss: Loss
     targets: int = 0
@@ -78,8 +76,6 @@ class APGD(Attack):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_choice("norm", self.norm, NORMS)
-        parse_eps(self.eps)
         find_view(self.on).check_loss(self.loss)
         check_count("steps", self.steps)
         check_count("restarts", self.restarts)
@@ -96,7 +92,7 @@ class APGD(Attack):
 
     def _stages(self) -> list[tuple[float, int]]:
         """Radius and steps of each ball that a start passes through, the widest first."""
-        eps, wide_steps = parse_eps(self.eps), self.steps * _WIDE_SHARE // 100
+        eps, wide_steps = self.radius, self.steps * _WIDE_SHARE // 100
         is_wide = _STATES[self.norm].wide_start if self.wide_start is None else self.wide_start
         if not (is_wide and wide_steps):
             return [(eps, self.steps)]
@@ -104,7 +100,7 @@ class APGD(Attack):
         return [*wide, (eps, self.steps - wide_steps * len(wide))]
 
     def search(self, target: Target, images: Tensor, labels: Tensor, draws: Draws) -> Tensor:
-        if parse_eps(self.eps) == 0:
+        if self.radius == 0:
             return images.clone()
         goals: list[Tensor | None] = [None]
         if self.targets:

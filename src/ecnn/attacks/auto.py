@@ -12,13 +12,13 @@ from torch import Tensor
 
 from ecnn.attacks.apgd import APGD
 from ecnn.attacks.attempts import Attempts
-from ecnn.attacks.base import Attack, Cost, Target
+from ecnn.attacks.base import Attack, BallAttack, Cost, Target
 from ecnn.attacks.draws import Draws
 from ecnn.attacks.fab import FAB
-from ecnn.attacks.norms import NORMS, Norm, l2_norm
+from ecnn.attacks.norms import l2_norm
 from ecnn.attacks.square import Square
 from ecnn.attacks.views import View, find_score_view, score_loss
-from ecnn.checks import check_choice, parse_eps
+from ecnn.checks import check_choice
 from ecnn.errors import InputError
 
 Version = Literal["standard", "apgd-ce", "apgd-t", "fab-t", "square"]
@@ -64,7 +64,7 @@ class Doubt:
 
 
 @dataclass(frozen=True, kw_only=True)
-class AutoAttack(Attack):
+class AutoAttack(BallAttack):
     """AutoAttack (Croce & Hein 2020): APGD on cross-entropy, APGD-T on DLR, FAB-T, Square, each on what still stands.
 
     `evaluate(model, split, attack.members(num_classes), cascade=True)` also tells which of them broke an image;
@@ -83,15 +83,11 @@ class AutoAttack(Attack):
 
     has_last_iterate: ClassVar[bool] = False
 
-    norm: Norm
-    eps: float | str
     version: Version = "standard"
     on: str | View = "scores"
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_choice("norm", self.norm, NORMS)
-        parse_eps(self.eps)
         find_score_view(self.on)
         check_choice("version", self.version, get_args(Version))
         if self.keep == "last":

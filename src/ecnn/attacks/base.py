@@ -13,11 +13,12 @@ from torch import Tensor, nn
 
 from ecnn.attacks.draws import Draws
 from ecnn.attacks.images import check_unit_range, per_image
+from ecnn.attacks.norms import NORMS, Norm
 from ecnn.attacks.speed.quick_copy import quick_copy
 from ecnn.attacks.speed.replay import Recorder, Values, run_in_pieces
 from ecnn.attacks.views import Look, Loss, View
 from ecnn.backbones import full_precision, without_tf32
-from ecnn.checks import check_choice
+from ecnn.checks import check_choice, parse_eps
 from ecnn.errors import InputError
 
 
@@ -341,6 +342,29 @@ class Attack:
             if not bool(success.all()):  # a clean image has come back in place of a failure
                 predictions = torch.where(success, predictions, labels)
         return Attacked(points, predictions, success, target.forwards, target.backwards)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BallAttack(Attack):
+    """An attack that stays in a ball around each image, cut to [0, 1].
+
+    Attributes:
+        norm: of the ball, a name of `NORMS`.
+        eps: its radius on the [0, 1] scale, or a fraction such as "8/255".
+    """
+
+    norm: Norm
+    eps: float | str
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_choice("norm", self.norm, NORMS)
+        parse_eps(self.eps)
+
+    @property
+    def radius(self) -> float:
+        """`eps` as a number."""
+        return parse_eps(self.eps)
 
 
 def check_batch(images: Tensor, labels: Tensor) -> None:

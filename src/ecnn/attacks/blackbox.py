@@ -10,13 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from ecnn.attacks.attempts import Attempts
-from ecnn.attacks.base import Attack, Attacked, Cost, Target
+from ecnn.attacks.base import Attack, Attacked, BallAttack, Cost, Target
 from ecnn.attacks.draws import Draws
 from ecnn.attacks.images import per_image
 from ecnn.attacks.norms import NORMS, Norm, l2_norm
 from ecnn.attacks.views import score_loss
 from ecnn.backbones import full_precision
-from ecnn.checks import check_choice, check_count, parse_eps
+from ecnn.checks import check_choice, check_count
 from ecnn.errors import InputError
 
 _BLEND_HALVINGS = 10
@@ -223,7 +223,7 @@ def _add_up(values: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RandomNoise(Attack):
+class RandomNoise(BallAttack):
     """The best of some random points of the ball: the floor that any attack must beat.
 
     The best is a misclassified point, else the one with the highest margin loss; with early_exit the first
@@ -236,15 +236,11 @@ class RandomNoise(Attack):
         kind: "uniform" in the ball, or its "corners": every pixel moved by eps up or down (Linf only).
     """
 
-    norm: Norm
-    eps: float | str
     samples: int
     kind: Literal["uniform", "corners"] = "uniform"
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_choice("norm", self.norm, NORMS)
-        parse_eps(self.eps)
         check_count("samples", self.samples)
         check_choice("kind", self.kind, ("uniform", "corners"))
         if self.kind == "corners" and not NORMS[self.norm].is_box:
@@ -266,7 +262,7 @@ class RandomNoise(Attack):
         return attempts.points
 
     def _draw(self, images: Tensor, draws: Draws) -> Tensor:
-        eps, norm = parse_eps(self.eps), NORMS[self.norm]
+        eps, norm = self.radius, NORMS[self.norm]
         if self.kind == "uniform":
             return norm.random(images, eps, draws)
         signs = 2.0 * draws.integers(2, *images.shape[1:]).to(images.dtype) - 1

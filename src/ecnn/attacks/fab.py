@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from ecnn.attacks.attempts import Attempts, Rows, best_wrong_classes, iterate_rows
-from ecnn.attacks.base import Attack, Cost, Target
+from ecnn.attacks.base import BallAttack, Cost, Target
 from ecnn.attacks.draws import Draws
 from ecnn.attacks.images import per_image
 from ecnn.attacks.norms import NORMS, Norm
 from ecnn.attacks.views import View, find_score_view
-from ecnn.checks import check_choice, check_count, check_number, parse_eps
+from ecnn.checks import check_count, check_number
 from ecnn.objectives import score_margin
 
 _FINAL_STEPS = 3
@@ -25,7 +25,7 @@ _STREAM = 12
 
 
 @dataclass(frozen=True, kw_only=True)
-class FAB(Attack):
+class FAB(BallAttack):
     """The fast adaptive boundary attack in its targeted form, FAB-T (Croce & Hein 2020b): the nearest wrong point.
 
     Each step goes to the border between the label and one wrong class as the gradient sees it, biased to the image;
@@ -47,8 +47,6 @@ class FAB(Attack):
         the best point; it is done here for points beyond eps, and with early_exit=False for all.
     """
 
-    norm: Norm
-    eps: float | str
     steps: int
     targets: int = 9
     restarts: int = 1
@@ -59,8 +57,6 @@ class FAB(Attack):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_choice("norm", self.norm, NORMS)
-        parse_eps(self.eps)
         find_score_view(self.on)
         check_count("steps", self.steps)
         check_count("targets", self.targets)
@@ -74,7 +70,7 @@ class FAB(Attack):
         return Cost(2 + 2 * steps, 2 * steps)
 
     def search(self, target: Target, images: Tensor, labels: Tensor, draws: Draws) -> Tensor:
-        eps, norm = parse_eps(self.eps), NORMS[self.norm]
+        eps, norm = self.radius, NORMS[self.norm]
         if eps == 0:
             return images.clone()
         scores = target.scores(images)

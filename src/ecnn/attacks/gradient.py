@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from ecnn.attacks.attempts import Attempts, Rows, best_wrong_classes, iterate_rows
-from ecnn.attacks.base import Attack, Cost, Target
+from ecnn.attacks.base import BallAttack, Cost, Target
 from ecnn.attacks.draws import Draws
 from ecnn.attacks.images import per_image
-from ecnn.attacks.norms import NORMS, Norm
+from ecnn.attacks.norms import NORMS
 from ecnn.attacks.views import SCORES, Look, Loss, LossFunction, ScoreView, View, find_view
 from ecnn.checks import check_choice, check_count, parse_eps
 from ecnn.errors import InputError
@@ -29,7 +29,7 @@ _SCHEDULES: dict[str, Callable[[float], float]] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class PGD(Attack):
+class PGD(BallAttack):
     """Projected gradient descent (Madry et al. 2018): steps up the gradient, projected to the ball.
 
     Called with a generator inside a training step it can be captured in a CUDA graph: then no shape and no branch
@@ -50,8 +50,6 @@ class PGD(Attack):
         schedule: the step size stays ("constant") or falls to zero ("linear", "cosine").
     """
 
-    norm: Norm
-    eps: float | str
     steps: int
     step_size: float | str
     loss: Loss = "margin"
@@ -64,8 +62,6 @@ class PGD(Attack):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_choice("norm", self.norm, NORMS)
-        parse_eps(self.eps)
         parse_eps(self.step_size, "step_size")
         find_view(self.on).check_loss(self.loss)
         check_count("steps", self.steps, least=0)
@@ -133,7 +129,7 @@ class PGD(Attack):
         return points
 
     def _first(self, target: Target, images: Tensor, draws: Draws) -> Tensor:
-        eps, norm = parse_eps(self.eps), NORMS[self.norm]
+        eps, norm = self.radius, NORMS[self.norm]
         if self.start == "image":
             return images.clone()
         points = norm.random(images, eps, draws)
@@ -148,7 +144,7 @@ class PGD(Attack):
     def _move(self, points: Tensor, gradient: Tensor, images: Tensor, step: int) -> Tensor:
         length = parse_eps(self.step_size) * _SCHEDULES[self.schedule](step / max(1, self.steps))
         norm = NORMS[self.norm]
-        return norm.project(points + length * norm.step(gradient, points), images, parse_eps(self.eps))
+        return norm.project(points + length * norm.step(gradient, points), images, self.radius)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

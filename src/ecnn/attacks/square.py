@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from ecnn.attacks.attempts import Attempts, Rows, iterate_rows
-from ecnn.attacks.base import Attack, Cost, Target
+from ecnn.attacks.base import BallAttack, Cost, Target
 from ecnn.attacks.draws import Draws
 from ecnn.attacks.images import per_image
 from ecnn.attacks.norms import NORMS, Norm, l2_norm
 from ecnn.attacks.views import Loss, View, find_score_view
-from ecnn.checks import check_choice, check_count, check_number, parse_eps
+from ecnn.checks import check_choice, check_count, check_number
 
 # After these queries of 10,000 the share of pixels in a square is halved.
 _HALVINGS = (10, 50, 200, 500, 1000, 2000, 4000, 6000, 8000)
@@ -48,7 +48,7 @@ _Propose = Callable[["_Walk", float, float, Tensor], Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Square(Attack):
+class Square(BallAttack):
     """Square Attack (Andriushchenko et al. 2020): a random search without gradients, in Linf, L2 or L1.
 
     In Linf a square of random place gets a random sign of eps per channel; in L2 one square gives its share of the
@@ -77,8 +77,6 @@ class Square(Attack):
         and the last column of the image are never reached.
     """
 
-    norm: Norm
-    eps: float | str
     queries: int
     loss: Literal["margin", "cross_entropy"] = "margin"
     first_share: float = 0.8
@@ -89,8 +87,6 @@ class Square(Attack):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_choice("norm", self.norm, NORMS)
-        parse_eps(self.eps)
         find_score_view(self.on)
         check_choice("loss", self.loss, ("margin", "cross_entropy"))
         check_choice("l2_moves", self.l2_moves, ("bumps", "turns"))
@@ -102,7 +98,7 @@ class Square(Attack):
         return Cost(2 + self.queries * self.restarts, 0)
 
     def search(self, target: Target, images: Tensor, labels: Tensor, draws: Draws) -> Tensor:
-        if parse_eps(self.eps) == 0:
+        if self.radius == 0:
             return images.clone()
         draws = draws.fold(_STREAM)
         attempts = Attempts(target, images, early_exit=self._drops_rows)
@@ -115,7 +111,7 @@ class Square(Attack):
         self, target: Target, images: Tensor, labels: Tensor, draws: Draws
     ) -> tuple[Tensor, Tensor, Tensor]:
         """One start: the point of the highest loss or the first broken one, whether it is broken, its loss."""
-        view, eps = find_score_view(self.on), parse_eps(self.eps)
+        view, eps = find_score_view(self.on), self.radius
         first, propose = _MOVES[self.norm, self.l2_moves]
         whole = _start_walk(images, labels, draws)
         whole.accept(target, view, self.loss, first(images, eps, draws.fold(0)))

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from ecnn.attacks import NORMS, PGD, Attack, Draws, Transfer
-from ecnn.attacks.base import Cost, Target, gradient_of
+from ecnn.attacks.base import BallAttack, Cost, Target, gradient_of
 from ecnn.attacks.images import per_image
-from ecnn.attacks.norms import Norm, l2_norm
+from ecnn.attacks.norms import l2_norm
 from ecnn.attacks.views import (
     Look,
     Loss,
@@ -31,7 +31,7 @@ from ecnn.attacks.views import (
     score_loss,
 )
 from ecnn.backbones import full_precision
-from ecnn.checks import check_choice, check_count, parse_eps
+from ecnn.checks import check_count
 from ecnn.codes import CodeMatrix
 from ecnn.errors import InputError
 from ecnn.objectives import member_margin, member_targets
@@ -280,7 +280,7 @@ class FeatureDistance(View):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Relay(Attack):
+class Relay(BallAttack):
     """One search after another, each at its own view and from the best point so far.
 
     A view that stalls hands over to one that sees further: what the members gave way to, the scores may finish. The
@@ -295,16 +295,12 @@ class Relay(Attack):
         restarts: rounds of all legs; the first round starts at the image, later ones go on from the best point.
     """
 
-    norm: Norm
-    eps: float | str
     steps: int
     views: tuple[str | View, ...]
     restarts: int = 1
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_choice("norm", self.norm, NORMS)
-        parse_eps(self.eps)
         check_count("steps", self.steps)
         check_count("restarts", self.restarts)
         check_count("the number of views", len(self.views))
@@ -334,7 +330,7 @@ class Relay(Attack):
         return best
 
     def _leg(self, view: str | View) -> PGD:
-        eps = parse_eps(self.eps)
+        eps = self.radius
         return PGD(
             norm=self.norm,
             eps=eps,
@@ -347,7 +343,7 @@ class Relay(Attack):
 
 
 @dataclass(frozen=True, kw_only=True)
-class InDouble(Attack):
+class InDouble(BallAttack):
     """Another attack, searching on a copy of the model in float64: gradients that float32 rounds to zero come back.
 
     The verdict stays that of the model as it is.
@@ -357,8 +353,6 @@ class InDouble(Attack):
         attack: one with a ball.
     """
 
-    norm: Norm
-    eps: float | str
     attack: Attack
 
     def cost(self, num_classes: int) -> Cost:
@@ -368,7 +362,7 @@ class InDouble(Attack):
         part = target.narrow(torch.arange(len(images)))
         part.model = copy.deepcopy(target.judge).double()
         points = self.attack.search(part, images.double(), labels, draws)
-        return NORMS[self.norm].project(points.to(images.dtype), images, parse_eps(self.eps))
+        return NORMS[self.norm].project(points.to(images.dtype), images, self.radius)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -382,7 +376,7 @@ class OwnTransfer(Transfer):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Within(Attack):
+class Within(BallAttack):
     """An attack without a ball, made to obey one: points outside the ball are projected onto it.
 
     The projection may no longer be misclassified; then the attack has failed.
@@ -392,8 +386,6 @@ class Within(Attack):
         attack: such as HopSkipJump.
     """
 
-    norm: Norm
-    eps: float | str
     attack: Attack
 
     def cost(self, num_classes: int) -> Cost:
@@ -401,7 +393,7 @@ class Within(Attack):
 
     def search(self, target: Target, images: Tensor, labels: Tensor, draws: Draws) -> Tensor:
         points = self.attack.search(target, images, labels, draws)
-        return NORMS[self.norm].project(points, images, parse_eps(self.eps))
+        return NORMS[self.norm].project(points, images, self.radius)
 
 
 def gradient_lengths(model: nn.Module, images: Tensor) -> Tensor:
