@@ -13,7 +13,7 @@ from ecnn.auditing import Audit, Cost, audit, estimate_cost, resolve_budget
 from ecnn.data import NAMES, Split, load_data
 from ecnn.errors import InputError
 from ecnn.pipeline.devices import find_device
-from ecnn.pipeline.training import load_spec_data
+from ecnn.pipeline.training import AnyPath, load_spec_data
 from ecnn.plots import plot_audit
 from ecnn.progress import Progress
 from ecnn.spec import AuditTable
@@ -41,7 +41,7 @@ def plan_audit(
     source: str | None = None,
     module: str | None = None,
     data: str | None = None,
-    root: Path = Path("data"),
+    root: AnyPath = "data",
     image_size: int | None = None,
     device: str = "auto",
 ) -> AuditPlan:
@@ -74,7 +74,7 @@ def plan_audit(
 
 
 def audit_run(
-    made: AuditPlan, *, out: Path | None = None, resume: bool = True, progress: Progress | None = None
+    made: AuditPlan, *, out: AnyPath | None = None, resume: bool = True, progress: Progress | None = None
 ) -> Audit:
     """Audits what was planned.
 
@@ -97,7 +97,7 @@ def audit_run(
         progress=progress,
     )
     if out is not None:
-        plot_audit(found, out / "audit.png")
+        plot_audit(found, Path(out) / "audit.png")
     return found
 
 

@@ -17,7 +17,7 @@ from ecnn.errors import InputError
 from ecnn.evaluation import Evaluation, evaluate, load_images
 from ecnn.evaluation.batch import BATCH_SIZE
 from ecnn.pipeline.devices import find_device
-from ecnn.pipeline.training import load_spec_data
+from ecnn.pipeline.training import AnyPath, load_spec_data
 from ecnn.progress import Progress
 from ecnn.spec import Spec, attack_options, make_attack
 
@@ -49,11 +49,11 @@ def evaluate_run(
     spec: Spec,
     *,
     data: str | None = None,
-    root: Path = Path("data"),
+    root: AnyPath = "data",
     seed: int = 0,
     batch_size: int | None = None,
-    out: Path | None = None,
-    save_images: Path | None = None,
+    out: AnyPath | None = None,
+    save_images: AnyPath | None = None,
     device: str = "auto",
     resume: bool = True,
     progress: Progress | None = None,
@@ -113,17 +113,17 @@ def _join(parts: Sequence[Evaluation]) -> Evaluation:
 
 
 @contextmanager
-def _folder_for(out: Path | None, save_images: Path | None) -> Iterator[Path | None]:
+def _folder_for(out: AnyPath | None, save_images: AnyPath | None) -> Iterator[Path | None]:
     """Where outcomes go: the folder asked for, one for the moment if only images are wanted, or none."""
     if save_images is None or out is not None:
-        yield out
+        yield None if out is None else Path(out)
         return
     files.check_writable(save_images)
     with tempfile.TemporaryDirectory() as name:
         yield Path(name)
 
 
-def _write_images(path: Path, folder: Path, found: Evaluation) -> None:
+def _write_images(path: AnyPath, folder: Path, found: Evaluation) -> None:
     """One array of images per attack, with positions, labels and predictions beside them."""
     arrays = {"index": found.clean.index, "label": found.clean.label}
     for name, outcomes in found.outcomes.items():

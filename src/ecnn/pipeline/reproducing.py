@@ -22,7 +22,7 @@ from ecnn.experiment import AUDIT, CLEAN, Arm, Experiment
 from ecnn.pipeline.auditing import audit_run, plan_audit
 from ecnn.pipeline.evaluating import evaluate_run
 from ecnn.pipeline.recording import OUTCOMES, RECORD, read_record, write_record
-from ecnn.pipeline.training import load_spec_data, plan, train_run
+from ecnn.pipeline.training import AnyPath, load_spec_data, plan, train_run
 from ecnn.progress import Progress
 from ecnn.spec import Spec
 
@@ -72,7 +72,7 @@ def tasks_of(
 def run_task(
     task: Task,
     *,
-    root: Path = Path("data"),
+    root: AnyPath = "data",
     device: str = "auto",
     stages: Sequence[str] = STAGES,
     progress: Progress | None = None,
@@ -103,7 +103,7 @@ def run_task(
     write_record(folder, arm=task.arm.name, times=files.read_json(folder / TIMES))
 
 
-def _adopt(spec: Spec, folder: Path, out: Path, root: Path) -> None:
+def _adopt(spec: Spec, folder: Path, out: Path, root: AnyPath) -> None:
     """Copies a finished run of the same spec from another arm, with the outcomes it has: tables share columns."""
     wanted = plan(spec, load_spec_data(spec, root)).spec.to_dict()
     for done in sorted(out.glob(f"*/*/*/{runs.DONE}")):

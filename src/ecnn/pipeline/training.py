@@ -30,6 +30,8 @@ from ecnn.spec import CodeTable, Spec, attack_options, make_attack
 from ecnn.training.checkpoints import load_checkpoint, model_tensors, save_checkpoint
 from ecnn.training.loop import BEST, LOG, accuracy, fit
 
+AnyPath = str | os.PathLike[str]
+
 _FALSE_POSITIVE_RATE = 0.05
 # What a training attack does unless it is told otherwise; of these it takes what it has.
 _ATTACK_STEPS = 10
@@ -206,8 +208,8 @@ def _default_code(num_classes: int, seed: int) -> CodeTable:
 def train_run(
     spec: Spec,
     *,
-    out: Path | None = None,
-    root: Path = Path("data"),
+    out: AnyPath | None = None,
+    root: AnyPath = "data",
     device: str = "auto",
     resume: bool = True,
     compile_parts: bool = False,
@@ -225,7 +227,8 @@ def train_run(
     place = find_device(device)
     data = load_spec_data(spec, root)
     made = plan(spec, data)
-    folder = out or Path("runs") / Path(data.name).name / str(made.spec.model["kind"]) / str(spec.seed)
+    usual = Path("runs") / Path(data.name).name / str(made.spec.model["kind"]) / str(spec.seed)
+    folder = usual if out is None else Path(out)
     files.check_writable(folder / runs.SPEC)
     if resume and runs.is_finished(folder, made.spec):
         return _finished_run(folder, made.model)
@@ -285,7 +288,7 @@ def _finished_run(folder: Path, model: nn.Module) -> TrainedRun:
     )
 
 
-def load_spec_data(spec: Spec, root: Path, other: str | None = None) -> Dataset:
+def load_spec_data(spec: Spec, root: AnyPath, other: str | None = None) -> Dataset:
     """The images that the spec asks for; or those of another dataset, which keep their size if it has a name."""
     size = spec.data.image_size if other not in NAMES else None
     return load_data(
