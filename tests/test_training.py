@@ -534,9 +534,9 @@ def vector(model: nn.Module) -> Tensor:
 def test_graph_and_eager_agree_on_cuda(optimizer: str, most: float, adversarial: bool) -> None:
     """The same random numbers and the same steps: what differs is rounding, a small part of the way travelled.
 
-    After one epoch: later, rounding has grown to as much between two eager runs (8 % of the way after four epochs). Adam
-    moves a weight whose gradient is rounding by a whole step, to either side: 0.1 % of the way in most runs, 2 % where
-    a weight or two fall so.
+    After one epoch: later, rounding has grown to as much between two eager runs (8 % of the way after four epochs).
+    Adam moves a weight whose gradient is rounding by a whole step, to either side: 0.1 % of the way in most runs, 2 %
+    where a weight or two fall so.
     """
     attack = (
         PGD(norm="linf", eps=0.1, steps=2, step_size=0.05, loss="cross_entropy", keep="last")
