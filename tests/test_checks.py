@@ -59,25 +59,19 @@ def test_an_end_can_be_left_out() -> None:
         check_number("ema", 1.0, above=True, most=1, below=True)
 
 
-@pytest.mark.parametrize("make", [np.zeros, torch.zeros])
-def test_arrays_have_the_axes_and_numbers_asked_for(make: Any) -> None:
-    check_array("images", make((2, 3, 8, 8)), "image", 3, "height", "width")
-    check_array("labels", make(2) > 0, 2, dtype="bool")
-    for kind in ("uint8", "int32", "int64"):
-        check_array(
-            "labels",
-            make(2).astype(kind) if make is np.zeros else make(2).to(getattr(torch, kind)),
-            2,
-            dtype="whole numbers",
-        )
-    with pytest.raises(
-        InputError, match=r"^images must be of shape \(image, 3\), not float\d\d of shape \(2, 4\)\.$"
-    ):
-        check_array("images", make((2, 4)), "image", 3)
-    with pytest.raises(
-        InputError, match=r"^labels must be whole numbers of shape \(2,\), not float\d\d of shape \(2,\)\.$"
-    ):
-        check_array("labels", make(2), 2, dtype="whole numbers")
+@pytest.mark.parametrize("made_by", [np, torch])
+def test_arrays_have_the_axes_and_numbers_asked_for(made_by: Any) -> None:
+    prefix = "torch." if made_by is torch else ""
+    check_array("images", made_by.zeros((2, 3, 8, 8)), "image", 3, "height", "width")
+    check_array("images", made_by.zeros((2, 3), dtype=made_by.uint8), 2, "row", dtype=f"{prefix}uint8")
+    for kind in (made_by.uint8, made_by.int32, made_by.int64):
+        check_array("labels", made_by.zeros(2, dtype=kind), 2, dtype="whole numbers")
+    floats = made_by.zeros((2, 4), dtype=made_by.float32)
+    found = rf"not {prefix}float32 of shape \(2, 4\)\.$"
+    with pytest.raises(InputError, match=rf"^images must be of shape \(image, 3\), {found}"):
+        check_array("images", floats, "image", 3)
+    with pytest.raises(InputError, match=rf"^labels must be whole numbers of shape \(2,\), {found}"):
+        check_array("labels", floats, 2, dtype="whole numbers")
 
 
 def test_what_is_no_array_is_named_by_its_kind() -> None:

@@ -71,13 +71,15 @@ def check_array(name: str, value: Any, *axes: str | int, dtype: str | None = Non
 
     Args:
         axes: the name of an axis that may have any size, or the size that it must have.
-        dtype: such as "uint8"; "whole numbers" for integers of any kind; None for any.
+        dtype: "uint8" for an array, "torch.uint8" for a tensor of bytes; "whole numbers" for integers of any
+            kind; None for anything.
     """
     shape: Any = getattr(value, "shape", None)
     fits = shape is not None and len(shape) == len(axes)
     fits = fits and all(isinstance(axis, str) or axis == size for axis, size in zip(axes, shape, strict=True))
-    kind = str(getattr(value, "dtype", type(value).__name__)).removeprefix("torch.")
-    if fits and (dtype in (None, kind) or (dtype == "whole numbers" and kind.startswith(("int", "uint")))):
+    kind = str(getattr(value, "dtype", type(value).__name__))
+    is_whole = kind.removeprefix("torch.").startswith(("int", "uint"))
+    if fits and (dtype in (None, kind) or (dtype == "whole numbers" and is_whole)):
         return
     form = f"({', '.join(map(str, axes))}{',' if len(axes) == 1 else ''})"
     found = kind if shape is None else f"{kind} of shape {tuple(shape)}"
