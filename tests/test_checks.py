@@ -81,7 +81,9 @@ def test_what_is_no_array_is_named_by_its_kind() -> None:
 
 def test_a_model_without_the_attribute_is_named() -> None:
     check_has("ADP", torch.nn.Linear(1, 1), "weight")
-    with pytest.raises(InputError, match=r"^ADP needs a model with member_scores; Linear has none\.$"):
+    with pytest.raises(
+        InputError, match=r"^ADP needs a model with the attribute member_scores, which Linear lacks\.$"
+    ):
         check_has("ADP", torch.nn.Linear(1, 1), "member_scores")
 
 

@@ -79,7 +79,7 @@ def test_json_has_no_infinity(tmp_path: Path) -> None:
         (("--classes", "1", "--length", "3"), "num_classes must be a whole number from 2 up, not 1"),
         (("--classes", "4", "--length", "4", "--column-weight", "lots"), "--column-weight must be"),
         (("--classes", "4", "--length", "4", "--seconds", "-1"), "seconds must be a number above 0"),
-        (("--classes", "4", "--length", "4", "--plot", "x.bmp"), "must end in .png"),
+        (("--classes", "4", "--length", "4", "--plot", "x.bmp"), "must be one of .png"),
         (("--classes", "4", "--length", "4", "--out", "."), "it is a folder"),
         (("--classes", "4", "--length", "4", "--out", "file/x.json"), "not a folder"),
         (("--show", "11x11"), "must be one of 10x10"),

@@ -89,7 +89,9 @@ def check_array(name: str, value: Any, *axes: str | int, dtype: str | None = Non
 def check_has(owner: str, model: Any, attribute: str) -> None:
     """Raises InputError unless the model has the attribute without which its owner cannot work."""
     if not hasattr(model, attribute):
-        raise InputError(f"{owner} needs a model with {attribute}; {type(model).__name__} has none.")
+        raise InputError(
+            f"{owner} needs a model with the attribute {attribute}, which {type(model).__name__} lacks."
+        )
 
 
 def parse_eps(value: float | str, name: str = "eps") -> float:

@@ -35,11 +35,11 @@ class Published:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelKind:
-    """One kind of model, all there is to know to build and train it by name.
+    """One kind of model: what is needed to build and train it by name.
 
     Attributes:
         name: as a spec names it.
-        build: (num_classes, in_channels, mean, **options) -> module; takes `code=` too where a code is needed.
+        build: the model, called with (num_classes, in_channels, mean=, **options), and `code=` where it needs one.
         options: names of its options; `module.config` holds their values.
         objectives: names of the objectives that can train it, its own first.
         needs_code: whether it is made for one code.
@@ -73,7 +73,7 @@ class ModelKind:
 
 
 def options_of(model: Callable[..., nn.Module]) -> tuple[str, ...]:
-    """Names of a model's keyword arguments that a spec may set: all that TOML can write, so not the mean or a trunk."""
+    """Names of a model's keyword arguments that a spec may set: what TOML can write, so not the mean or a trunk."""
     parameters = inspect.signature(model).parameters.values()
     return tuple(
         entry.name
@@ -83,14 +83,14 @@ def options_of(model: Callable[..., nn.Module]) -> tuple[str, ...]:
 
 
 def sort_of_images(in_channels: int, image_size: tuple[int, int]) -> str:
-    """The dataset whose settings suit these images, by their size, then by their channels: digits, mnist or cifar10."""
+    """Whose published settings suit these images: "digits" below 20 pixels, else "mnist" if grey, else "cifar10"."""
     if image_size[0] < 20:
         return "digits"
     return "mnist" if in_channels == 1 else "cifar10"
 
 
 def check_classes(kind: str, code: Any, num_classes: int) -> None:
-    """Raises InputError unless there is a code, and one for so many classes."""
+    """Raises InputError unless there is a code for that many classes."""
     if code is None:
         raise InputError(f"a model of kind {kind!r} needs a code.")
     if code.num_classes != num_classes:

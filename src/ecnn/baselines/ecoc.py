@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
 
-from ecnn.backbones import Mean
+from ecnn import model
 from ecnn.codes import CodeMatrix
 from ecnn.errors import InputError
-from ecnn.kinds import ModelKind, check_classes, options_of
+from ecnn.kinds import check_classes
 from ecnn.model import ECNN
 
 
@@ -32,18 +33,9 @@ def independent_ecoc(code: CodeMatrix, in_channels: int = 3, *, branch: Any = "c
     return ECNN(code, in_channels, branch=branch, share_trunk=False, share_head=False, **options)
 
 
-def _build(
-    num_classes: int, in_channels: int, mean: Mean | None, *, code: CodeMatrix | None = None, **options: Any
-) -> nn.Module:
-    check_classes("independent_ecoc", code, num_classes)
-    assert code is not None
-    return independent_ecoc(code, in_channels, mean=mean, **options)
+def _build(num_classes: int, in_channels: int, **options: Any) -> nn.Module:
+    check_classes("independent_ecoc", options.get("code"), num_classes)
+    return independent_ecoc(in_channels=in_channels, **options)
 
 
-KIND = ModelKind(
-    name="independent_ecoc",
-    build=_build,
-    options=options_of(ECNN),
-    objectives=("member_hinge", "member_cross_entropy", "cross_entropy", "trades"),
-    needs_code=True,
-)
+KIND = replace(model.KIND, name="independent_ecoc", build=_build)

@@ -2,18 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from torch import nn
-
-from ecnn.backbones import Mean, ResNet
+from ecnn.backbones import ResNet
 from ecnn.kinds import ModelKind, options_of
 
-
-def _build(num_classes: int, in_channels: int, mean: Mean | None, **options: Any) -> nn.Module:
-    return ResNet(num_classes, in_channels, mean=mean, **options)
-
-
 KIND = ModelKind(
-    name="resnet", build=_build, options=options_of(ResNet), objectives=("cross_entropy", "trades")
+    name="resnet", build=ResNet, options=options_of(ResNet), objectives=("cross_entropy", "trades")
 )

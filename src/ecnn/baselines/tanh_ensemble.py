@@ -14,7 +14,7 @@ import torch.nn.functional as F  # noqa: N812 as all of torch's users call it
 from torch import Tensor, nn
 
 from ecnn.backbones import Centre, ConvUnit, Mean, check_images, full_precision
-from ecnn.checks import check_count, check_number
+from ecnn.checks import check_count, check_has, check_number
 from ecnn.codes import CodeMatrix
 from ecnn.decoders import make_decoder
 from ecnn.errors import InputError
@@ -274,8 +274,7 @@ class TanhEnsembleObjective:
     def __call__(
         self, model: Any, images: Tensor, labels: Tensor, *, generator: torch.Generator | None = None
     ) -> Tensor:
-        if not hasattr(model, "code_symbols"):
-            raise InputError(f"this objective needs a model with a code; {type(model).__name__} has none.")
+        check_has("the objective of TanhEnsemble", model, "code_symbols")
         member_logits = model.member_logits(self.disturb(images, generator=generator))
         targets = member_targets(model.code_symbols, labels)
         return member_hinge(member_logits, targets, margin=self.margin).mean()
@@ -355,7 +354,7 @@ def _check_sizes(
 
 
 def _build(num_classes: int, in_channels: int, mean: Mean | None, **options: Any) -> nn.Module:
-    """The mean plays no part but to tell the image size: the original subtracts 0.5."""
+    """Takes the image size from the mean, which is used for nothing else: the original subtracts 0.5."""
     shape = np.shape(mean) if mean is not None else ()
     if "image_size" not in options and len(shape) == 3 and shape[1:] != (1, 1):
         options["image_size"] = [int(length) for length in shape[1:]]
