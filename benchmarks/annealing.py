@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import math
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -84,10 +85,10 @@ def rates(sizes: list[tuple[int, int]], work: int) -> list[dict[str, Any]]:
         start = random_code(num_classes, code_length, seed=0).symbols
         steps = max(20_000, work // (num_classes + code_length))
         allowance, seeds = Allowance(steps, None, None), np.random.SeedSequence(0)
-        elapsed, _ = seconds_of(lambda: anneal_chain(problem, start, steps, allowance, seeds))  # noqa: B023
+        elapsed, _ = seconds_of(partial(anneal_chain, problem, start, steps, allowance, seeds))
         full_steps = max(5, 5 * work // (2 * num_classes * code_length * (num_classes + code_length)))
         full_elapsed, _ = seconds_of(
-            lambda: anneal_by_full_evaluation(start.astype(np.int64), weight, full_steps, 1e-4)  # noqa: B023
+            partial(anneal_by_full_evaluation, start.astype(np.int64), weight, full_steps, 1e-4)
         )
         rate, full_rate = steps / elapsed, full_steps / full_elapsed
         table.append(

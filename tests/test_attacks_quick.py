@@ -45,7 +45,7 @@ SMALL: dict[str, dict[str, Any]] = {
 def test_a_quick_copy_of_a_baseline(name: str) -> None:
     """EMPIR rounds its weights: merging a batch norm into them would make another network of it."""
     torch.manual_seed(0)
-    model = MODELS[name].build(10, 1, 0.5, **SMALL[name])
+    model = MODELS[name].build(10, 1, mean=0.5, **SMALL[name])
     with torch.no_grad():
         for _ in range(3):
             model(torch.rand(16, 1, 8, 8))

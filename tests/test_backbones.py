@@ -75,7 +75,7 @@ def test_a_depth_that_no_resnet_has_is_refused(depth: Any) -> None:
 
 
 def test_other_bad_choices_are_refused() -> None:
-    with pytest.raises(InputError, match="known: relu, silu, gelu, elu"):
+    with pytest.raises(InputError, match="activation must be one of relu, silu, gelu, elu"):
         ResNet(10, activation="swish")
     with pytest.raises(InputError, match="from 1 to 9"):
         Trunk(3, 10)

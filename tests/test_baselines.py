@@ -74,7 +74,7 @@ def with_labels(model: nn.Module, batch: int = 6, size: tuple[int, int] = (8, 12
 )
 def test_parameter_counts(name: str, channels: int, options: dict[str, Any], parameters: int) -> None:
     with torch.device("meta"):
-        assert count(MODELS[name].build(10, channels, None, **options)) == parameters
+        assert count(MODELS[name].build(10, channels, mean=None, **options)) == parameters
 
 
 @pytest.mark.parametrize(("channels", "parameters"), [(3, 273_066), (1, 272_778)])
@@ -628,14 +628,14 @@ def test_without_weight_trades_is_cross_entropy() -> None:
 )
 def test_config_and_weights_bring_a_baseline_back(name: str, options: dict[str, Any]) -> None:
     torch.manual_seed(0)
-    model: Any = MODELS[name].build(4, 3, torch.rand(3, 8, 12), **options)
+    model: Any = MODELS[name].build(4, 3, mean=torch.rand(3, 8, 12), **options)
     shake(model)
     config = json.loads(json.dumps(model.config))
     for key in ("num_classes", "in_channels"):  # a run folder knows them from its data
         config.pop(key, None)
     if name == "independent_ecoc":
         config["code"] = CODE
-    back: Any = MODELS[name].build(4, 3, torch.zeros(3, 8, 12), **config)
+    back: Any = MODELS[name].build(4, 3, mean=torch.zeros(3, 8, 12), **config)
     assert back.config == model.config
     assert back.state_dict().keys() == model.state_dict().keys()
     back.load_state_dict(model.state_dict(), strict=True)
@@ -645,7 +645,9 @@ def test_config_and_weights_bring_a_baseline_back(name: str, options: dict[str, 
 
 
 def test_a_mean_image_tells_the_tanh_ensemble_its_size() -> None:
-    model: Any = MODELS["tanh_ensemble"].build(10, 1, torch.rand(1, 8, 12), filters=(2, 2, 2), bit_filters=1)
+    model: Any = MODELS["tanh_ensemble"].build(
+        10, 1, mean=torch.rand(1, 8, 12), filters=(2, 2, 2), bit_filters=1
+    )
     assert model.config["image_size"] == [8, 12]
     assert float(model.centre.mean) == 0.5
 
@@ -663,8 +665,8 @@ def test_a_mean_image_tells_the_tanh_ensemble_its_size() -> None:
         (lambda: TanhEnsemble(10, 1, **SMALL_TANH)(torch.rand(2, 1, 8, 8)), r"images of \(8, 12\)"),
         (lambda: tanh_code(12), "power of two"),
         (lambda: independent_ecoc(CODE, share_trunk=True), "share nothing"),
-        (lambda: MODELS["independent_ecoc"].build(4, 3, None), "needs a code"),
-        (lambda: MODELS["independent_ecoc"].build(5, 3, None, code=CODE), "has 4 classes, but 5"),
+        (lambda: MODELS["independent_ecoc"].build(4, 3, mean=None), "needs a code"),
+        (lambda: MODELS["independent_ecoc"].build(5, 3, mean=None, code=CODE), "has 4 classes, but 5"),
         (lambda: ADPObjective(beta=-1), "beta must be a number from 0 up"),
         (
             lambda: ADPObjective()(ResNet(4, **SMALL), torch.rand(1, 3, 8, 8), torch.tensor([0])),
@@ -676,7 +678,7 @@ def test_a_mean_image_tells_the_tanh_ensemble_its_size() -> None:
             lambda: TanhEnsembleObjective(noise=0, blend=0)(
                 ResNet(4, **SMALL), torch.rand(1, 3, 8, 8), torch.tensor([0])
             ),
-            "needs a model with a code",
+            "needs a model with the attribute code_symbols",
         ),
         (lambda: TRADESObjective(eps="8/x", steps=1, step_size=0.1), "fraction"),
         (lambda: TRADESObjective(eps=-1, steps=1, step_size=0.1), "eps must be a number from 0 up"),

@@ -65,7 +65,7 @@ SETS = [[0, 1], [1, 2], [0, 2, 3], [3]]
 )
 def test_parameter_counts(name: str, channels: int, options: dict[str, Any], parameters: int) -> None:
     with torch.device("meta"):
-        assert count(MODELS[name].build(10, channels, None, **options)) == parameters
+        assert count(MODELS[name].build(10, channels, mean=None, **options)) == parameters
 
 
 # Specialists: who knows what
@@ -570,7 +570,7 @@ def test_a_wrong_column_is_corrected(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_config_and_weights_bring_a_baseline_back(name: str, options: dict[str, Any], tmp_path: Path) -> None:
     torch.manual_seed(0)
-    model: Any = MODELS[name].build(4, 3, torch.rand(3, 8, 12), **options)
+    model: Any = MODELS[name].build(4, 3, mean=torch.rand(3, 8, 12), **options)
     shake(model)
     if name == "feature_squeezing":
         model.fit_threshold(torch.rand(20, 3, 8, 12))
@@ -578,7 +578,7 @@ def test_config_and_weights_bring_a_baseline_back(name: str, options: dict[str, 
     config = files.read_toml(tmp_path / "spec.toml")["model"]
     for key in ("num_classes", "in_channels"):  # a run folder knows them from its data
         config.pop(key)
-    back: Any = MODELS[name].build(4, 3, torch.zeros(3, 8, 12), **config)
+    back: Any = MODELS[name].build(4, 3, mean=torch.zeros(3, 8, 12), **config)
     assert back.config == model.config
     back.load_state_dict(model.state_dict(), strict=True)
     images = torch.rand(6, 3, 8, 12)
@@ -601,10 +601,10 @@ def test_config_and_weights_bring_a_baseline_back(name: str, options: dict[str, 
         (lambda: Specialists(4, sets=[*SETS[:3], [4]], **SMALL), "from 0 to 3, not 4"),
         (lambda: Specialists(4, sets=[*SETS[:3], range(4)], **SMALL), "set 3 must leave out"),
         (lambda: Specialists(4, sets=[*SETS[:3], []], **SMALL), "set 3 must leave out"),
-        (lambda: MODELS["specialists"].build(4, 3, None), "needs sets"),
+        (lambda: MODELS["specialists"].build(4, 3, mean=None), "needs sets"),
         (
             lambda: SpecialistsObjective()(ResNet(4, **SMALL), torch.rand(1, 3, 8, 8), torch.tensor([0])),
-            "needs Specialists",
+            "Specialists needs a model with the attribute knows",
         ),
         (
             lambda: count_confusions(Brightness(), torch.rand(0, 1, 2, 2), torch.zeros(0), lambda m, x, y: x),

@@ -469,7 +469,7 @@ def test_a_cuda_graph_holds_the_step(name: str, objective: Any, compile_parts: b
     )
     if name == "specialists":
         options["sets"] = RING
-    model = MODELS[name].build(10, 1, digits.mean_image, **options).cuda()
+    model = MODELS[name].build(10, 1, mean=digits.mean_image, **options).cuda()
     history = fit(
         model,
         digits.train,

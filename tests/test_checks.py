@@ -8,9 +8,19 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from ecnn.baselines import TRADESObjective
-from ecnn.checks import build, check_choice, check_count, check_number, check_options, parse_eps
+from ecnn.checks import (
+    build,
+    check_array,
+    check_choice,
+    check_count,
+    check_has,
+    check_number,
+    check_options,
+    parse_eps,
+)
 from ecnn.errors import InputError
 
 
@@ -36,12 +46,45 @@ def test_what_is_no_number_is_named(value: Any) -> None:
         check_number("beta", value, most=1)
 
 
-def test_a_lower_end_can_be_left_out() -> None:
+def test_an_end_can_be_left_out() -> None:
     check_number("lr", 1e-9, above=True)
     with pytest.raises(InputError, match=r"lr must be a number above 0, not 0\."):
         check_number("lr", 0, above=True)
     with pytest.raises(InputError, match=r"ratio must be a number above 0 and up to 1, not 2\."):
         check_number("ratio", 2, above=True, most=1)
+    check_number("share", 0, most=1, below=True)
+    with pytest.raises(InputError, match=r"share must be a number from 0 to below 1, not 1\."):
+        check_number("share", 1, most=1, below=True)
+    with pytest.raises(InputError, match=r"ema must be a number above 0 and below 1, not 1\.0\."):
+        check_number("ema", 1.0, above=True, most=1, below=True)
+
+
+@pytest.mark.parametrize("made_by", [np, torch])
+def test_arrays_have_the_axes_and_numbers_asked_for(made_by: Any) -> None:
+    prefix = "torch." if made_by is torch else ""
+    check_array("images", made_by.zeros((2, 3, 8, 8)), "image", 3, "height", "width")
+    check_array("images", made_by.zeros((2, 3), dtype=made_by.uint8), 2, "row", dtype=f"{prefix}uint8")
+    for kind in (made_by.uint8, made_by.int32, made_by.int64):
+        check_array("labels", made_by.zeros(2, dtype=kind), 2, dtype="whole numbers")
+    floats = made_by.zeros((2, 4), dtype=made_by.float32)
+    found = rf"not {prefix}float32 of shape \(2, 4\)\.$"
+    with pytest.raises(InputError, match=rf"^images must be of shape \(image, 3\), {found}"):
+        check_array("images", floats, "image", 3)
+    with pytest.raises(InputError, match=rf"^labels must be whole numbers of shape \(2,\), {found}"):
+        check_array("labels", floats, 2, dtype="whole numbers")
+
+
+def test_what_is_no_array_is_named_by_its_kind() -> None:
+    with pytest.raises(InputError, match=r"^labels must be int64 of shape \(image,\), not list\.$"):
+        check_array("labels", [1, 2], "image", dtype="int64")
+
+
+def test_a_model_without_the_attribute_is_named() -> None:
+    check_has("ADP", torch.nn.Linear(1, 1), "weight")
+    with pytest.raises(
+        InputError, match=r"^ADP needs a model with the attribute member_scores, which Linear lacks\.$"
+    ):
+        check_has("ADP", torch.nn.Linear(1, 1), "member_scores")
 
 
 def test_an_unknown_name_is_answered_with_the_nearest() -> None:

@@ -161,7 +161,7 @@ def test_balanced_weight_makes_both_sums_roughly_equal(
         ([[0, 1], [0, 1]], 2, "classes 0 and 1 have the same codeword"),
         ([[0, 1], [1, 1]], 2, "column 1 gives every class the symbol 1"),
         ([[0], [1], [1]], 2, "3 different codewords, but 1 symbols of arity 2 spell only 2"),
-        ([[0, 1]], 2, "at least 2 classes"),
+        ([[0, 1]], 2, "num_classes must be a whole number from 2 up"),
         ([], 2, "shape"),
         ([0, 1], 2, "shape"),
         ([[[0]], [[1]]], 2, "shape"),
@@ -282,7 +282,7 @@ def test_a_bad_file_is_one_sentence(tmp_path: Path, content: Any, sentence: str)
 
 
 def test_missing_codes(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="shipped codes: 10x10"):
+    with pytest.raises(InputError, match=r"one of 10x10, .*, not .11x30.; did you mean .10x30.\?"):
         load_code("11x30")
     with pytest.raises(InputError, match="No such file"):
         load_code(tmp_path / "none.json")

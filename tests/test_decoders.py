@@ -218,15 +218,15 @@ def test_hard_ties() -> None:
 @pytest.mark.parametrize(
     ("code", "output", "name", "sentence"),
     [
-        (TOY, "symbols", "tanh", "these do: linear, sigmoid, softmax, binary_tanh, hamming"),
-        (TOY, "symbols", "p_nu", "does not read members with symbols output"),
-        (TOY, "logit", "sigmoid", "these do: tanh, linear, p_nu, hamming"),
-        (TOY, "logit", "softmax", "does not read"),
-        (TOY, "logit", "binary_tanh", "does not read"),
+        (TOY, "symbols", "tanh", "for those use linear, sigmoid, softmax, binary_tanh, hamming"),
+        (TOY, "symbols", "p_nu", "reads members with logit output, not 'symbols'"),
+        (TOY, "logit", "sigmoid", "for those use tanh, linear, p_nu, hamming"),
+        (TOY, "logit", "softmax", "reads members with symbols output, not 'logit'"),
+        (TOY, "logit", "binary_tanh", "reads members with symbols output, not 'logit'"),
         (TERNARY, "logit", "tanh", 'arity 3: use member_output="symbols"'),
         (TERNARY, "logit", None, "arity 3"),
-        (TOY, "bits", None, '"logit" or "symbols", not \'bits\''),
-        (TOY, "logit", "majority", "known: tanh, linear"),
+        (TOY, "bits", None, "member_output must be logit or symbols, not 'bits'"),
+        (TOY, "logit", "majority", "must be one of tanh, linear"),
     ],
 )
 def test_wrong_combinations_are_refused(

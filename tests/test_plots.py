@@ -43,7 +43,7 @@ def test_large_and_tiny_codes(tmp_path: Path) -> None:
 
 def test_bad_requests_write_nothing(tmp_path: Path) -> None:
     code = CodeMatrix([[0, 1], [1, 0]])
-    with pytest.raises(InputError, match=r"must end in \.png"):
+    with pytest.raises(InputError, match=r"must be one of \.png"):
         plot_code(code, tmp_path / "code.gif")
     with pytest.raises(InputError, match="name 2 classes, not 3"):
         plot_code(code, tmp_path / "code.png", class_names=["a", "b", "c"])

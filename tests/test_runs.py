@@ -88,7 +88,7 @@ def test_a_device_that_is_not_there(tmp_path: Path) -> None:
 
 def test_broken_runs(tmp_path: Path) -> None:
     with pytest.raises(
-        InputError, match="no run folder and no model is called 'nothing'; shipped models: cifar10"
+        InputError, match=r"a model that is no run folder must be one of cifar10-adp, .*, not 'nothing'"
     ):
         runs.load_model("nothing")
     with pytest.raises(InputError, match=r"cannot read .*spec\.toml"):

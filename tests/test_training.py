@@ -89,7 +89,7 @@ def test_a_recipe_fills_what_is_not_given() -> None:
         (("paper", {"epoch": 3}), "has no option 'epoch'; .* did you mean 'epochs'"),
         (("paper", {"lr": -1.0}), "lr must be"),
         (("paper", {"optimizer": "lion"}), "optimizer must be one of"),
-        (("paper", {"ema": 1.0}), "ema must lie"),
+        (("paper", {"ema": 1.0}), "ema must be a number"),
         (("paper", {"adversarial_ratio": 0.0}), "adversarial_ratio"),
     ):
         with pytest.raises(InputError, match=sentence):

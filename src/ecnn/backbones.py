@@ -17,6 +17,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
+from ecnn.checks import check_choice, check_count
 from ecnn.errors import InputError
 
 ACTIVATIONS: dict[str, type[nn.Module]] = {"relu": nn.ReLU, "silu": nn.SiLU, "gelu": nn.GELU, "elu": nn.ELU}
@@ -29,8 +30,7 @@ _CUT_NORMAL_STD = 0.8796256610342398
 
 def make_activation(name: str) -> nn.Module:
     """A fresh activation by name; an unknown name is an InputError that lists the known ones."""
-    if name not in ACTIVATIONS:
-        raise InputError(f"no activation is called {name!r}; known: {', '.join(ACTIVATIONS)}.")
+    check_choice("activation", name, ACTIVATIONS)
     return ACTIVATIONS[name]()
 
 
@@ -59,7 +59,7 @@ def eval_mode(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def without_tf32() -> Iterator[None]:
-    """CUDA multiplies float32 as float32 here: TF32 rounds to ten bits, and a verdict must not."""
+    """Inside, CUDA multiplies float32 as float32: TF32 would round to ten bits, which can change a verdict."""
     before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     try:
@@ -274,8 +274,7 @@ def unit_plan(depth: int, width: int) -> list[tuple[int, int, int]]:
     """
     if isinstance(depth, bool) or not isinstance(depth, int) or depth < 8 or depth % 6 != 2:
         raise InputError(f"depth must be 6n + 2, such as 8, 14, 20 or 32, not {depth!r}.")
-    if isinstance(width, bool) or not isinstance(width, int) or width < 1:
-        raise InputError(f"width must be a whole number from 1 up, not {width!r}.")
+    check_count("width", width)
     plan, channels = [], width
     for stack in range(3):
         for unit in range((depth - 2) // 6):
@@ -311,8 +310,7 @@ class Trunk(nn.Module):
         super().__init__()
         plan = unit_plan(depth, width)
         num_units = len(plan) if num_units is None else num_units
-        if not 1 <= num_units <= len(plan):
-            raise InputError(f"num_units must be from 1 to {len(plan)} for depth {depth}, not {num_units}.")
+        check_count("num_units", num_units, most=len(plan))
         self.out_channels = plan[num_units - 1][1]
         self.stem = ConvUnit(
             in_channels,

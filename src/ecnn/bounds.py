@@ -33,9 +33,8 @@ def plotkin_bound(num_classes: int, code_length: int, *, arity: int = 2) -> int:
 
 def fits_in_spheres(num_classes: int, code_length: int, distance: int, *, arity: int = 2) -> bool:
     """Whether that many disjoint decoding spheres fit in the space of words (Hamming 1950)."""
-    if (
-        arity == 2 and distance % 2 == 0
-    ):  # dropping one column leaves the odd distance below, which is stricter
+    if arity == 2 and distance % 2 == 0:
+        # Dropping one column leaves the odd distance below, which is stricter.
         code_length, distance = code_length - 1, distance - 1
     radius = (distance - 1) // 2
     volume = sum(math.comb(code_length, errors) * (arity - 1) ** errors for errors in range(radius + 1))
@@ -81,10 +80,10 @@ def count_splits(num_classes: int, arity: int) -> int:
 def min_column_distance_bound(num_classes: int, code_length: int, *, arity: int = 2) -> float:
     """Upper bound, in nats, on the smallest variation of information between two columns of a code.
 
-    More columns than distinct splits: two ask the same. Any pair: VI is at most the joint entropy of the two
-    splits, and at most twice the entropy of one. Many binary columns: their centred directions live in a space
-    of num_classes - 1 dimensions, so once there are more columns than dimensions some pair must be correlated,
-    and a correlated pair has less VI.
+    It is the smallest of three. When there are more columns than different splits, two columns ask the same and
+    the bound is 0. For any pair, VI is at most the joint entropy of the two splits, and at most twice the largest
+    entropy of one. Binary columns, centred, are directions in a space of num_classes - 1 dimensions: once there
+    are more columns than dimensions some pair must be correlated, and a correlated pair has less VI.
     """
     if code_length < 2:
         return math.inf
@@ -117,9 +116,8 @@ def _max_vi_of_correlated_splits(num_classes: int, squared_correlation: float) -
     a, b = np.meshgrid(np.arange(1, num_classes), np.arange(1, num_classes), indexing="ij")
     independent = a * b / num_classes
     spread = np.sqrt(squared_correlation * a * b * (num_classes - a) * (num_classes - b)) / num_classes
-    tolerance = (
-        1e-9  # an overlap that sits on the limit counts as admissible: the bound must never be too low
-    )
+    # An overlap that sits on the limit counts as admissible: the bound must never be too low.
+    tolerance = 1e-9
     best = -math.inf
     for overlap in (
         np.floor(independent - spread + tolerance).astype(int),

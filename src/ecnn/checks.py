@@ -1,4 +1,4 @@
-"""What public arguments are asked at the door: numbers, names, radii, and options given by name.
+"""What public arguments are asked at the door: numbers, names, radii, arrays, and options given by name.
 
 Every check raises `InputError` with one sentence: what was expected, what came and, for a name, which one was meant.
 """
@@ -26,14 +26,27 @@ def check_count(name: str, value: Any, *, least: int = 1, most: int | None = Non
 
 
 def check_number(
-    name: str, value: Any, *, least: float = 0.0, most: float = math.inf, above: bool = False
+    name: str,
+    value: Any,
+    *,
+    least: float = 0.0,
+    most: float = math.inf,
+    above: bool = False,
+    below: bool = False,
 ) -> None:
-    """Raises InputError unless the value is a finite number from `least` (with `above`: above it) to `most`."""
+    """Raises InputError unless the value is a finite number from `least` to `most`.
+
+    Args:
+        above: `least` itself is refused too.
+        below: `most` itself is refused too.
+    """
     is_number = not isinstance(value, bool) and isinstance(value, Real) and math.isfinite(value)
-    if not is_number or not least <= value <= most or (above and value == least):
+    at_open_end = (above and value == least) or (below and value == most)
+    if not is_number or not least <= value <= most or at_open_end:
         span = f"above {least:g}" if above else f"from {least:g} up"
         if most < math.inf:
-            span = f"above {least:g} and up to {most:g}" if above else f"from {least:g} to {most:g}"
+            start, end = (f"above {least:g} and", "up to ") if above else (f"from {least:g} to", "")
+            span = f"{start} {'below ' if below else end}{most:g}"
         raise InputError(f"{name} must be a number {span}, not {value!r}.")
 
 
@@ -51,6 +64,34 @@ def check_options(owner: str, options: Iterable[str], known: Iterable[str]) -> N
         if option not in known:
             has = f"it has {', '.join(known)}" if known else "it has none"
             raise InputError(f"{owner} has no option {option!r}; {has}{did_you_mean(option, known)}")
+
+
+def check_array(name: str, value: Any, *axes: str | int, dtype: str | None = None) -> None:
+    """Raises InputError unless the value is a NumPy array or a torch tensor of this form.
+
+    Args:
+        axes: the name of an axis that may have any size, or the size that it must have.
+        dtype: "uint8" for an array, "torch.uint8" for a tensor of bytes; "whole numbers" for integers of any
+            kind; None for anything.
+    """
+    shape: Any = getattr(value, "shape", None)
+    fits = shape is not None and len(shape) == len(axes)
+    fits = fits and all(isinstance(axis, str) or axis == size for axis, size in zip(axes, shape, strict=True))
+    kind = str(getattr(value, "dtype", type(value).__name__))
+    is_whole = kind.removeprefix("torch.").startswith(("int", "uint"))
+    if fits and (dtype in (None, kind) or (dtype == "whole numbers" and is_whole)):
+        return
+    form = f"({', '.join(map(str, axes))}{',' if len(axes) == 1 else ''})"
+    found = kind if shape is None else f"{kind} of shape {tuple(shape)}"
+    raise InputError(f"{name} must be {f'{dtype} ' if dtype else ''}of shape {form}, not {found}.")
+
+
+def check_has(owner: str, model: Any, attribute: str) -> None:
+    """Raises InputError unless the model has the attribute without which its owner cannot work."""
+    if not hasattr(model, attribute):
+        raise InputError(
+            f"{owner} needs a model with the attribute {attribute}, which {type(model).__name__} lacks."
+        )
 
 
 def parse_eps(value: float | str, name: str = "eps") -> float:

@@ -18,6 +18,7 @@ import numpy.typing as npt
 
 from ecnn import files
 from ecnn.bounds import max_entropy, min_column_distance_bound, min_row_distance_bound, most_balanced
+from ecnn.checks import check_array, check_choice, check_count
 from ecnn.errors import InputError
 
 FORMAT = "ecnn-code"
@@ -56,17 +57,9 @@ def variation_of_information(a: np.ndarray, b: np.ndarray) -> float:
 
 def check_size(num_classes: int, code_length: int, arity: int) -> None:
     """Raises InputError unless a code of that size with distinct codewords can exist."""
-    for name, value, least in (
-        ("num_classes", num_classes, 2),
-        ("code_length", code_length, 1),
-        ("arity", arity, 2),
-    ):
-        if isinstance(value, bool) or not isinstance(value, int | np.integer):
-            raise InputError(f"{name} must be a whole number, not {value!r}.")
-        if value < least:
-            raise InputError(f"{name} must be at least {least}, not {value}.")
-    if arity > MAX_ARITY:
-        raise InputError(f"arity must be at most {MAX_ARITY}, not {arity}.")
+    check_count("num_classes", num_classes, least=2)
+    check_count("code_length", code_length)
+    check_count("arity", arity, least=2, most=MAX_ARITY)
     if code_length * math.log2(arity) < 63 and arity**code_length < num_classes:
         needed = math.ceil(math.log(num_classes, arity) - 1e-12)
         raise InputError(
@@ -98,7 +91,7 @@ def balanced_column_weight(num_classes: int, code_length: int, arity: int = 2) -
 def resolve_column_weight(
     column_weight: ColumnWeight, num_classes: int, code_length: int, arity: int
 ) -> float:
-    """The number behind `"balanced"`, or the checked number itself."""
+    """The weight of the column term as a number: `"balanced"` follows from the size, a number is only checked."""
     if column_weight == "balanced":
         return balanced_column_weight(num_classes, code_length, arity)
     if not isinstance(column_weight, int | float | np.number) or not 0 <= column_weight < math.inf:
@@ -171,8 +164,7 @@ class CodeMatrix:
         allow_constant_columns: bool = False,
     ) -> None:
         checked = _checked_symbols(symbols, arity)
-        if len(checked) < 2:
-            raise InputError("a code needs at least 2 classes, not 1.")
+        check_count("num_classes", len(checked), least=2)
         if not allow_equal_rows:
             check_size(checked.shape[0], checked.shape[1], arity)
             _refuse_equal_rows(checked)
@@ -273,8 +265,7 @@ class CodeMatrix:
             (word,) class indices.
         """
         words = _checked_symbols(received, self.arity, "received words")
-        if words.shape[1] != self.code_length:
-            raise InputError(f"received words must have {self.code_length} symbols, not {words.shape[1]}.")
+        check_array("received words", words, "word", self.code_length)
         flat = self.one_hot.reshape(self.num_classes, -1).astype(np.float64)
         agreements = (words[:, :, None] == np.arange(self.arity)).reshape(len(words), -1) @ flat.T
         return np.asarray(np.argmax(agreements, axis=1))
@@ -384,9 +375,7 @@ def load_code(source: str | os.PathLike[str]) -> CodeMatrix:
         with resources.as_file(resources.files("ecnn") / "codebook" / f"{source}.json") as path:
             return _load_file(path)
     if not Path(source).exists() and Path(source).suffix == "":
-        raise InputError(
-            f"no code and no file is called {str(source)!r}; shipped codes: {', '.join(codebook())}."
-        )
+        check_choice("a code that is no file", str(source), codebook())
     return _load_file(Path(source))
 
 
@@ -411,14 +400,12 @@ def _checked_symbols(symbols: npt.ArrayLike, arity: int, what: str = "symbols") 
         array = np.asarray(symbols)
     except ValueError as error:
         raise InputError(f"{what} must be a table with rows of equal length.") from error
-    if array.ndim != 2 or array.size == 0:
-        raise InputError(f"{what} must be a table of rows and tasks, not an array of shape {array.shape}.")
     if array.dtype == np.bool_:
         array = array.astype(np.int64)
-    if array.dtype.kind not in "iu":
-        raise InputError(f"{what} must be whole numbers, not {array.dtype}.")
-    if isinstance(arity, bool) or not isinstance(arity, int | np.integer) or not 2 <= arity <= MAX_ARITY:
-        raise InputError(f"arity must be a whole number from 2 to {MAX_ARITY}, not {arity!r}.")
+    check_array(what, array, "row", "task", dtype="whole numbers")
+    if array.size == 0:
+        raise InputError(f"{what} must hold at least one row and one task, not {array.shape}.")
+    check_count("arity", arity, least=2, most=MAX_ARITY)
     wrong = np.argwhere((array < 0) | (array >= arity))
     if len(wrong):
         row, task = wrong[0]

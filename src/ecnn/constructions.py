@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import numpy as np
 
+from ecnn.checks import check_count
 from ecnn.codes import CodeMatrix, check_size
 from ecnn.errors import InputError
 
@@ -17,8 +18,8 @@ HadamardSource = Callable[[int], np.ndarray]
 def random_code(num_classes: int, code_length: int, *, arity: int = 2, seed: int) -> CodeMatrix:
     """A random code whose columns use every symbol equally often, as far as the number of classes allows.
 
-    When so many codewords are needed that even columns hardly ever give distinct rows, distinct words are drawn
-    instead.
+    After 100 draws in which two classes got the same codeword, 100 draws of distinct codewords follow: their columns
+    need not be even. That happens when nearly all words of this length are needed.
     """
     check_size(num_classes, code_length, arity)
     rng = np.random.default_rng(seed)
@@ -58,8 +59,7 @@ def doubled(code: CodeMatrix) -> CodeMatrix:
 
 def first_columns(code: CodeMatrix, code_length: int) -> CodeMatrix:
     """The code that asks only the first `code_length` questions."""
-    if not 1 <= code_length <= code.code_length:
-        raise InputError(f"code_length must be from 1 to {code.code_length}, not {code_length}.")
+    check_count("code_length", code_length, most=code.code_length)
     provenance = {"method": "first columns", "of": code.content_hash}
     return CodeMatrix(code.symbols[:, :code_length], code.arity, provenance=provenance)
 
@@ -140,8 +140,7 @@ def levenshtein_code(
         hadamard: where the matrices come from, by order; another source gives another code of the same size.
     """
     length, distance = int(code_length), int(min_distance)
-    if not 1 <= distance <= length:
-        raise InputError(f"min_distance must be from 1 to the code_length {length}, not {distance}.")
+    check_count("min_distance", distance, most=length)
     if distance % 2:  # puncture the code that has one more column and one more distance
         longer = levenshtein_code(length + 1, distance + 1, hadamard=hadamard)
         return _from_blocks([longer.symbols[:, :-1]], length, distance)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ecnn.backbones import full_precision
+from ecnn.checks import check_choice
 from ecnn.codes import CodeMatrix
 from ecnn.errors import InputError
 
@@ -21,9 +22,8 @@ SHARE_FLOOR = 1e-6
 
 
 def check_member_output(code: CodeMatrix, member_output: str) -> None:
-    """Raises InputError unless members of that kind can speak this code."""
-    if member_output not in MEMBER_OUTPUTS:
-        raise InputError(f'member_output must be "logit" or "symbols", not {member_output!r}.')
+    """Raises InputError unless members with that output can answer the tasks of this code."""
+    check_choice("member_output", member_output, MEMBER_OUTPUTS)
     if member_output == "logit" and code.arity != 2:
         raise InputError(
             f"one logit per member can only tell two symbols apart, but the code has arity {code.arity}: use "
@@ -111,9 +111,10 @@ class LinearDecoder(Decoder):
 class SigmoidDecoder(Decoder):
     """Sum over members of sigmoid(z) - 1/2 at the symbol that each class writes, from -N/2 to N/2.
 
-    The sum depends on the common level of a member's logits, which training by differences leaves free: raising it
-    flattens all scores without changing any member's answer. Classes then differ by less than float32 tells apart near
-    N: hence the 1/2, and a sum in float64 that is rounded once. Processors agree on it, and float64 on what it says.
+    The scores depend on the common level of a member's logits, although its answer does not, and a hinge on differences
+    leaves that level free. At a high level every sigmoid is close to 1, and classes differ by less than float32 can
+    tell apart near N. Therefore 1/2 is subtracted, and the sum is taken in float64 and rounded once: a CPU, a GPU and
+    the same model in float64 then agree on the best class.
 
     Departs: the appendix prints M nu(z) with an M of the wrong size; as in the authors' program, M is expanded one-hot.
         Their scores are ours plus N/2.
@@ -208,13 +209,7 @@ def make_decoder(code: CodeMatrix, member_output: str, name: str | None = None) 
     """The decoder of that name; None takes the paper's, tanh for logit and sigmoid for symbols members."""
     check_member_output(code, member_output)
     name = DEFAULT_DECODER[member_output] if name is None else name
-    if name not in DECODERS:
-        raise InputError(f"no decoder is called {name!r}; known: {', '.join(DECODERS)}.")
-    if member_output not in DECODERS[name].accepts:
-        raise InputError(
-            f"the decoder {name!r} does not read members with {member_output} output; these do: "
-            f"{', '.join(decoders_for(member_output))}."
-        )
+    check_choice("decoder", name, DECODERS)
     return DECODERS[name](code, member_output)
 
 

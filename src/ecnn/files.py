@@ -13,7 +13,8 @@ import tempfile
 import tomllib
 import zipfile
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,8 +35,19 @@ _NPY_START = re.compile(
 )
 
 
+@contextmanager
+def _naming(path: str | os.PathLike[str], verb: str) -> Iterator[None]:
+    """An error of the operating system inside becomes an InputError that names the file and the reason."""
+    try:
+        yield
+    except OSError as error:
+        # safetensors raises FileNotFoundError without the system's words for it.
+        reason = "No such file or directory" if isinstance(error, FileNotFoundError) else error.strerror
+        raise InputError(f"cannot {verb} {path}: {reason or error}.") from error
+
+
 def write_atomically(
-    path: str | os.PathLike[str], write: Callable[[Path], None], *, durable: bool = False
+    path: str | os.PathLike[str], write: Callable[[Path], object], *, durable: bool = False
 ) -> Path:
     """Calls `write` with a temporary path beside the target, then moves it there in one step.
 
@@ -43,26 +55,22 @@ def write_atomically(
     file behind. `durable` also waits for the disk, against a loss of power.
     """
     target = Path(path)
-    try:
+    with _naming(target, "write"):
         target.parent.mkdir(parents=True, exist_ok=True)
         handle, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.", suffix=target.suffix)
         os.close(handle)
-    except OSError as error:
-        raise InputError(f"cannot write {target}: {error.strerror or error}.") from error
-    temporary = Path(name)
-    try:
-        write(temporary)
-        if durable:
-            with open(temporary, "rb") as written:
-                os.fsync(written.fileno())
-        umask = os.umask(0)
-        os.umask(umask)
-        temporary.chmod(0o666 & ~umask)  # mkstemp makes files that only their owner can read
-        os.replace(temporary, target)
-    except OSError as error:
-        raise InputError(f"cannot write {target}: {error.strerror or error}.") from error
-    finally:
-        temporary.unlink(missing_ok=True)
+        temporary = Path(name)
+        try:
+            write(temporary)
+            if durable:
+                with open(temporary, "rb") as written:
+                    os.fsync(written.fileno())
+            umask = os.umask(0)
+            os.umask(umask)
+            temporary.chmod(0o666 & ~umask)  # mkstemp makes files that only their owner can read
+            os.replace(temporary, target)
+        finally:
+            temporary.unlink(missing_ok=True)
     return target
 
 
@@ -80,20 +88,12 @@ def check_writable(path: str | os.PathLike[str]) -> None:
 
 def copy(source: str | os.PathLike[str], target: str | os.PathLike[str]) -> Path:
     """Copies a file, all or nothing."""
-
-    def write(temporary: Path) -> None:
-        shutil.copyfile(source, temporary)
-
-    return write_atomically(target, write)
+    return write_atomically(target, lambda temporary: shutil.copyfile(source, temporary))
 
 
 def write_text(path: str | os.PathLike[str], text: str) -> Path:
     """Writes text as UTF-8, all or nothing."""
-
-    def write(temporary: Path) -> None:
-        temporary.write_bytes(text.encode())
-
-    return write_atomically(path, write)
+    return write_atomically(path, lambda temporary: temporary.write_bytes(text.encode()))
 
 
 def write_json(path: str | os.PathLike[str], value: Any) -> Path:
@@ -127,25 +127,26 @@ def _toml_key(key: str) -> str:
 
 def _toml_value(value: Any) -> str:
     if isinstance(value, dict):
-        return (
-            "{ " + ", ".join(f"{_toml_key(key)} = {_toml_value(item)}" for key, item in value.items()) + " }"
-        )
+        entries = ", ".join(f"{_toml_key(key)} = {_toml_value(item)}" for key, item in value.items())
+        return f"{{ {entries} }}"
     if isinstance(value, list | tuple):
         return "[" + ", ".join(_toml_value(item) for item in value) + "]"
-    return json.dumps(
-        value, allow_nan=False
-    )  # strings, numbers and booleans are written alike in JSON and TOML
+    # Strings, numbers and booleans are written alike in JSON and TOML.
+    return json.dumps(value, allow_nan=False)
+
+
+def read_bytes(path: str | os.PathLike[str]) -> bytes:
+    """The content of a file; one that cannot be read is an InputError."""
+    with _naming(path, "read"):
+        return Path(path).read_bytes()
 
 
 def read_toml(path: str | os.PathLike[str]) -> dict[str, Any]:
     """The content of a TOML file; every way it can be unreadable is an InputError of one sentence."""
-    source = Path(path)
     try:
-        return tomllib.loads(source.read_bytes().decode())
-    except OSError as error:
-        raise InputError(f"cannot read {source}: {error.strerror or error}.") from error
+        return tomllib.loads(read_bytes(path).decode())
     except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise InputError(f"{source} is not TOML: {error}.") from error
+        raise InputError(f"{path} is not TOML: {error}.") from error
 
 
 def write_tensors(path: str | os.PathLike[str], tensors: dict[str, Tensor], header: dict[str, str]) -> Path:
@@ -160,17 +161,12 @@ def read_tensors(path: str | os.PathLike[str]) -> tuple[dict[str, Tensor], dict[
     """Tensors and header of a safetensors file; nothing in it can run code."""
     from safetensors import SafetensorError, safe_open
 
-    source = Path(path)
     try:
-        with safe_open(source, framework="pt") as file:
+        with _naming(path, "read"), safe_open(Path(path), framework="pt") as file:
             return {key: file.get_tensor(key) for key in file.keys()}, dict(file.metadata() or {})  # noqa: SIM118
-    except FileNotFoundError as error:
-        raise InputError(f"cannot read {source}: No such file or directory.") from error
-    except OSError as error:
-        raise InputError(f"cannot read {source}: {error.strerror or error}.") from error
     except SafetensorError as error:
         raise InputError(
-            f"{source} is not a whole safetensors file: it is truncated, altered or of another kind."
+            f"{path} is not a whole safetensors file: it is truncated, altered or of another kind."
         ) from error
 
 
@@ -220,7 +216,8 @@ def read_npz(
     """
     source = Path(path)
     try:
-        with zipfile.ZipFile(source if content is None else io.BytesIO(content)) as archive:
+        opened = source if content is None else io.BytesIO(content)
+        with _naming(source, "read"), zipfile.ZipFile(opened) as archive:
             every = archive.infolist()
             size = sum(entry.file_size for entry in every)
             if len(every) > _MAX_ARRAYS or size > MAX_ARRAY_BYTES:
@@ -239,8 +236,6 @@ def read_npz(
             return {name: _read_array(archive, entries[name]) for name in keys or entries}
     except InputError:
         raise
-    except OSError as error:
-        raise InputError(f"cannot read {source}: {error.strerror or error}.") from error
     except (
         zipfile.BadZipFile,
         zlib.error,
@@ -286,18 +281,17 @@ def _read_array(archive: zipfile.ZipFile, entry: zipfile.ZipInfo) -> np.ndarray:
 
 def read_json(path: str | os.PathLike[str]) -> Any:
     """The content of a JSON file; every way it can be unreadable is an InputError of one sentence."""
-    source = Path(path)
+    with _naming(path, "read"):
+        size = Path(path).stat().st_size
+    if size > MAX_JSON_BYTES:
+        raise InputError(
+            f"{path} is larger than {MAX_JSON_BYTES >> 20} MiB, too large for a JSON file of ours."
+        )
     try:
-        if source.stat().st_size > MAX_JSON_BYTES:
-            raise InputError(
-                f"{source} is larger than {MAX_JSON_BYTES >> 20} MiB, too large for a JSON file of ours."
-            )
-        return json.loads(source.read_bytes().decode())
-    except OSError as error:
-        raise InputError(f"cannot read {source}: {error.strerror or error}.") from error
+        return json.loads(read_bytes(path).decode())
     except UnicodeDecodeError as error:
-        raise InputError(f"{source} is not a text file (byte {error.start} is not UTF-8).") from error
+        raise InputError(f"{path} is not a text file (byte {error.start} is not UTF-8).") from error
     except json.JSONDecodeError as error:
-        raise InputError(f"{source} is not JSON: {error.msg} at line {error.lineno}.") from error
+        raise InputError(f"{path} is not JSON: {error.msg} at line {error.lineno}.") from error
     except RecursionError as error:
-        raise InputError(f"{source} is nested too deeply to be a JSON file of ours.") from error
+        raise InputError(f"{path} is nested too deeply to be a JSON file of ours.") from error

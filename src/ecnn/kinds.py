@@ -37,7 +37,7 @@ class Published:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelKind:
-    """One kind of model, all there is to know to build and train it by name.
+    """One kind of model: what is needed to build and train it by name.
 
     Attributes:
         name: as a spec names it.
@@ -101,7 +101,7 @@ class ModelKind:
 
 
 def options_of(model: Callable[..., nn.Module]) -> tuple[str, ...]:
-    """Names of a model's keyword arguments that a spec may set: all that TOML can write, so not the mean or a trunk."""
+    """Names of a model's keyword arguments that a spec may set: what TOML can write, so not the mean or a trunk."""
     parameters = inspect.signature(model).parameters.values()
     return tuple(
         entry.name
@@ -111,7 +111,7 @@ def options_of(model: Callable[..., nn.Module]) -> tuple[str, ...]:
 
 
 def sort_of_images(in_channels: int, image_size: tuple[int, int]) -> str:
-    """The dataset whose settings suit these images, by their size, then by their channels: digits, mnist or cifar10."""
+    """Whose published settings suit these images: "digits" below 20 pixels, else "mnist" if grey, else "cifar10"."""
     if image_size[0] < 20:
         return "digits"
     return "mnist" if in_channels == 1 else "cifar10"

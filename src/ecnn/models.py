@@ -1,4 +1,4 @@
-"""Every model, objective and recipe that has a name, and what is made of the names.
+"""Every model, objective and recipe that has a name, and the functions that make one from its name.
 
 A new kind of model is one file with its `KIND` and one line here.
 """
@@ -58,7 +58,7 @@ def build_model(
     entry.check(options)
     coded = {"code": code} if entry.needs_code else {}
     try:
-        return entry.build(num_classes, in_channels, mean, **coded, **options)
+        return entry.build(num_classes, in_channels, mean=mean, **coded, **options)
     except TypeError as error:
         raise InputError(f"the model {kind!r} cannot be built so: {error}.") from error
 
@@ -70,9 +70,8 @@ def resolve_recipe(recipe: str | Recipe, **changes: Any) -> Recipe:
         recipe = RECIPES[recipe]
     check_options("a recipe", changes, [entry.name for entry in dataclasses.fields(Recipe)])
     changes = {key: value for key, value in changes.items() if value is not None}
-    if (
-        changes.get("objective", recipe.objective) != recipe.objective
-    ):  # another one's options are not its own
+    if changes.get("objective", recipe.objective) != recipe.objective:
+        # The options were those of the objective that is replaced.
         changes = {"objective_options": {}, **changes}
     return dataclasses.replace(recipe, **changes)
 

@@ -17,7 +17,7 @@ import torch.nn.functional as F  # noqa: N812 as all of torch's users call it
 from torch import Tensor
 
 from ecnn.backbones import full_precision
-from ecnn.checks import build, check_choice, check_number
+from ecnn.checks import build, check_choice, check_has, check_number
 from ecnn.errors import InputError
 
 EntropyUnit = Literal["nats", "normalised"]
@@ -231,8 +231,7 @@ def stationary_weight(confidence: float, *, entropy_unit: EntropyUnit = "nats", 
         confidence: above 1/arity and below 1.
     """
     unit = _unit(entropy_unit, arity)
-    if not 1 / arity < confidence < 1:
-        raise InputError(f"confidence must lie between 1/{arity} and 1, not {confidence!r}.")
+    check_number("confidence", confidence, least=1 / arity, above=True, most=1, below=True)
     return unit / (confidence * math.log(confidence * (arity - 1) / (1 - confidence)))
 
 
@@ -294,10 +293,7 @@ class MemberObjective:
             check_number(name, getattr(self, name))
 
     def __call__(self, model: CodedModel, images: Tensor, labels: Tensor) -> Tensor:
-        if not hasattr(model, "code_symbols"):
-            raise InputError(
-                f"a member objective needs a model with a code; {type(model).__name__} has none."
-            )
+        check_has("a member objective", model, "code_symbols")
         targets = member_targets(model.code_symbols, labels)
         across = self.diversity == "cross" and self.diversity_weight > 0 and not model.share_head
         if not across:
@@ -353,7 +349,7 @@ def make_objective(
 
 
 def _checked_logits(member_logits: Tensor, targets: Tensor, ndim: int | None = None) -> Tensor:
-    """The logits in float32 or better, after a look at the shapes."""
+    """The logits in float32 or better, once their shape is known to fit the targets."""
     allowed = (2, 3) if ndim is None else (ndim,)
     if member_logits.ndim not in allowed or member_logits.shape[:2] != targets.shape:
         shapes = {2: "(batch, member)", 3: "(batch, member, symbol)"}
@@ -384,8 +380,8 @@ def _lead(logits: Tensor, targets: Tensor) -> Tensor:
 def _cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
     """-log softmax at the target, along the last axis.
 
-    As softplus of the others against the target: the usual form loses everything when the target's
-    probability rounds to 1.
+    Computed as softplus of the others against the target: the usual form is 0 when the target's probability
+    rounds to 1.
     """
     right = logits.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
     return F.softplus(_without(logits, targets).logsumexp(dim=-1) - right)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ecnn import files
+from ecnn.checks import check_choice
 from ecnn.codes import CodeMatrix
 from ecnn.errors import InputError
 
@@ -58,8 +59,7 @@ def save_figure(figure: Figure, path: str | os.PathLike[str]) -> Path:
 
 def check_figure_path(path: str | os.PathLike[str]) -> None:
     """Raises InputError unless a figure can be written in the format that the suffix asks for."""
-    if Path(path).suffix.lower() not in FORMATS:
-        raise InputError(f"a figure must end in {', '.join(FORMATS)}, but the path is {path}.")
+    check_choice(f"the suffix of {path}", Path(path).suffix.lower(), FORMATS)
 
 
 def _draw_matrix(axes: Axes, code: CodeMatrix, names: list[str]) -> None:
@@ -122,7 +122,7 @@ def _draw_column_distances(axes: Axes, code: CodeMatrix, bound: float) -> None:
 
 
 def _finish_distances(axes: Axes, bound: float, title: str) -> None:
-    """Marks what the smallest distance could be at best, and tidies the axes."""
+    """Marks the largest value that the smallest distance could have, and tidies the axes."""
     axes.axvline(bound, color=ACCENT, linewidth=1.5, linestyle=(0, (4, 2)))
     axes.margins(y=0.2)
     side, label = ("right", "bound ") if bound > sum(axes.get_xlim()) / 2 else ("left", " bound")
@@ -137,7 +137,7 @@ def _finish_distances(axes: Axes, bound: float, title: str) -> None:
 
 
 def plot_audit(audit: Audit, path: str | os.PathLike[str]) -> Path:
-    """Draws how the accuracy falls from attack to attack beside the claim, and what stands as the radius grows.
+    """Draws how the accuracy falls from attack to attack beside the claim, and under PGD as the radius grows.
 
     Args:
         path: where to write; .png, .pdf or .svg.
@@ -168,7 +168,7 @@ def plot_audit(audit: Audit, path: str | os.PathLike[str]) -> Path:
 
 
 def _audit_steps(audit: Audit) -> list[tuple[str, float]]:
-    """What stands without an attack, after the plain one, and after each that broke something."""
+    """(name, accuracy) without an attack, after the plain attack, and after each later one that broke an image."""
     telling = [stage for position, stage in enumerate(audit.stages) if position == 0 or stage.broken]
     return [("no attack", audit.clean_accuracy), *((stage.name, stage.accuracy) for stage in telling)]
 
@@ -197,7 +197,7 @@ def _draw_steps(axes: Axes, audit: Audit, steps: list[tuple[str, float]], colour
 
 
 def _draw_radius(axes: Axes, audit: Audit, curve: list[dict[str, Any]]) -> None:
-    """What PGD on the scores leaves: where it fails to fall, the attack is at fault."""
+    """Accuracy under PGD on the scores as the radius grows; where it does not fall, the attack has failed."""
     radii, shares = [point["eps"] for point in curve], [100 * point["accuracy"] for point in curve]
     axes.plot(radii, shares, marker="o", ms=5, color=INK, lw=1.6, clip_on=False, zorder=3)
     axes.axvline(audit.eps, color=QUIET, lw=1, ls=(0, (1, 2)))

@@ -14,6 +14,7 @@ from torch import nn
 
 import ecnn
 from ecnn import files
+from ecnn.checks import check_choice
 from ecnn.codes import CodeMatrix, load_code
 from ecnn.errors import InputError
 from ecnn.models import build_model
@@ -105,10 +106,8 @@ def run_folder(source: str | os.PathLike[str]) -> Path:
     """The folder of a run, given as such or by the name of a shipped model."""
     if Path(source).is_dir():
         return Path(source)
-    if str(source) in models():
-        return zoo_folder(str(source))
-    known = f"; shipped models: {', '.join(models())}" if models() else ""
-    raise InputError(f"no run folder and no model is called {str(source)!r}{known}.")
+    check_choice("a model that is no run folder", str(source), models())
+    return zoo_folder(str(source))
 
 
 def zoo_folder(name: str) -> Path:
@@ -117,7 +116,7 @@ def zoo_folder(name: str) -> Path:
 
 
 def describe_run(folder: Path) -> dict[str, Any]:
-    """What a list of runs shows."""
+    """What a list of models shows of one: kind, data, radius of adversarial training, best epoch, test accuracy."""
     spec = read_spec(folder)
     attack = spec.train.get("attack") or spec.train.get("val_attack") or {}
     result = files.read_json(folder / RESULTS) if (folder / RESULTS).exists() else {}

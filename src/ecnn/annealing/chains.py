@@ -1,4 +1,4 @@
-"""One annealing chain: cost tables for the kernel, its books, cooling, and the budget that all chains share."""
+"""One annealing chain: cost tables and counts for the kernel, cooling, and the budget that all chains share."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ecnn.progress import Progress
 _ENERGY_UNITS = 2.0**36  # per unit of energy: the smallest differences between codes are about 1e-6
 _VI_UNITS = 2.0**40  # per nat
 _DISTANCE_UNITS = 2.0**24  # cost of a pair of columns as close as the reference
-_HALF_POWER = 16  # pairs of columns cost VI^-32 when only the closest pair matters
+_HALF_POWER = 16  # a pair of columns costs VI^-32, so steep that nearly only the closest pair matters
 _LEVELS = 400  # temperatures per chain, at least
 _HEAT = 0.1  # first temperature / average change of energy by a proposal
 _COOLING = 300.0  # first temperature / last temperature
@@ -24,7 +24,7 @@ _COOLING = 300.0  # first temperature / last temperature
 
 @dataclass
 class Allowance:
-    """How much of the search is used up, and what ended it."""
+    """What the search may use, in proposals and seconds, how much of it is used up, and what ended it."""
 
     steps: int
     seconds: float | None
@@ -124,7 +124,7 @@ def _for_kernel(array: np.ndarray) -> Any:
 
 
 def start_state(problem: kernel.Problem, symbols: np.ndarray, seed: np.random.SeedSequence) -> kernel.State:
-    """The kernel's books for a code, counted from scratch."""
+    """A code with all that the kernel keeps of it (distances, counts, costs), counted from scratch."""
     size, length, arity = problem.num_classes, problem.code_length, problem.arity
     symbols = symbols.astype(np.int64)
     one_hot = (symbols[:, :, None] == np.arange(arity)).astype(np.float64)
@@ -156,8 +156,9 @@ def anneal_chain(
 ) -> tuple[int, np.ndarray]:
     """The lowest energy (in the problem's fixed point) that one chain met, and its (class, task) symbols.
 
-    First a descent without uphill moves, then geometric cooling from a tenth of the average change that a
-    proposal makes there. A clock that would cut the chain short cools it faster instead, and the budget says so.
+    A descent without uphill moves comes first. Then the temperature falls geometrically from a tenth of the average
+    change of energy by a proposal. When the seconds would cut the chain short, it cools faster instead, and
+    `budget.hurried` is set.
     """
     state = start_state(problem, symbols, seed)
     size, length = problem.num_classes, problem.code_length

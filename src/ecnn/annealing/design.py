@@ -11,6 +11,7 @@ import numpy as np
 
 from ecnn.annealing.chains import Allowance, anneal_chain, distance_problem, energy_problem
 from ecnn.bounds import min_column_distance_bound, min_row_distance_bound
+from ecnn.checks import check_choice, check_count, check_number
 from ecnn.codes import CodeMatrix, ColumnWeight, check_size, resolve_column_weight
 from ecnn.constructions import HadamardSource, hadamard_matrices, levenshtein_code, random_code
 from ecnn.errors import InputError
@@ -20,9 +21,9 @@ CodeObjective = Literal["energy", "distance"]
 
 _STEPS = {"energy": 4_000_000, "distance": 24_000_000}
 
-# What a pair of rows one short of the target costs, beside a pair of columns at the distance aimed for: too light
-# and the target is missed, too heavy and nothing moves. Which is best differs by size, so chains take turns.
-# Raising the row distance takes heavier ones than spreading the columns at a distance already reached.
+# What a pair of rows one short of the target costs, in units of a pair of columns at the distance aimed for. Too
+# light, and the target is missed; too heavy, and nothing moves. The best differs by size, so chains try them in turn.
+# Raising the row distance takes heavier weights than spreading the columns at a row distance already reached.
 _RAISING_WEIGHTS = (3000.0, 30000.0, 300.0)
 _SPREADING_WEIGHTS = (3.0, 300.0, 30.0, 3000.0)
 _ROW_SWAPS = 4000
@@ -62,19 +63,14 @@ def design_code(
     check_size(num_classes, code_length, arity)
     weight = resolve_column_weight(column_weight, num_classes, code_length, arity)
     steps = _checked_steps(objective, chains, steps, seconds)
-    if init is not None and (init.num_classes, init.code_length, init.arity) != (
-        num_classes,
-        code_length,
-        arity,
-    ):
+    size = (num_classes, code_length, arity)
+    if init is not None and (init.num_classes, init.code_length, init.arity) != size:
         raise InputError(
             f"init is {init.num_classes} x {init.code_length} with arity {init.arity}, but the design is "
             f"{num_classes} x {code_length} with arity {arity}."
         )
     budget = Allowance(steps, seconds, progress)
-    search = _Search(
-        (num_classes, code_length, arity), weight, chains, budget, np.random.SeedSequence(seed), init
-    )
+    search = _Search(size, weight, chains, budget, np.random.SeedSequence(seed), init)
     try:
         if objective == "energy":
             search.lower_energy(steps)
@@ -98,13 +94,12 @@ def design_code(
 
 
 def _checked_steps(objective: str, chains: int, steps: int | None, seconds: float | None) -> int:
-    if objective not in _STEPS:
-        raise InputError(f'objective must be "energy" or "distance", not {objective!r}.')
+    check_choice("objective", objective, _STEPS)
     steps = _STEPS[objective] if steps is None else steps
-    if chains < 1 or steps < 1:
-        raise InputError(f"chains and steps must be at least 1, not {chains} and {steps}.")
-    if seconds is not None and not seconds > 0:
-        raise InputError(f"seconds must be more than 0, not {seconds}.")
+    check_count("chains", chains)
+    check_count("steps", steps)
+    if seconds is not None:
+        check_number("seconds", seconds, above=True)
     return steps
 
 
@@ -144,7 +139,11 @@ class _Search:
             start = self.init or self._random_start()
 
     def raise_distance(self) -> None:
-        """Lexicographic: rows first, then columns. A quarter of the steps goes to each way of getting there."""
+        """Makes the row distance as large as it gets, then the column distance.
+
+        A quarter of the steps goes to each: annealing the energy, starts from constructions, pushing the rows apart,
+        pushing the columns apart.
+        """
         quarter = self.budget.steps // 4
         self.lower_energy(quarter)
         self._stop_at_the_bounds()
@@ -159,7 +158,7 @@ class _Search:
         self._push(self.best.min_row_distance, left, starts, _SPREADING_WEIGHTS)
 
     def _use_constructions(self, steps: int) -> None:
-        """Starts from the largest row distance for which a construction with enough rows is known."""
+        """Spreads the columns of known codes that have enough rows at the largest row distance."""
         for target in range(self.row_bound, self.best.min_row_distance - 1, -1):
             starts = []
             for _ in range(self.chains):
@@ -173,20 +172,20 @@ class _Search:
                 return
 
     def _push(self, target: int, steps: int, starts: list[CodeMatrix], row_weights: Sequence[float]) -> None:
-        """Keeps rows `target` apart and pushes columns apart, from each start in turn."""
-        turns = max(self.chains, len(starts))
-        for turn in range(turns):
-            if steps < turns or self.budget.is_over():
+        """Keeps rows `target` apart and pushes columns apart; chains take the starts, then the weights, in turn."""
+        chains = max(self.chains, len(starts))
+        for chain in range(chains):
+            if steps < chains or self.budget.is_over():
                 return
-            start = starts[turn % len(starts)]
+            start = starts[chain % len(starts)]
             problem = distance_problem(
                 self.size,
                 target=target,
                 smallest_group=self.smallest_group,
                 column_distance=self._column_goal(),
-                row_weight=row_weights[turn // len(starts) % len(row_weights)],
+                row_weight=row_weights[chain // len(starts) % len(row_weights)],
             )
-            _, symbols = anneal_chain(problem, start.symbols, steps // turns, self.budget, self._next_seed())
+            _, symbols = anneal_chain(problem, start.symbols, steps // chains, self.budget, self._next_seed())
             self._keep_better(_code_or(symbols, start))
 
     def _column_goal(self) -> float:
@@ -212,7 +211,7 @@ class _Search:
         return code.min_row_distance, even, columns, -code.energy(self.column_weight)
 
     def _pools(self, target: int) -> Iterator[np.ndarray]:
-        """(row, column) binary codes at that distance with enough rows and at most our number of columns."""
+        """(row, column) known binary codes of that row distance with enough rows, at most as long as the design."""
         rng = np.random.default_rng(self._next_seed())
         for length in range(self.size[1], target - 1, -1):
             if length > 2 * target + target % 2 or _levenshtein_rows(length, target) < self.size[0]:
@@ -223,17 +222,15 @@ class _Search:
                 continue
 
     def _start_from(self, pool: np.ndarray) -> CodeMatrix:
-        """Rows of the pool with far columns, and random columns where the pool is too short."""
+        """A start made of a known code: rows of it whose columns differ, and random columns where it is too short."""
         seed = self._next_seed()
         rng = np.random.default_rng(seed)
         # Complementing a column changes no distance; without it Hadamard codes contain an all-ones codeword.
         rows = choose_rows(pool, self.size[0], _ROW_SWAPS, rng) ^ rng.integers(2, size=pool.shape[1])
         free = self.size[1] - pool.shape[1]
         if free:
-            extra = random_code(self.size[0], self.size[1], seed=int(seed.generate_state(1)[0])).symbols[
-                :, :free
-            ]
-            rows = np.hstack([rows, extra])
+            extra = random_code(self.size[0], self.size[1], seed=int(seed.generate_state(1)[0])).symbols
+            rows = np.hstack([rows, extra[:, :free]])
         return _code_or(rows, self._random_start())
 
     def _random_start(self) -> CodeMatrix:

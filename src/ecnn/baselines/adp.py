@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ecnn.backbones import Centre, Mean, Trunk, check_images, full_precision
-from ecnn.checks import check_count, check_number
-from ecnn.errors import InputError
+from ecnn.checks import check_count, check_has, check_number
 from ecnn.kinds import ModelKind, Published
 from ecnn.model import MemberDense
 from ecnn.objectives import score_cross_entropy
@@ -95,6 +94,18 @@ def log_mean_probs(member_scores: Tensor) -> Tensor:
     return torch.logsumexp(logs, dim=1) - math.log(member_scores.shape[1])
 
 
+def sum_of_cross_entropies(member_scores: Tensor, labels: Tensor) -> Tensor:
+    """(batch,) cross entropies of the members' own scores, added, in nats.
+
+    Args:
+        member_scores: (batch, member, class) before the softmax.
+        labels: (batch,) true classes.
+    """
+    members = member_scores.shape[1]
+    own_labels = labels[:, None].expand(-1, members).reshape(-1)
+    return score_cross_entropy(member_scores.flatten(0, 1), own_labels).view(-1, members).sum(dim=1)
+
+
 def ensemble_entropy(member_scores: Tensor) -> Tensor:
     """(batch,) how undecided the averaged probabilities are, in nats; 0 to log(class)."""
     logs = log_mean_probs(member_scores)
@@ -142,15 +153,9 @@ class ADPObjective:
         check_number("beta", self.beta)
 
     def __call__(self, model: Any, images: Tensor, labels: Tensor) -> Tensor:
-        if not hasattr(model, "member_scores"):
-            raise InputError(
-                f"ADP needs a model with member_scores, such as Ensemble; {type(model).__name__} has none."
-            )
+        check_has("ADP", model, "member_scores")
         member_scores = model.member_scores(images)
-        members = member_scores.shape[1]
-        own_labels = labels[:, None].expand(-1, members).reshape(-1)
-        own_losses = score_cross_entropy(member_scores.flatten(0, 1), own_labels)
-        loss = own_losses.view(-1, members).sum(dim=1)
+        loss = sum_of_cross_entropies(member_scores, labels)
         reward = self.alpha * ensemble_entropy(member_scores) + self.beta * ensemble_diversity(
             member_scores, labels
         )

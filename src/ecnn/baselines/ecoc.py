@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
+from ecnn import model
 from ecnn.codes import CodeMatrix
 from ecnn.errors import InputError
-from ecnn.kinds import ModelKind, options_of
+from ecnn.kinds import options_of
 from ecnn.model import ECNN
 
 
@@ -29,10 +31,9 @@ def independent_ecoc(code: CodeMatrix, in_channels: int = 3, *, branch: Any = "c
     return ECNN(code, in_channels, branch=branch, share_trunk=False, share_head=False, **options)
 
 
-KIND = ModelKind(
+KIND = replace(
+    model.KIND,
     name="independent_ecoc",
     model=independent_ecoc,
     more_options=tuple(name for name in options_of(ECNN) if name != "branch"),
-    objectives=("member_hinge", "member_cross_entropy", "cross_entropy", "trades"),
-    needs_code=True,
 )

@@ -11,12 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from ecnn.backbones import ConvUnit, Mean, ResidualUnit, ResNet, full_precision
-from ecnn.baselines.adp import log_mean_probs
-from ecnn.baselines.squeezing import check_bits, reduce_bits
-from ecnn.checks import check_count
+from ecnn.baselines.adp import log_mean_probs, sum_of_cross_entropies
+from ecnn.baselines.squeezing import MAX_BITS, reduce_bits
+from ecnn.checks import check_count, check_has
 from ecnn.errors import InputError
 from ecnn.kinds import ModelKind
-from ecnn.objectives import score_cross_entropy
 
 #: Stands for numbers that are not quantised, as in the paper.
 FULL_PRECISION = 32
@@ -35,7 +34,7 @@ def quantise_weights(weights: Tensor, bits: int) -> Tensor:
         weights: of one layer, any shape; the largest of them all is the scale.
         bits: from 2 up; DoReFa has another rule for one bit.
     """
-    check_bits("bits", bits, least=2)
+    check_count("bits", bits, least=2, most=MAX_BITS)
     bent = torch.tanh(weights)
     sizes = bent.abs().flatten()
     # Not amax: its gradient looks for elements equal to the maximum, and compiled bfloat16 code, which computes in
@@ -50,12 +49,12 @@ def quantise_activations(activations: Tensor, bits: int) -> Tensor:
 
     The gradient is 1 inside [0, 1] and 0 outside, as if nothing had been rounded.
     """
-    check_bits("bits", bits)
+    check_count("bits", bits, most=MAX_BITS)
     return reduce_bits(activations.clamp(0, 1), bits)
 
 
 class QuantisedConv(nn.Conv2d):
-    """A convolution that quantises its kernels whenever it runs; what is trained and saved is exact, as is the bias."""
+    """A convolution that quantises its kernels whenever it runs; the kernels that it trains and saves are exact."""
 
     def __init__(self, conv: nn.Conv2d, bits: int) -> None:
         super().__init__(
@@ -94,13 +93,13 @@ def quantise_resnet(network: ResNet, *, activation_bits: int, weight_bits: int) 
     """
     units = [unit for unit in network.trunk.units if isinstance(unit, ResidualUnit)]
     if weight_bits != FULL_PRECISION:
-        check_bits("weight_bits", weight_bits, least=2)
+        check_count("weight_bits", weight_bits, least=2, most=MAX_BITS)
         for unit in units:
             for part in unit.modules():
                 if isinstance(part, ConvUnit):
                     part.conv = QuantisedConv(part.conv, weight_bits)
     if activation_bits != FULL_PRECISION:
-        check_bits("activation_bits", activation_bits)
+        check_count("activation_bits", activation_bits, most=MAX_BITS)
         network.trunk.stem.activation = QuantisedActivation(activation_bits)
         for unit in units:
             unit.first.activation = QuantisedActivation(activation_bits)
@@ -185,9 +184,9 @@ def majority_vote(member_scores: Tensor) -> Tensor:
 
 
 def majority_scores(member_scores: Tensor) -> Tensor:
-    """(batch, class) log of the averaged probabilities of the members that voted for the winner, who leads exactly.
+    """(batch, class) log of the averaged probabilities of the members that voted for the winner, which scores highest.
 
-    Every member averaged finds the winner best, and so does their mean but for rounding; a class that rounding puts
+    Each of these members finds the winner best, and so does their mean, but for rounding: a class that rounding puts
     level with the winner or above is set one step below.
     """
     member_scores = full_precision(member_scores)
@@ -206,13 +205,8 @@ class EMPIRObjective:
     """Sum of the members' mean cross entropies; they share nothing, so that each is trained as if alone."""
 
     def __call__(self, model: Any, images: Tensor, labels: Tensor) -> Tensor:
-        if not hasattr(model, "member_scores"):
-            raise InputError(f"EMPIR needs a model with member_scores; {type(model).__name__} has none.")
-        member_scores = model.member_scores(images)
-        members = member_scores.shape[1]
-        own_labels = labels[:, None].expand(-1, members).reshape(-1)
-        losses = score_cross_entropy(member_scores.flatten(0, 1), own_labels)
-        return losses.view(-1, members).sum(dim=1).mean()
+        check_has("EMPIR", model, "member_scores")
+        return sum_of_cross_entropies(model.member_scores(images), labels).mean()
 
 
 KIND = ModelKind(

@@ -12,11 +12,11 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from ecnn.backbones import Mean, eval_mode, full_precision
+from ecnn.backbones import ResNet, eval_mode, full_precision
 from ecnn.baselines.adp import Ensemble, log_mean_probs
-from ecnn.checks import check_count
+from ecnn.checks import check_count, check_has, check_number
 from ecnn.errors import InputError
-from ecnn.kinds import ModelKind
+from ecnn.kinds import ModelKind, options_of
 from ecnn.objectives import score_cross_entropy
 
 # A member's score of a class that it does not know: its probability is exactly 0, and differences stay numbers.
@@ -81,8 +81,7 @@ def confusion_sets(confusion: npt.ArrayLike, *, share: float = 0.5) -> tuple[fro
         raise InputError(f"confusions must be (class, class) of at least 3 classes, not {counts.shape}.")
     if counts.dtype.kind not in "iuf" or not np.isfinite(counts).all() or (counts < 0).any():
         raise InputError("confusions must be counts from 0 up.")
-    if isinstance(share, bool) or not isinstance(share, int | float) or not 0 <= share < 1:
-        raise InputError(f"share must be a number from 0 to below 1, not {share!r}.")
+    check_number("share", share, most=1, below=True)
     np.fill_diagonal(counts, 0)
     return tuple(_most_confused(index, row, share) for index, row in enumerate(counts))
 
@@ -110,9 +109,10 @@ class Specialists(Ensemble):
     5,734,386 parameters; they are groups of the same convolutions, not a loop.
 
     Args:
-        num_classes, in_channels, depth, width, batch_norm, activation, mean: as in `Ensemble`.
+        num_classes, in_channels: as in `Ensemble`.
         sets: the classes of each class's specialist, such as `confusion_sets` finds. Equal sets stay separate members;
             a member with one class always says it.
+        network: depth, width, batch_norm, activation, mean: as in `Ensemble`.
     """
 
     knows: Tensor
@@ -123,11 +123,7 @@ class Specialists(Ensemble):
         in_channels: int = 3,
         *,
         sets: Sequence[Iterable[int]] | None = None,
-        depth: int = 20,
-        width: int = 16,
-        batch_norm: bool = True,
-        activation: str = "relu",
-        mean: Mean | None = None,
+        **network: Any,
     ) -> None:
         check_count("num_classes", num_classes, least=2)
         if sets is None:
@@ -136,16 +132,7 @@ class Specialists(Ensemble):
                 "find them."
             )
         known = _known_classes(sets, num_classes)
-        super().__init__(
-            num_classes,
-            in_channels,
-            num_members=2 * num_classes + 1,
-            depth=depth,
-            width=width,
-            batch_norm=batch_norm,
-            activation=activation,
-            mean=mean,
-        )
+        super().__init__(num_classes, in_channels, num_members=2 * num_classes + 1, **network)
         del self.config["num_members"]
         self.config["sets"] = [np.flatnonzero(row).tolist() for row in known[:num_classes]]
         # Not saved: the sets are, and a network that is loaded into other sets would say nonsense.
@@ -170,8 +157,7 @@ def _known_classes(sets: Sequence[Iterable[int]], num_classes: int) -> np.ndarra
     known = np.zeros((num_classes, num_classes), dtype=bool)
     for index, classes in enumerate(sets):
         for one in classes:
-            if isinstance(one, bool) or not isinstance(one, int | np.integer) or not 0 <= one < num_classes:
-                raise InputError(f"sets hold classes from 0 to {num_classes - 1}, not {one!r}.")
+            check_count("a class in sets", one, least=0, most=num_classes - 1)
             known[index, one] = True
         if known[index].all() or not known[index].any():
             raise InputError(f"set {index} must leave out some classes, but not all of them.")
@@ -208,17 +194,14 @@ class SpecialistsObjective:
     """
 
     def __call__(self, model: Any, images: Tensor, labels: Tensor) -> Tensor:
-        if not hasattr(model, "knows"):
-            raise InputError(
-                f"this objective needs Specialists; {type(model).__name__} does not say who knows what."
-            )
+        check_has("the objective of Specialists", model, "knows")
         member_scores = model.member_scores(images)
         knows_label = model.knows.T[labels]  # (batch, member)
         members = knows_label.shape[1]
         some_class = model.knows.int().argmax(dim=1)
         targets = torch.where(knows_label, labels[:, None], some_class)
         losses = score_cross_entropy(member_scores.flatten(0, 1), targets.flatten()).view(-1, members)
-        # An image of a class that a member does not know has some class in its place, and counts for nothing.
+        # Images of classes that a member does not know were given some class that it knows; here they weigh 0.
         means = (losses * knows_label).sum(dim=0) / knows_label.sum(dim=0).clamp_min(1)
         total: Tensor = means.sum()
         return total
@@ -227,6 +210,7 @@ class SpecialistsObjective:
 KIND = ModelKind(
     name="specialists",
     model=Specialists,
+    more_options=options_of(ResNet),
     objectives=("specialists", "cross_entropy", "trades"),
     own_objectives={"specialists": SpecialistsObjective},
 )

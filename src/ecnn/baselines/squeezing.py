@@ -14,6 +14,9 @@ from ecnn.checks import check_count, check_number
 from ecnn.errors import InputError
 from ecnn.kinds import ModelKind, Published, options_of
 
+#: Most bits that float32 can be rounded to.
+MAX_BITS = 16
+
 #: The squeezers that Xu et al. join, and ours for digits of 17 levels, as options of `FeatureSqueezing`.
 SQUEEZERS: dict[str, dict[str, int]] = {
     "cifar10": {"bits": 5, "window": 2},
@@ -80,11 +83,11 @@ class FeatureSqueezing(nn.Module):
     One model sees the image, a copy with fewer bits and a copy smoothed by a median. It has no accuracy of its own
     under attack: an attack succeeds when the answer is wrong *and* not flagged. `distances` has gradients (through the
     rounding straight, through the median to the pixel chosen), so that an attack can hold it down; one that does not is
-    no test of it (He et al. 2017). Views of members: attack `.model`.
+    no test of it (He et al. 2017). To attack the members of the model, attack `.model`.
 
     Args:
         model: the classifier.
-        bits: of the copy with fewer; Xu et al. join 1 bit for MNIST and 5 for CIFAR-10 with a 2x2 median.
+        bits: how many the copy with fewer bits has; Xu et al. join 1 for MNIST and 5 for CIFAR-10 with a 2x2 median.
         window: side of the median's window, 2 or 3 there.
         threshold: above which an image is flagged; None until `fit_threshold` or saved weights set it.
 
@@ -96,7 +99,7 @@ class FeatureSqueezing(nn.Module):
 
     def __init__(self, model: nn.Module, *, bits: int, window: int, threshold: float | None = None) -> None:
         super().__init__()
-        check_bits("bits", bits)
+        check_count("bits", bits, most=MAX_BITS)
         check_count("window", window, least=2)
         if threshold is not None:
             check_number("threshold", threshold)
@@ -142,20 +145,18 @@ class FeatureSqueezing(nn.Module):
     def fit_threshold(
         self, images: Tensor, false_positive_rate: float = 0.05, *, batch_size: int = 256
     ) -> float:
-        """The threshold, now set, above which that share of these clean images lies, rounded down to whole images.
+        """Sets and returns the threshold above which that share of these clean images lies, in whole images.
 
-        Half way between the last distance flagged and the next, so that rounding moves no image across; fewer are
-        flagged only where these two are equal.
+        It is half way between the smallest distance that is flagged and the next below, so that rounding moves no image
+        across. Where these two are equal, fewer images are flagged.
 
         Args:
             images: clean validation images, neither trained on nor tested on; on the model's device.
             false_positive_rate: from 0 to below 1; Xu et al. allow 5 %.
             batch_size: images at once.
         """
-        check_number("false_positive_rate", false_positive_rate)
+        check_number("false_positive_rate", false_positive_rate, most=1, below=True)
         check_count("batch_size", batch_size)
-        if false_positive_rate >= 1:
-            raise InputError(f"false_positive_rate must be below 1, not {false_positive_rate!r}.")
         if len(images) == 0:
             raise InputError("a threshold needs at least one image, and none came.")
         with eval_mode(self), torch.no_grad():
@@ -170,12 +171,6 @@ class FeatureSqueezing(nn.Module):
 
 def _probs(scores: Tensor) -> Tensor:
     return torch.softmax(full_precision(scores), dim=1)
-
-
-def check_bits(name: str, bits: Any, *, least: int = 1) -> None:
-    """Raises InputError unless the value is a number of bits that float32 can round to."""
-    if isinstance(bits, bool) or not isinstance(bits, int) or not least <= bits <= 16:
-        raise InputError(f"{name} must be a whole number from {least} to 16, not {bits!r}.")
 
 
 def _detecting_resnet(

@@ -14,7 +14,7 @@ import torch.nn.functional as F  # noqa: N812 as all of torch's users call it
 from torch import Tensor, nn
 
 from ecnn.backbones import Centre, ConvUnit, Mean, check_images, full_precision
-from ecnn.checks import check_count, check_number
+from ecnn.checks import check_count, check_has, check_number
 from ecnn.codes import CodeMatrix
 from ecnn.decoders import make_decoder
 from ecnn.errors import InputError
@@ -274,8 +274,7 @@ class TanhEnsembleObjective:
     def __call__(
         self, model: Any, images: Tensor, labels: Tensor, *, generator: torch.Generator | None = None
     ) -> Tensor:
-        if not hasattr(model, "code_symbols"):
-            raise InputError(f"this objective needs a model with a code; {type(model).__name__} has none.")
+        check_has("the objective of TanhEnsemble", model, "code_symbols")
         member_logits = model.member_logits(self.disturb(images, generator=generator))
         targets = member_targets(model.code_symbols, labels)
         return member_hinge(member_logits, targets, margin=self.margin).mean()

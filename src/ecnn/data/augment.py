@@ -8,6 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from ecnn.checks import check_array, check_choice, check_count
 from ecnn.errors import InputError
 
 
@@ -29,12 +30,10 @@ class Augmentation:
     fill: Literal["nearest", "zero"] = "nearest"
 
     def __post_init__(self) -> None:
-        if isinstance(self.shift, bool) or not isinstance(self.shift, int) or self.shift < 0:
-            raise InputError(f"shift must be a whole number of pixels from 0 up, not {self.shift!r}.")
+        check_count("shift", self.shift, least=0)
         if not isinstance(self.flip, bool):
             raise InputError(f"flip must be True or False, not {self.flip!r}.")
-        if self.fill not in ("nearest", "zero"):
-            raise InputError(f'fill must be "nearest" or "zero", not {self.fill!r}.')
+        check_choice("fill", self.fill, ("nearest", "zero"))
 
     def __call__(self, images: Tensor, generator: torch.Generator | None = None) -> Tensor:
         """The moved and mirrored images, of the same shape, dtype and memory format.
@@ -43,10 +42,7 @@ class Augmentation:
             images: (batch, channel, height, width) of any dtype.
             generator: where random numbers come from, on the images' device; None is torch's own.
         """
-        if images.ndim != 4:
-            raise InputError(
-                f"images must have shape (batch, channel, height, width), not {tuple(images.shape)}."
-            )
+        check_array("images", images, "batch", "channel", "height", "width")
         if generator is not None and generator.device.type != images.device.type:
             raise InputError(f"the generator is on {generator.device} but the images are on {images.device}.")
         if self.shift == 0 and not self.flip:

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ecnn.checks import check_array, check_count
 from ecnn.errors import InputError
 
 # Images summed at a time: a sum over a whole split would first copy it as 64-bit numbers.
@@ -30,18 +31,12 @@ class Split:
 
     def __post_init__(self) -> None:
         images, labels = self.images, self.labels
-        if not isinstance(images, Tensor) or images.dtype != torch.uint8 or images.ndim != 4:
-            raise InputError(
-                f"images must be a uint8 tensor (image, channel, height, width), not {_describe(images)}."
-            )
-        if not isinstance(labels, Tensor) or labels.dtype != torch.int64 or labels.ndim != 1:
-            raise InputError(f"labels must be an int64 tensor (image,), not {_describe(labels)}.")
+        check_array("images", images, "image", "channel", "height", "width", dtype="torch.uint8")
+        check_array("labels", labels, len(images), dtype="torch.int64")
         if 0 in images.shape[1:]:
             raise InputError(
                 f"images need at least one channel, row and column, not shape {tuple(images.shape)}."
             )
-        if len(images) != len(labels):
-            raise InputError(f"every image needs one label, but there are {len(images)} and {len(labels)}.")
         if images.device != labels.device:
             raise InputError(
                 f"images are on {images.device} but labels on {labels.device}: move one of them."
@@ -53,7 +48,7 @@ class Split:
         return len(self.images)
 
     def __getitem__(self, index: int | slice | Tensor) -> tuple[Tensor, Tensor]:
-        """Images as float32 in [0, 1] and their labels; the batch axis stays, also for a single number."""
+        """Images as float32 in [0, 1] and their labels; one number gives a batch of one image."""
         if isinstance(index, int):
             if not -len(self) <= index < len(self):  # IndexError also ends `for images, labels in split`
                 raise IndexError(f"image {index} of a split of {len(self)} images")
@@ -73,29 +68,27 @@ class Split:
         """The first `limit` images, or all of them when there are fewer or the limit is None."""
         if limit is None:
             return self
-        if isinstance(limit, bool) or not isinstance(limit, int) or limit < 0:
-            raise InputError(f"limit must be None or a whole number from 0 up, not {limit!r}.")
+        check_count("limit", limit, least=0)
         return Split(self.images[:limit], self.labels[:limit])
 
     def select(self, indices: Tensor | np.ndarray) -> Split:
         """The images with these numbers, in this order."""
         chosen = torch.as_tensor(indices, device=self.images.device)
         if chosen.ndim != 1 or (len(chosen) and chosen.dtype not in (torch.int64, torch.int32, torch.bool)):
-            raise InputError(f"indices must be one axis of whole numbers, not {_describe(chosen)}.")
+            raise InputError(
+                f"indices must be one axis of whole numbers, not {chosen.dtype} of shape {tuple(chosen.shape)}."
+            )
         if not len(chosen):
             return self.take(0)
-        if chosen.dtype != torch.bool and not -len(self) <= int(chosen.min()) <= int(chosen.max()) < len(
-            self
-        ):
-            raise InputError(
-                f"indices must lie in 0..{len(self) - 1}, not {int(chosen.min())}..{int(chosen.max())}."
-            )
+        low, high = int(chosen.min()), int(chosen.max())
+        if chosen.dtype != torch.bool and not -len(self) <= low <= high < len(self):
+            raise InputError(f"indices must lie in 0..{len(self) - 1}, not {low}..{high}.")
         return Split(self.images[chosen], self.labels[chosen])
 
 
 @dataclass(frozen=True, eq=False)
 class Dataset:
-    """Images to train on, to choose by (`val`) and to report on (`test`), and the names of their classes.
+    """Images to train on, to choose an epoch by (`val`) and to report on (`test`), and the names of their classes.
 
     Attributes:
         may_be_mirrored: whether a mirrored image still belongs to its class; of digits and road signs it may not.
@@ -109,8 +102,7 @@ class Dataset:
     may_be_mirrored: bool = True
 
     def __post_init__(self) -> None:
-        if len(self.class_names) < 2:
-            raise InputError(f"{self.name}: a dataset needs at least 2 classes, not {len(self.class_names)}.")
+        check_count(f"{self.name}: num_classes", self.num_classes, least=2)
         shape = self.train.images.shape[1:]
         for part, split in self._splits():
             if split.images.shape[1:] != shape:
@@ -196,21 +188,15 @@ class AdversarialSigns:
     clean_labels: Tensor
 
     def __post_init__(self) -> None:
-        for name, images, owners in (
-            ("images", self.images, (self.labels, self.targets, self.victims)),
-            ("clean_images", self.clean_images, (self.clean_labels,)),
+        for name, images, owned in (
+            ("images", self.images, ("labels", "targets", "victims")),
+            ("clean_images", self.clean_images, ("clean_labels",)),
         ):
-            if images.dtype != torch.float32 or images.ndim != 4 or images.shape[1] != 3:
-                raise InputError(
-                    f"{name} must be float32 of shape (image, 3, height, width), not {_describe(images)}."
-                )
+            check_array(name, images, "image", 3, "height", "width", dtype="torch.float32")
             if not bool(((images >= 0) & (images <= 1)).all()):  # also false for nan
                 raise InputError(f"{name} must lie in [0, 1].")
-            for labels in owners:
-                if labels.dtype != torch.int64 or labels.shape != images.shape[:1]:
-                    raise InputError(
-                        f"{name} need int64 labels of shape ({len(images)},), not {_describe(labels)}."
-                    )
+            for labels in owned:
+                check_array(labels, getattr(self, labels), len(images), dtype="torch.int64")
         if bool(((self.victims < 0) | (self.victims >= len(self.clean_images))).any()):
             raise InputError(f"victims must be numbers of the {len(self.clean_images)} clean images.")
 
@@ -244,9 +230,3 @@ def hold_out(
             count = min(max(round(fraction * len(own)), 1), len(own) - 1)
             held |= (labels == label) & np.isin(units, rng.permutation(own)[:count])
     return np.flatnonzero(~held), np.flatnonzero(held)
-
-
-def _describe(value: object) -> str:
-    if isinstance(value, Tensor):
-        return f"{str(value.dtype).removeprefix('torch.')} of shape {tuple(value.shape)}"
-    return type(value).__name__

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from ecnn import files
 from ecnn.errors import InputError
 from ecnn.progress import Progress
 
@@ -26,10 +27,7 @@ _IDX_HEAD = 4
 
 def read_checked(path: Path, md5: str | None) -> bytes:
     """The bytes of a file, which must have the known MD5 if one is known."""
-    try:
-        content = path.read_bytes()
-    except OSError as error:
-        raise InputError(f"cannot read {path}: {error.strerror or error}.") from error
+    content = files.read_bytes(path)
     found = hashlib.md5(content, usedforsecurity=False).hexdigest()
     if md5 is not None and found != md5:
         raise InputError(
@@ -86,7 +84,7 @@ _HARMLESS: dict[tuple[str, str], Any] = {
 
 
 class _ArrayUnpickler(pickle.Unpickler):
-    """Reads lists, dictionaries, texts, numbers and arrays; whatever else a pickle asks for is refused unseen."""
+    """Reads lists, dictionaries, texts, numbers and arrays; a pickle that asks for anything else is refused."""
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) not in _HARMLESS:

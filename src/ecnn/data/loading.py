@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 from pathlib import Path
 
@@ -10,6 +9,7 @@ import numpy as np
 import torch
 
 from ecnn import files
+from ecnn.checks import check_array, check_choice, check_count, check_number
 from ecnn.data.datasets import AdversarialSigns, Dataset, Split, hold_out
 from ecnn.data.formats import read_checked
 from ecnn.data.sources import CHECKSUMS, NEVER_MIRRORED, READERS, Arrays, Request, check_sizes, read_folder
@@ -44,16 +44,18 @@ def load_data(
     Returns:
         The dataset; every way its files can be missing, damaged or altered is an InputError of one sentence.
     """
-    _check_fraction_and_seed(val_fraction, seed)
+    check_number("val_fraction", val_fraction, most=1, below=True)
+    check_count("seed", seed, least=0)
     request = Request(_resolve_root(root), _resolve_size(image_size), download, progress)
-    if str(name) in READERS:
-        title = str(name)
-        arrays = READERS[title](request)
-        check_sizes(title, len(arrays.train_labels), len(arrays.test_labels))
-    else:
-        folder = _find_folder(name, request.root)
-        title = folder.resolve().name
-        arrays = read_folder(folder, request)
+    title = str(name)
+    folder = None if title in READERS else _find_folder(title, request.root)
+    if folder is not None:
+        return _as_dataset(folder.resolve().name, read_folder(folder, request), val_fraction, seed)
+    if title == "optprojtran":
+        raise InputError("optprojtran is no dataset to train on: use load_adversarial_signs.")
+    check_choice("a dataset that is no folder", title, READERS)
+    arrays = READERS[title](request)
+    check_sizes(title, len(arrays.train_labels), len(arrays.test_labels))
     return _as_dataset(title, arrays, val_fraction, seed)
 
 
@@ -65,24 +67,21 @@ def load_adversarial_signs(root: str | os.PathLike[str] | None = None) -> Advers
     """
     relative = "optprojtran/optprojtran.npz"
     path = _resolve_root(root) / relative
-    keys = ("x_adv", "y_true", "y_target", "victim", "x_clean", "y_clean")
+    image_keys = {"x_adv": "float32", "x_clean": "uint8"}
+    label_keys = ("y_true", "y_target", "victim", "y_clean")
     content = read_checked(path, CHECKSUMS.get(relative))
-    arrays = files.read_npz(path, keys=keys, content=content)
-    for key, kinds, ndim in zip(keys, ("f", "iu", "iu", "iu", "u", "iu"), (4, 1, 1, 1, 4, 1), strict=True):
-        if arrays[key].dtype.kind not in kinds or arrays[key].ndim != ndim:
-            raise InputError(
-                f'{path}: "{key}" has an unexpected form, {arrays[key].dtype} {arrays[key].shape}.'
-            )
+    arrays = files.read_npz(path, keys=(*image_keys, *label_keys), content=content)
+    for key, dtype in image_keys.items():
+        check_array(f"{path}: {key}", arrays[key], "image", "height", "width", "channel", dtype=dtype)
+    for key in label_keys:
+        check_array(f"{path}: {key}", arrays[key], "image", dtype="whole numbers")
     images, clean = (
-        torch.from_numpy(np.ascontiguousarray(arrays[key].transpose(0, 3, 1, 2)))
-        for key in ("x_adv", "x_clean")
+        torch.from_numpy(np.ascontiguousarray(arrays[key].transpose(0, 3, 1, 2))) for key in image_keys
     )
     labels, targets, victims, clean_labels = (
-        torch.from_numpy(arrays[key].astype(np.int64)) for key in ("y_true", "y_target", "victim", "y_clean")
+        torch.from_numpy(arrays[key].astype(np.int64)) for key in label_keys
     )
-    return AdversarialSigns(
-        images.to(torch.float32), labels, targets, victims, clean.to(torch.float32) / 255, clean_labels
-    )
+    return AdversarialSigns(images, labels, targets, victims, clean.to(torch.float32) / 255, clean_labels)
 
 
 def _as_dataset(title: str, arrays: Arrays, val_fraction: float, seed: int) -> Dataset:
@@ -104,17 +103,6 @@ def _as_split(images: np.ndarray, labels: np.ndarray) -> Split:
     return Split(torch.from_numpy(owned), torch.from_numpy(labels.astype(np.int64)))
 
 
-def _check_fraction_and_seed(val_fraction: float, seed: int) -> None:
-    if (
-        isinstance(val_fraction, bool)
-        or not isinstance(val_fraction, int | float)
-        or not 0 <= val_fraction < 1
-    ):
-        raise InputError(f"val_fraction must be a number from 0 up to, but not, 1, not {val_fraction!r}.")
-    if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
-        raise InputError(f"seed must be a whole number from 0 up, not {seed!r}.")
-
-
 def _resolve_root(root: str | os.PathLike[str] | None) -> Path:
     return Path(os.environ.get("ECNN_DATA") or "data") if root is None else Path(root)
 
@@ -132,12 +120,6 @@ def _resolve_size(image_size: int | tuple[int, int] | None) -> tuple[int, int] |
     return sides[0], sides[1]
 
 
-def _find_folder(name: str | os.PathLike[str], root: Path) -> Path:
-    for folder in (Path(name), root / name):
-        if str(name) and folder.is_dir():
-            return folder
-    if str(name) == "optprojtran":
-        raise InputError("optprojtran is no dataset to train on: use load_adversarial_signs.")
-    close = difflib.get_close_matches(str(name).lower().replace("-", ""), NAMES, n=1)
-    hint = f" (did you mean {close[0]}?)" if close else ""
-    raise InputError(f"no dataset and no folder is called {str(name)!r}{hint}; datasets: {', '.join(NAMES)}.")
+def _find_folder(name: str, root: Path) -> Path | None:
+    folders = (Path(name), root / name) if name else ()
+    return next((folder for folder in folders if folder.is_dir()), None)

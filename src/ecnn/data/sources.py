@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import io
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from ecnn import files
+from ecnn.checks import check_array
 from ecnn.data.datasets import hold_out
 from ecnn.data.downloads import Archive, provide
 from ecnn.data.formats import gunzip, read_checked, read_idx, read_images, read_pickle, resize
@@ -220,8 +222,7 @@ def _read_cifar_file(request: Request, relative: str, labels_key: str) -> tuple[
     path = request.root / relative
     entries = read_pickle(read_checked(path, CHECKSUMS.get(relative)), path, ("data", labels_key))
     pixels, labels = entries["data"], entries[labels_key]
-    if not isinstance(pixels, np.ndarray) or pixels.dtype != np.uint8 or pixels.shape[1:] != (3072,):
-        raise InputError(f"{path} should hold rows of 3072 bytes, one per image.")
+    check_array(f"{path}: data", pixels, "image", 3072, dtype="uint8")
     if (
         not isinstance(labels, list)
         or len(labels) != len(pixels)
@@ -270,24 +271,19 @@ def read_gtsrb(request: Request) -> Arrays:
 def _read_gtsrb_npz(path: Path, keys: tuple[str, ...]) -> dict[str, np.ndarray]:
     arrays = files.read_npz(path, keys=keys)
     images = arrays["x"]
-    if images.dtype != np.uint8 or images.ndim != 4 or images.shape[1:] != (32, 32, 3):
-        raise InputError(
-            f'{path}: "x" should be uint8 (image, 32, 32, 3), not {images.dtype} {images.shape}.'
-        )
+    check_array(f"{path}: x", images, "image", 32, 32, 3, dtype="uint8")
     for key in keys[1:]:
-        if arrays[key].dtype.kind not in "iu" or arrays[key].shape != images.shape[:1]:
-            raise InputError(f'{path}: "{key}" should be one whole number per image.')
+        check_array(f"{path}: {key}", arrays[key], len(images), dtype="whole numbers")
     arrays["x"] = np.ascontiguousarray(images.transpose(0, 3, 1, 2))
     return arrays
 
 
 def _read_gtsrb_csv(path: Path) -> list[tuple[Path, int]]:
     """Image files and their classes, in the order of an official annotation file."""
+    content = files.read_bytes(path)
     try:
-        with path.open(newline="", encoding="utf-8") as lines:
-            rows = [(row["Filename"], int(row["ClassId"])) for row in csv.DictReader(lines, delimiter=";")]
-    except OSError as error:
-        raise InputError(f"cannot read {path}: {error.strerror or error}.") from error
+        lines = io.StringIO(content.decode(), newline="")
+        rows = [(row["Filename"], int(row["ClassId"])) for row in csv.DictReader(lines, delimiter=";")]
     except (KeyError, TypeError, ValueError, csv.Error) as error:
         raise InputError(f"{path} should have columns Filename and ClassId separated by ;.") from error
     for name, _ in rows:

@@ -17,7 +17,7 @@ VERSION = 1
 
 
 def optimizer_tensors(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """The optimizer's state as named tensors, by position and name of the parameter's entry."""
+    """The optimizer's state as tensors called optimizer.<number of the parameter>.<entry>."""
     state = optimizer.state_dict()["state"]
     named = {
         f"optimizer.{index}.{name}": value if isinstance(value, Tensor) else torch.tensor(value)
@@ -85,7 +85,7 @@ def copied_to_cpu(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def load_model_tensors(model: nn.Module, tensors: dict[str, Tensor], source: Path, prefix: str = "") -> None:
-    """Strictly loads what `model_tensors` gave; the sentence names the first difference."""
+    """Loads what `model_tensors` gave; a name or a shape that the model does not have is an InputError."""
     found = {key.removeprefix(prefix): value for key, value in tensors.items() if key.startswith(prefix)}
     expected = model.state_dict()
     for key in sorted({*found, *expected}):

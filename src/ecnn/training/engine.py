@@ -1,4 +1,4 @@
-"""One epoch of training on one device: the step, eager or as one CUDA graph, and the books it keeps.
+"""One epoch of training on one device: the step, eager or as one CUDA graph, and the state that it changes.
 
 Randomness is drawn per epoch from (seed, epoch), never carried over, so that a run that resumes at an epoch's end
 repeats exactly what the uninterrupted run would have done.
@@ -34,7 +34,7 @@ def seed_of(seed: int, epoch: int, purpose: int) -> int:
 
 
 class Engine:
-    """Model, optimizer, running average and the step that moves them."""
+    """Model, optimizer, running average of the weights, and the step that changes them."""
 
     def __init__(
         self,
@@ -48,13 +48,8 @@ class Engine:
         use_graph: bool,
         compile_parts: bool = False,
     ) -> None:
-        self.model, self.recipe, self.objective, self.attack, self.seed = (
-            model,
-            recipe,
-            objective,
-            attack,
-            seed,
-        )
+        self.model, self.recipe, self.objective = model, recipe, objective
+        self.attack, self.seed = attack, seed
         self.objective_draws = takes_generator(objective)
         self.device = next(model.parameters()).device
         self.rank, self.world = _rank_and_world()
@@ -132,7 +127,7 @@ class Engine:
         return worker
 
     def _compile_parts(self) -> None:
-        """The network's parts, which an attack runs too, and the objective around them, whose many small steps fuse.
+        """Compiles the network's parts, which an attack runs too, and the objective, whose many small kernels fuse.
 
         An objective that draws random numbers stays as it is: torch.compile splits a function at every draw from a
         generator of one's own, and little would be left to fuse.
@@ -305,20 +300,20 @@ class Engine:
 def craft(
     attack: Craft, model: nn.Module, images: Tensor, labels: Tensor, generator: torch.Generator
 ) -> Tensor:
-    """What the attack makes of the images; its random numbers are ours where it lets us say so."""
+    """The attacked images; an attack that takes `generator=` draws from this one."""
     options = {"generator": generator} if takes_generator(attack) else {}
     return attack(model, images, labels, **options)
 
 
 def takes_generator(function: Callable[..., Any]) -> bool:
-    """Whether an attack or objective lets us say where its random numbers come from."""
+    """Whether an attack or objective has an argument that says where its random numbers come from."""
     return "generator" in inspect.signature(function).parameters
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     """What an optimizer trains: weights that decay, then those that do not.
 
-    Biases and norms do not. An axis for members gives their biases two axes, so that the name must tell.
+    Biases and norms do not decay. Biases of members have two axes like weights, so biases are told by their name.
     """
     decaying: list[Tensor] = []
     others: list[Tensor] = []

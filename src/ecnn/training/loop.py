@@ -1,4 +1,4 @@
-"""fit(): epochs, validation, checkpoints, alarms."""
+"""fit(): epochs with validation, checkpoints, and alarms about overfitting."""
 
 from __future__ import annotations
 
@@ -205,10 +205,8 @@ class _Loop:
             for epoch in range(start, self.settings.epochs):
                 self._one_epoch(epoch)
                 self._save(fingerprint)
-                if (
-                    epoch == start
-                ):  # what compiling left in memory need not be searched for garbage every epoch
-                    gc.freeze()
+                if epoch == start:
+                    gc.freeze()  # what compiling left in memory need not be searched for garbage every epoch
         finally:
             self._wait_for_writer()
             self.writer.shutdown()
@@ -273,11 +271,8 @@ class _Loop:
         bad = torch.nonzero(~torch.isfinite(losses) | (losses.abs() > 1000 * max(first, 1.0)))
         if len(bad):
             step = int(bad[0])
-            kept = (
-                f"the checkpoint after epoch {epoch - 1} is kept"
-                if self.run_dir and epoch
-                else "nothing was saved"
-            )
+            is_saved = self.run_dir and epoch
+            kept = f"the checkpoint after epoch {epoch - 1} is kept" if is_saved else "nothing was saved"
             raise TrainingError(
                 f"training diverged in epoch {epoch}, step {step} (loss {float(losses[step]):.4g}); {kept}. Lower lr "
                 f"(now {self.settings.lr}), or use precision='float32'."
@@ -367,7 +362,7 @@ def _show_on_board(run_dir: Path, record: dict[str, Any]) -> None:
 
 
 def overfitting_alarms(epochs: list[dict[str, Any]]) -> list[str]:
-    """Sentences about what the curves of validation accuracy under attack give away."""
+    """A sentence each where accuracy under attack has collapsed, or has been below its best for some epochs."""
     robust = [record.get("val_robust_accuracy") for record in epochs]
     known = [value for value in robust if value is not None]
     alarms = []
@@ -412,7 +407,7 @@ def _fingerprint(
     attacks: tuple[Craft | None, Craft | None],
     seed: int,
 ) -> str:
-    """Changes whenever continuing a run would mix two different ones."""
+    """A hash of what decides the run: a checkpoint with another one belongs to another run."""
     shapes = {key: list(value.shape) for key, value in model.state_dict().items()}
     code = getattr(model, "code", None)
     facts = {
@@ -430,5 +425,5 @@ def _fingerprint(
 
 
 def _described(function: Any) -> str:
-    """The settings of an objective or attack, where it has any that can be read."""
+    """An objective or attack as text: a dataclass with its settings, anything else by its class."""
     return repr(function) if dataclasses.is_dataclass(function) else str(type(function))
