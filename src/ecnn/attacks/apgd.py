@@ -10,14 +10,13 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ecnn.attacks.attempts import Attempts, Rows, best_wrong_classes, iterate_rows
-from ecnn.attacks.base import BallAttack, Cost, Target
+from ecnn.attacks.attempts import Attempts, ClimbingAttack, Rows, iterate_rows
+from ecnn.attacks.base import Cost, Target
 from ecnn.attacks.draws import Draws
 from ecnn.attacks.images import per_image
 from ecnn.attacks.norms import NORMS, Norm, share_step
-from ecnn.attacks.views import Look, Loss, LossFunction, View, find_view
+from ecnn.attacks.views import Look, Loss, View, find_view
 from ecnn.checks import check_count
-from ecnn.errors import InputError
 
 _MOMENTUM = 0.75  # the paper's alpha, the share of a step that is new
 _RISES_WANTED = 0.75  # the paper's rho
@@ -38,7 +37,7 @@ def checkpoints(steps: int) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class APGD(BallAttack):
+class APGD(ClimbingAttack):
     """Auto-PGD (Croce & Hein 2020): PGD with momentum whose step, 2 eps at first, is halved image by image.
 
     It is halved at a checkpoint when fewer than three quarters of the steps since the last one raised the loss, or when
@@ -67,27 +66,14 @@ class APGD(BallAttack):
         no part in a step, and the number of pixels is rounded down: rounded up, it never comes from two to one.
     """
 
-    steps: int
-    loss: Loss
-    targets: int = 0
-    restarts: int = 1
     wide_start: bool | None = None
-    on: str | View | LossFunction = "scores"
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        find_view(self.on).check_loss(self.loss)
         check_count("steps", self.steps)
-        check_count("restarts", self.restarts)
-        check_count("targets", self.targets, least=0)
-        if self.keep == "last" and (self.restarts > 1 or self.targets):
-            raise InputError('keep="last" returns one point, so it takes one start and no targets.')
-        if self.targets and not find_view(self.on).has_goals:
-            raise InputError("this loss has no targets: look elsewhere (on=), or use targets=0.")
 
     def cost(self, num_classes: int) -> Cost:
-        climbs = self.restarts * max(1, min(self.targets, num_classes - 1))
-        passes = climbs * find_view(self.on).passes_per_look
+        passes = self.num_climbs(num_classes) * find_view(self.on).passes_per_look
         return Cost(2 + passes * (self.steps + len(self._stages())), passes * self.steps)
 
     def _stages(self) -> list[tuple[float, int]]:
@@ -102,9 +88,7 @@ class APGD(BallAttack):
     def search(self, target: Target, images: Tensor, labels: Tensor, draws: Draws) -> Tensor:
         if self.radius == 0:
             return images.clone()
-        goals: list[Tensor | None] = [None]
-        if self.targets:
-            goals = list(best_wrong_classes(target.scores(images), labels, self.targets).unbind(dim=1))
+        goals = self.goals(target, images, labels)
         draws = draws.fold(_STREAM)
         attempts = Attempts(target, images, early_exit=self._drops_rows)
         settings = itertools.product(range(self.restarts), enumerate(goals))

@@ -11,12 +11,50 @@ from typing import Any, ClassVar, Self, TypeVar
 import torch
 from torch import Tensor
 
-from ecnn.attacks.base import Target
+from ecnn.attacks.base import BallAttack, Target
 from ecnn.attacks.images import per_image
+from ecnn.attacks.views import Loss, LossFunction, View, find_view
+from ecnn.checks import check_count
+from ecnn.errors import InputError
 
 # On CUDA counting makes the device wait, and a new batch size costs time of its own.
 _CUDA_STEPS_BETWEEN_COUNTS = 10
 _CUDA_SHARE_WORTH_DROPPING = 0.25
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClimbingAttack(BallAttack):
+    """An attack that climbs a loss, from each of some starts and, if it has targets, to each of some wrong classes.
+
+    `PGD` says what the settings mean.
+    """
+
+    steps: int
+    loss: Loss
+    on: str | View | LossFunction = "scores"
+    restarts: int = 1
+    targets: int = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        find_view(self.on).check_loss(self.loss)
+        check_count("steps", self.steps, least=0)
+        check_count("restarts", self.restarts)
+        check_count("targets", self.targets, least=0)
+        if self.keep == "last" and (self.restarts > 1 or self.targets):
+            raise InputError('keep="last" returns one point, so it takes one start and no targets.')
+        if self.targets and not find_view(self.on).has_goals:
+            raise InputError("this loss has no targets: look elsewhere (on=), or use targets=0.")
+
+    def num_climbs(self, num_classes: int) -> int:
+        """How often an image that does not break is climbed from."""
+        return self.restarts * max(1, min(self.targets, num_classes - 1))
+
+    def goals(self, target: Target, images: Tensor, labels: Tensor) -> list[Tensor | None]:
+        """(batch,) the wrong class of each image to move to, from the best down; None moves away from the label."""
+        if not self.targets:
+            return [None]
+        return list(best_wrong_classes(target.scores(images), labels, self.targets).unbind(dim=1))
 
 
 @dataclass(kw_only=True)

@@ -11,14 +11,13 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
-from ecnn.attacks.attempts import Attempts, Rows, best_wrong_classes, iterate_rows
-from ecnn.attacks.base import BallAttack, Cost, Target
+from ecnn.attacks.attempts import Attempts, ClimbingAttack, Rows, iterate_rows
+from ecnn.attacks.base import Cost, Target
 from ecnn.attacks.draws import Draws
 from ecnn.attacks.images import per_image
 from ecnn.attacks.norms import NORMS
-from ecnn.attacks.views import SCORES, Look, Loss, LossFunction, ScoreView, View, find_view
-from ecnn.checks import check_choice, check_count, parse_eps
-from ecnn.errors import InputError
+from ecnn.attacks.views import SCORES, Look, Loss, ScoreView, View, find_view
+from ecnn.checks import check_choice, parse_eps
 
 _ODI_STEPS = 2
 _SCHEDULES: dict[str, Callable[[float], float]] = {
@@ -29,7 +28,7 @@ _SCHEDULES: dict[str, Callable[[float], float]] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class PGD(BallAttack):
+class PGD(ClimbingAttack):
     """Projected gradient descent (Madry et al. 2018): steps up the gradient, projected to the ball.
 
     Called with a generator inside a training step it can be captured in a CUDA graph: then no shape and no branch
@@ -50,32 +49,20 @@ class PGD(BallAttack):
         schedule: the step size stays ("constant") or falls to zero ("linear", "cosine").
     """
 
-    steps: int
     step_size: float | str
     loss: Loss = "margin"
-    on: str | View | LossFunction = "scores"
     loss_slack: float = math.inf
     start: Literal["uniform", "image", "odi"] = "uniform"
-    restarts: int = 1
-    targets: int = 0
     schedule: Literal["constant", "linear", "cosine"] = "constant"
 
     def __post_init__(self) -> None:
         super().__post_init__()
         parse_eps(self.step_size, "step_size")
-        find_view(self.on).check_loss(self.loss)
-        check_count("steps", self.steps, least=0)
-        check_count("restarts", self.restarts)
-        check_count("targets", self.targets, least=0)
         check_choice("start", self.start, ("uniform", "image", "odi"))
         check_choice("schedule", self.schedule, _SCHEDULES)
-        if self.keep == "last" and (self.restarts > 1 or self.targets):
-            raise InputError('keep="last" returns one iterate, so it takes one start and no targets.')
-        if self.targets and not find_view(self.on).has_goals:
-            raise InputError("this loss has no targets: look elsewhere (on=), or use targets=0.")
 
     def cost(self, num_classes: int) -> Cost:
-        climbs = self.restarts * max(1, min(self.targets, num_classes - 1))
+        climbs = self.num_climbs(num_classes)
         passes = climbs * find_view(self.on).passes_per_look
         dispersing = Cost(1, 1) * (climbs * _ODI_STEPS if self.start == "odi" else 0)
         return Cost(2 + passes * (self.steps + 1), passes * self.steps) + dispersing
@@ -83,9 +70,7 @@ class PGD(BallAttack):
     def search(self, target: Target, images: Tensor, labels: Tensor, draws: Draws) -> Tensor:
         if self.keep == "last":
             return self._last_iterate(target, images, labels, draws.fold(0))
-        goals: list[Tensor | None] = [None]
-        if self.targets:
-            goals = list(best_wrong_classes(target.scores(images), labels, self.targets).unbind(dim=1))
+        goals = self.goals(target, images, labels)
         attempts = Attempts(target, images, early_exit=self.early_exit)
         for (start, goal), part, rows in attempts.each(itertools.product(range(self.restarts), goals)):
             own, own_goals = images[rows], None if goal is None else goal[rows]
