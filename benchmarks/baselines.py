@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from training import as_graph
 
 from ecnn import files, runs
 from ecnn.backbones import Centre, ConvUnit, ResNet
@@ -196,18 +197,7 @@ def forward_pass(model: nn.Module, batch: int, device: str, mode: str) -> Callab
         with torch.no_grad(), torch.autocast(device, dtype=torch.bfloat16, enabled=device == "cuda"):
             return model(images)
 
-    if mode == "eager":
-        return forward
-    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            forward()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        forward()
-    replay: Callable[[], Any] = graph.replay
-    return replay
+    return forward if mode == "eager" else as_graph(forward)
 
 
 def measure(device: str, batch: int, timings: int, seconds: float) -> list[dict[str, Any]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,6 +18,11 @@ settings.load_profile("ecnn")
 
 #: Where the files of real datasets lie, if they do.
 DATA = Path(os.environ.get("ECNN_DATA") or Path(__file__).parents[1] / "data")
+
+
+def ecnn_command(words: str, *more: str) -> list[str]:
+    """The command `ecnn` with these words, and with more that may contain spaces, run by this Python."""
+    return [sys.executable, "-m", "ecnn", *words.split(), *more]
 
 
 @pytest.fixture(autouse=True)

@@ -13,7 +13,7 @@ from conftest import DATA
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
-from toys import Saturated, distance, random_linear, tiny_ecnn
+from toys import Saturated, distance, images_of_classes, random_linear, tiny_ecnn
 
 import ecnn
 from ecnn.attacks import (
@@ -343,17 +343,9 @@ class _Shifted(nn.Module):
         return self.model.member_logits(images) + self.level
 
 
-def saturated_images() -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    labels = torch.arange(10).repeat(5)
-    images = 0.3 + 0.05 * torch.rand(50, 1, 4, 4, generator=generator)
-    images.flatten(1)[torch.arange(50), labels] += 0.4
-    return images, labels
-
-
 def test_a_saturated_decoder_hides_from_scores_and_not_from_members() -> None:
     model = Saturated()
-    images, labels = saturated_images()
+    images, labels = images_of_classes(5)
     assert (model(images).argmax(1) == labels).float().mean() == 1
 
     def robust(on: str) -> float:
@@ -392,7 +384,7 @@ def test_a_free_common_level_satisfies_the_attack_and_keeps_the_answer() -> None
     In float64, where no gradient is zero: nothing is hidden, the attack only finds another way down.
     """
     model = Levelled()
-    images, labels = saturated_images()
+    images, labels = images_of_classes(5)
     images = images.double()
     budget: dict[str, Any] = {
         "norm": "linf",

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from toys import Constant, Linear, Saturated, Wrapped, random_linear, tiny_ecnn
+from toys import Constant, Linear, Saturated, Wrapped, images_of_classes, random_linear, tiny_ecnn
 
 from ecnn.attacks.base import Attack, Target
 from ecnn.attacks.carlini import BlindSpot, CarliniWagnerL2, MemberCarliniWagner, _Descent
@@ -202,18 +202,10 @@ def test_pixels_at_the_ends_are_no_obstacle(attack: Any, slack: float) -> None:
         assert optimum * (1 - 1e-9) <= length < slack * optimum
 
 
-def images_of_classes() -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    labels = torch.arange(10).repeat(2)
-    images = 0.3 + 0.05 * torch.rand(20, 1, 4, 4, generator=generator)
-    images.flatten(1)[torch.arange(20), labels] += 0.4
-    return images, labels
-
-
 @pytest.mark.parametrize("symbols", [False, True])
 def test_a_saturated_decoder_hides_from_scores_and_not_from_members(symbols: bool) -> None:
     model = Saturated(symbols=symbols)
-    images, labels = images_of_classes()
+    images, labels = images_of_classes(2)
     assert (model(images).argmax(1) == labels).all()
     settings: dict[str, Any] = {"steps": 100, "search_steps": 5, "initial_constant": 0.1}
     assert not CarliniWagnerL2(**settings).run(model, images, labels).success.any()
@@ -228,7 +220,7 @@ def test_a_saturated_decoder_hides_from_scores_and_not_from_members(symbols: boo
 
 def test_more_targets_never_lengthen_the_way() -> None:
     model = Saturated()
-    images, labels = images_of_classes()
+    images, labels = images_of_classes(2)
     lengths = [
         measured(
             MemberCarliniWagner(steps=50, search_steps=4, initial_constant=0.1, lr=0.02, targets=targets)(
@@ -246,7 +238,7 @@ def test_more_targets_never_lengthen_the_way() -> None:
 
 def test_member_confidence_reaches_every_member() -> None:
     model = Saturated()
-    images, labels = images_of_classes()
+    images, labels = images_of_classes(2)
     attack = MemberCarliniWagner(steps=200, search_steps=6, initial_constant=0.1, confidence=10.0, lr=0.02)
     crafted = attack(model, images, labels)
     logits = model.member_logits(crafted)

@@ -11,10 +11,11 @@ from typing import Any
 
 import pytest
 import torch
+import toys
 from torch import Tensor, nn
 
 from ecnn.attacks import PGD, Attack, Attacked
-from ecnn.auditing import Audit, Budget, Finding, Stage, audit, load_audit, resolve_budget
+from ecnn.auditing import Audit, Finding, Stage, audit, load_audit, resolve_budget
 from ecnn.auditing.auditor import judge
 from ecnn.data import Split
 from ecnn.errors import InputError
@@ -23,17 +24,8 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 HALL = sys.modules["ecnn.auditing.auditor"]
 EPS = 0.04
 BALL: dict[str, Any] = {"norm": "linf", "eps": EPS}
-TINY = Budget(
-    name="tiny",
-    images=150,
-    steps=30,
-    restarts=1,
-    targets=2,
-    autoattack=False,
-    probe_images=24,
-    probe_steps=20,
-    queries=60,
-    eot=10,
+TINY = dataclasses.replace(
+    toys.TINY, images=150, steps=30, probe_images=24, probe_steps=20, queries=60, eot=10
 )
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from toys import coded_model
+from toys import TINY, coded_model
 
 from ecnn.attacks import APGD, PGD, Attack, AutoAttack, Cost, HopSkipJump, Transfer
 from ecnn.attacks.views import SCORES, Averaged, Look, View, WeakestBit
@@ -39,18 +39,6 @@ from ecnn.constructions import random_code
 from ecnn.model import ECNN
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-TINY = Budget(
-    name="tiny",
-    images=20,
-    steps=12,
-    restarts=1,
-    targets=2,
-    autoattack=False,
-    probe_images=8,
-    probe_steps=10,
-    queries=30,
-    eot=3,
-)
 EPS = 0.1
 BALL: dict[str, Any] = {"norm": "linf", "eps": EPS}
 WALK: dict[str, Any] = {**BALL, "steps": 20, "step_size": EPS / 4, "schedule": "cosine"}

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from toys import count, shake
+from toys import WRONG_IMAGES, count, shake
 
 from ecnn.backbones import (
     ACTIVATIONS,
@@ -224,14 +224,7 @@ def test_the_mean_is_a_copy() -> None:
     assert not centre.mean.any()
 
 
-@pytest.mark.parametrize(
-    ("images", "sentence"),
-    [
-        (torch.rand(2, 1, 8, 8), r"\(batch, 3, height, width\), not \(2, 1, 8, 8\)"),
-        (torch.rand(3, 8, 8), "shape"),
-        (torch.zeros(2, 3, 8, 8, dtype=torch.uint8), "divide bytes by 255"),
-    ],
-)
+@pytest.mark.parametrize(("images", "sentence"), WRONG_IMAGES)
 def test_images_are_checked_at_the_door(images: Tensor, sentence: str) -> None:
     with pytest.raises(InputError, match=sentence):
         ResNet(10, depth=8, width=2)(images)

@@ -17,8 +17,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812 the name everybody knows
 from torch import Tensor, nn
 from torch.func import functional_call
-from torch.utils._python_dispatch import TorchDispatchMode
-from toys import SMALL, count, half_spaces, shake
+from toys import SMALL, Counting, count, half_spaces, shake
 
 from ecnn.backbones import ResNet
 from ecnn.baselines import (
@@ -213,18 +212,6 @@ def test_a_tanh_ensemble_equals_a_loop_over_its_bits(options: dict[str, Any], tr
     assert found.shape == (6, model.config["order"])
     torch.testing.assert_close(found, expected, atol=1e-10, rtol=0)
     assert found.std(dim=1).min() > 1e-6  # members differ, so a mix-up would show
-
-
-class Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the operations that reach the device."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.calls: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.calls[str(func)] += 1
-        return func(*args, **(kwargs or {}))
 
 
 def calls_of(model: nn.Module, objective: Any) -> Counter[str]:

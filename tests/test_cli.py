@@ -6,12 +6,12 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+from conftest import ecnn_command
 
 import ecnn
 from ecnn.cli import app
@@ -19,8 +19,7 @@ from ecnn.codes import CodeMatrix, load_code
 
 
 def run(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "ecnn", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, cwd=cwd, check=False)
+    return subprocess.run(ecnn_command("", *arguments), capture_output=True, text=True, cwd=cwd, check=False)
 
 
 def test_design_prints_figures_beside_bounds_and_writes_files(tmp_path: Path) -> None:
@@ -120,22 +119,9 @@ def test_unknown_options_and_values() -> None:
 
 
 def test_ctrl_c_keeps_the_best_so_far(tmp_path: Path) -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "ecnn",
-        "code",
-        "--classes",
-        "30",
-        "--length",
-        "30",
-        "--steps",
-        str(10**12),
-    ]
+    command = ecnn_command(f"code --classes 30 --length 30 --steps {10**12} --out code.json")
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job may be deaf to it
-    with subprocess.Popen(
-        [*command, "--out", "code.json"], cwd=tmp_path, stdout=subprocess.PIPE, text=True
-    ) as process:
+    with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True) as process:
         signal.signal(signal.SIGINT, before)
         time.sleep(8)
         os.kill(process.pid, signal.SIGINT)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-from collections import Counter
 from typing import Any
 
 import numpy as np
@@ -12,8 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
-from torch.utils._python_dispatch import TorchDispatchMode
-from toys import count, shake
+from toys import WRONG_IMAGES, Counting, count, shake
 
 from ecnn.backbones import ResidualUnit, Trunk
 from ecnn.codes import CodeMatrix, load_code
@@ -173,18 +171,6 @@ def test_an_unshared_member_depends_only_on_its_own_weights(branch: Any, share_t
         assert parameter.grad is not None
         used = [bool(piece.any()) for piece in parameter.grad.chunk(5)]
         assert used == [False, False, True, False, False], name
-
-
-class Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the operations that reach the device."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.calls: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.calls[str(func)] += 1
-        return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize(
@@ -475,14 +461,7 @@ def test_what_cannot_be_built_is_refused(code: Any, options: dict[str, Any], sen
         ECNN(code, **{**SMALL, **options})
 
 
-@pytest.mark.parametrize(
-    ("images", "sentence"),
-    [
-        (torch.rand(2, 1, 8, 8), r"\(batch, 3, height, width\), not \(2, 1, 8, 8\)"),
-        (torch.rand(3, 8, 8), "shape"),
-        (torch.zeros(2, 3, 8, 8, dtype=torch.uint8), "divide bytes by 255"),
-    ],
-)
+@pytest.mark.parametrize(("images", "sentence"), WRONG_IMAGES)
 def test_images_are_checked_at_the_door(images: Tensor, sentence: str) -> None:
     with pytest.raises(InputError, match=sentence):
         ECNN(CODE, **SMALL)(images)

@@ -28,47 +28,29 @@ SETTINGS: dict[str, Any] = {"steps": 100, "search_steps": 4, "initial_constant":
 Peer = Callable[..., Tensor]
 
 
-def cleverhans_carlini(
-    model: nn.Module,
-    images: Tensor,
-    labels: Tensor,
-    *,
-    steps: int,
-    search_steps: int,
-    initial_constant: float,
-    lr: float,
-) -> Tensor:
+def cleverhans_carlini(model: nn.Module, images: Tensor, labels: Tensor, **settings: Any) -> Tensor:
     module = pytest.importorskip("cleverhans.torch.attacks.carlini_wagner_l2")
     crafted: Tensor = module.carlini_wagner_l2(
         model,
         images,
         model(images[:1]).shape[1],
         y=labels,
-        lr=lr,
-        initial_const=initial_constant,
-        binary_search_steps=search_steps,
-        max_iterations=steps,
+        lr=settings["lr"],
+        initial_const=settings["initial_constant"],
+        binary_search_steps=settings["search_steps"],
+        max_iterations=settings["steps"],
     )
     return crafted
 
 
-def foolbox_carlini(
-    model: nn.Module,
-    images: Tensor,
-    labels: Tensor,
-    *,
-    steps: int,
-    search_steps: int,
-    initial_constant: float,
-    lr: float,
-) -> Tensor:
+def foolbox_carlini(model: nn.Module, images: Tensor, labels: Tensor, **settings: Any) -> Tensor:
     foolbox = pytest.importorskip("foolbox")
     attack = foolbox.attacks.L2CarliniWagnerAttack(
-        binary_search_steps=search_steps,
-        steps=steps,
-        stepsize=lr,
+        binary_search_steps=settings["search_steps"],
+        steps=settings["steps"],
+        stepsize=settings["lr"],
         confidence=0,
-        initial_const=initial_constant,
+        initial_const=settings["initial_constant"],
         abort_early=True,
     )
     return run_foolbox(attack, model, images, labels)
@@ -81,34 +63,18 @@ def run_foolbox(attack: Any, model: nn.Module, images: Tensor, labels: Tensor) -
     return found
 
 
-def torchattacks_carlini(
-    model: nn.Module,
-    images: Tensor,
-    labels: Tensor,
-    *,
-    steps: int,
-    search_steps: int,
-    initial_constant: float,
-    lr: float,
-) -> Tensor:
+def torchattacks_carlini(model: nn.Module, images: Tensor, labels: Tensor, **settings: Any) -> Tensor:
     """It has no search: the constant stays."""
     for name in ("torchvision", "torchvision.transforms"):  # imported, but of no use to this attack
         sys.modules.setdefault(name, ModuleType(name))
     torchattacks = pytest.importorskip("torchattacks")
-    crafted: Tensor = torchattacks.CW(model, c=initial_constant, steps=steps, lr=lr)(images, labels)
+    crafted: Tensor = torchattacks.CW(
+        model, c=settings["initial_constant"], steps=settings["steps"], lr=settings["lr"]
+    )(images, labels)
     return crafted
 
 
-def art_carlini(
-    model: nn.Module,
-    images: Tensor,
-    labels: Tensor,
-    *,
-    steps: int,
-    search_steps: int,
-    initial_constant: float,
-    lr: float,
-) -> Tensor:
+def art_carlini(model: nn.Module, images: Tensor, labels: Tensor, **settings: Any) -> Tensor:
     """It has a line search in place of Adam, which asks the model up to ten times in each step."""
     evasion = pytest.importorskip("art.attacks.evasion")
     classification = pytest.importorskip("art.estimators.classification")
@@ -118,10 +84,10 @@ def art_carlini(
     )
     attack = evasion.CarliniL2Method(
         classifier,
-        learning_rate=lr,
-        binary_search_steps=search_steps,
-        max_iter=steps,
-        initial_const=initial_constant,
+        learning_rate=settings["lr"],
+        binary_search_steps=settings["search_steps"],
+        max_iter=settings["steps"],
+        initial_const=settings["initial_constant"],
         batch_size=len(images),
         verbose=False,
     )

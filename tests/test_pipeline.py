@@ -5,12 +5,12 @@ from __future__ import annotations
 import dataclasses
 import json
 import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from conftest import ecnn_command
 
 import ecnn
 from ecnn.attacks import ATTACKS, PGD
@@ -36,19 +36,7 @@ def test_choices_that_fit_the_data() -> None:
 
 
 def test_dry_run_prints_the_spec_and_writes_nothing(tmp_path: Path) -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "ecnn",
-        "train",
-        "--data",
-        "digits",
-        "--eps",
-        "0.1",
-        "--dry-run",
-        "--epochs",
-        "3",
-    ]
+    command = ecnn_command("train --data digits --eps 0.1 --dry-run --epochs 3")
     done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=tmp_path)
     spec = json.loads(done.stdout)
     assert spec["train"]["epochs"] == 3
@@ -57,9 +45,7 @@ def test_dry_run_prints_the_spec_and_writes_nothing(tmp_path: Path) -> None:
 
 
 def test_models_are_listed() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "ecnn", "models"], capture_output=True, text=True, check=True
-    )
+    done = subprocess.run(ecnn_command("models"), capture_output=True, text=True, check=True)
     assert "cifar10-ecnn30-q2     cifar10   test 85.61 %" in done.stdout
 
 
@@ -91,36 +77,12 @@ def test_attacks_by_name() -> None:
 
 def test_a_saved_run_is_attacked(digits_run: Path, tmp_path: Path) -> None:
     """The command, the folder it leaves and the images it writes agree with what the parts say by themselves."""
-    command = [
-        sys.executable,
-        "-m",
-        "ecnn",
-        "evaluate",
-        str(digits_run),
-        "--attack",
-        "pgd",
-        "--attack",
-        "fgsm",
-    ]
-    options = [
-        "--eps",
-        "0.1",
-        "--eps",
-        "0.2",
-        "--steps",
-        "5",
-        "--step-size",
-        "0.05",
-        "--loss",
-        "margin",
-        "--limit",
-        "50",
-        "--json",
-        "--seed",
-        "3",
-    ]
-    places = ["--out", str(tmp_path / "out"), "--save-images", str(tmp_path / "adv.npz")]
-    done = subprocess.run([*command, *options, *places], capture_output=True, text=True, check=False)
+    options = (
+        "--attack pgd --attack fgsm --eps 0.1 --eps 0.2 --steps 5 --step-size 0.05 --loss margin --limit 50"
+    )
+    places = ("--out", str(tmp_path / "out"), "--save-images", str(tmp_path / "adv.npz"))
+    command = ecnn_command(f"evaluate {options} --json --seed 3", str(digits_run), *places)
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert list(found["attacks"]) == ["pgd@0.1", "pgd@0.2", "fgsm@0.1", "fgsm@0.2"]
@@ -133,7 +95,7 @@ def test_a_saved_run_is_attacked(digits_run: Path, tmp_path: Path) -> None:
     with np.load(tmp_path / "adv.npz", allow_pickle=False) as arrays:
         assert torch.allclose(torch.from_numpy(arrays["pgd@0.2.images"]), expected.images, atol=1e-6)
         assert arrays["label"].tolist() == labels.tolist()
-    again = subprocess.run([*command, *options, *places], capture_output=True, text=True, check=True)
+    again = subprocess.run(command, capture_output=True, text=True, check=True)
     assert json.loads(again.stdout)["attacks"] == found["attacks"]
 
 
@@ -150,7 +112,7 @@ def test_a_saved_run_is_attacked(digits_run: Path, tmp_path: Path) -> None:
 )
 def test_mistakes_of_evaluate(digits_run: Path, arguments: list[str], sentence: str) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "ecnn", "evaluate", str(digits_run), *arguments],
+        ecnn_command("evaluate", str(digits_run), *arguments),
         capture_output=True,
         text=True,
         check=False,

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import ecnn_command
 from torch import Tensor, nn
 
 from ecnn import files
@@ -384,18 +385,8 @@ RESNET = ("--set", "model.width=4", "--set", "model.depth=8")
 
 
 def command(out: Path, *model: str) -> list[str]:
-    base = [sys.executable, "-m", "ecnn", "train", "--data", "digits", "--device", "cpu", "--seed", "3"]
-    return [
-        *base,
-        "--epochs",
-        "4",
-        "--batch-size",
-        "32",
-        "--out",
-        str(out),
-        "--json",
-        *(model or RESNET),
-    ]
+    words = "train --data digits --device cpu --seed 3 --epochs 4 --batch-size 32 --json --out"
+    return ecnn_command(words, str(out), *(model or RESNET))
 
 
 def single_thread() -> dict[str, str]:
@@ -505,19 +496,9 @@ def test_two_processes_match_one_and_resume(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_digits_reach_96_percent(tmp_path: Path) -> None:
-    base = [
-        sys.executable,
-        "-m",
-        "ecnn",
-        "train",
-        "--data",
-        "digits",
-        "--device",
-        "cpu",
-        "--json",
-    ]
+    command = ecnn_command("train --data digits --device cpu --json --out", str(tmp_path))
     started = time.monotonic()
-    done = subprocess.run([*base, "--out", str(tmp_path)], capture_output=True, text=True, check=True)
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
     result = json.loads(done.stdout)
     assert result["test_accuracy"] >= 0.96
     assert result["parameters"] == 490_209

@@ -2,17 +2,39 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from ecnn.auditing import Budget
 from ecnn.codes import load_code
 from ecnn.constructions import random_code
 from ecnn.model import ECNN
 
 SMALL: dict[str, Any] = {"depth": 8, "width": 2}
+#: Images that a model of three channels refuses, and what it says.
+WRONG_IMAGES = [
+    (torch.rand(2, 1, 8, 8), r"\(batch, 3, height, width\), not \(2, 1, 8, 8\)"),
+    (torch.rand(3, 8, 8), "shape"),
+    (torch.zeros(2, 3, 8, 8, dtype=torch.uint8), "divide bytes by 255"),
+]
+#: An audit of seconds.
+TINY = Budget(
+    name="tiny",
+    images=20,
+    steps=12,
+    restarts=1,
+    targets=2,
+    autoattack=False,
+    probe_images=8,
+    probe_steps=10,
+    queries=30,
+    eot=3,
+)
 #: Sets of specialists for ten classes.
 RING = [[index, (index + 1) % 10, (index + 3) % 10] for index in range(10)]
 
@@ -85,6 +107,15 @@ class Saturated(nn.Module):
         return self.decode(self.member_logits(images))
 
 
+def images_of_classes(per_class: int) -> tuple[Tensor, Tensor]:
+    """Images (4 x 4) that `Saturated` classifies right, and their classes 0..9 in turn."""
+    generator = torch.Generator().manual_seed(0)
+    labels = torch.arange(10).repeat(per_class)
+    images = 0.3 + 0.05 * torch.rand(len(labels), 1, 4, 4, generator=generator)
+    images.flatten(1)[torch.arange(len(labels)), labels] += 0.4
+    return images, labels
+
+
 class Undecoded(nn.Module):
     """Members without a `decode`: what the model says of a point takes a pass of its own."""
 
@@ -145,6 +176,18 @@ def coded_model() -> ECNN:
     with torch.no_grad():  # untrained members all but agree
         head.weight.mul_(8)
     return model.double().eval()
+
+
+class Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts the operations that reach the device."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.calls: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.calls[str(func)] += 1
+        return func(*args, **(kwargs or {}))
 
 
 def count(module: nn.Module) -> int:
