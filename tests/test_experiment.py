@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -142,6 +144,43 @@ def test_the_command(tmp_path: Path) -> None:
     assert "did you mean 'ecnn1" in wrong.stderr
     wrong = CliRunner().invoke(app, [*arguments, "--stage", "attak"])
     assert "did you mean 'attack'" in wrong.stderr
+
+
+def write_experiment(path: Path, tables: dict[str, Any]) -> None:
+    """As TOML, with the arms as an array of tables, which `files.write_toml` is not for."""
+    files.write_toml(path, {name: value for name, value in tables.items() if name != "arms"})
+    arms = []
+    for arm in tables["arms"]:
+        files.write_toml(path.with_suffix(".arm"), {"arms": arm})
+        arms.append(path.with_suffix(".arm").read_text().replace("[arms]", "[[arms]]"))
+    path.write_text("\n".join([path.read_text(), *arms]))
+
+
+@pytest.mark.slow
+def test_several_processes_do_the_same(tmp_path: Path) -> None:
+    """The records of two processes at a time are those of one; a run that fails is named and does not stop others."""
+    tables = {**TINY, "arms": [{"name": "a", "title": "A", "seeds": [0, 1]}]}
+    write_experiment(tmp_path / "tiny.toml", tables)
+    assert load_experiment(str(tmp_path / "tiny.toml")) == from_tables("tiny", tables)
+    command = [sys.executable, "-m", "ecnn", "reproduce", str(tmp_path / "tiny.toml"), "--device", "cpu"]
+    outputs = [
+        subprocess.run(
+            [*command, "--out", str(tmp_path / jobs), "--jobs", jobs],
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        for jobs in ("1", "2")
+    ]
+    assert outputs[0].stdout == outputs[1].stdout
+    tables["spec"] = {**TINY["spec"], "train": {"recipe": "small", "epochs": 1, "batch_size": 100_000}}
+    write_experiment(tmp_path / "tiny.toml", tables)
+    done = subprocess.run(
+        [*command, "--out", str(tmp_path / "3"), "--jobs", "2"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 1
+    assert "a with seed 1 failed" in done.stderr
+    assert "larger than the training set" in (tmp_path / "3/tiny/a/1/log.txt").read_text()
 
 
 def test_the_page_is_what_the_records_say(tmp_path: Path) -> None:

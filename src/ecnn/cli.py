@@ -462,21 +462,24 @@ def reproduce(
         for task in tasks:
             typer.echo(f"{task.arm.name} seed {task.seed}: {', '.join(task.spec.attacks)}  -> {task.folder}")
         return
-    if not table:
+    failed = []
+    if jobs > 1 and not table:
         flags = [("--stage", name) for name in stage or ()]
         flags += [("--root", str(root)), ("--out", str(out)), ("--device", device)]
-        failed = []
-        if jobs > 1:
-            failed = pipeline.run_tasks(tasks, jobs=jobs, arguments=[text for pair in flags for text in pair])
-        else:
-            for task in tasks:
-                with ecnn.progress_bar(f"{task.arm.name} seed {task.seed}") as progress:
-                    pipeline.run_task(
-                        task, root=root, device=device, stages=stage or pipeline.STAGES, progress=progress
-                    )
-        for task in failed:
-            typer.echo(f"failed: {task.folder}/log.txt says why", err=True)
+        arguments = [text for pair in flags for text in pair]
+        failed = pipeline.run_tasks(tasks, experiment, jobs=jobs, arguments=arguments)
+    elif not table:
+        for task in tasks:
+            with ecnn.progress_bar(f"{task.arm.name} seed {task.seed}") as progress:
+                stages = stage or pipeline.STAGES
+                pipeline.run_task(task, root=root, device=device, stages=stages, progress=progress)
     typer.echo(pipeline.table_text(found, pipeline.read_cells(found, out)))
+    for task in failed:
+        typer.echo(
+            f"ecnn: {task.arm.name} with seed {task.seed} failed: {task.folder}/log.txt says why.", err=True
+        )
+    if failed:
+        raise typer.Exit(1)
 
 
 @app.command()

@@ -116,10 +116,11 @@ def _adopt(spec: Spec, folder: Path, out: Path, root: AnyPath) -> None:
             return
 
 
-def run_tasks(tasks: Sequence[Task], *, jobs: int, arguments: Sequence[str]) -> list[Task]:
+def run_tasks(tasks: Sequence[Task], source: str, *, jobs: int, arguments: Sequence[str]) -> list[Task]:
     """Runs tasks in so many processes at a time, each with a log in its folder; returns those that failed.
 
     Args:
+        source: name or file of the experiment.
         jobs: processes at a time; where there are several GPUs, each sees one.
         arguments: of `ecnn reproduce`, beside the arm and the seed.
     """
@@ -127,7 +128,7 @@ def run_tasks(tasks: Sequence[Task], *, jobs: int, arguments: Sequence[str]) -> 
 
     def run(number: int) -> bool:
         task = tasks[number]
-        command = [sys.executable, "-m", "ecnn", "reproduce", task.experiment.name, *arguments]
+        command = [sys.executable, "-m", "ecnn", "reproduce", source, *arguments]
         command += ["--arm", task.arm.name, "--seed", str(task.seed)]
         chosen = {"CUDA_VISIBLE_DEVICES": str(number % gpus)} if gpus > 1 else {}
         done = subprocess.run(  # noqa: S603 our own command
