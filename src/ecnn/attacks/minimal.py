@@ -42,6 +42,27 @@ class MinimumNormAttack(Attack):
             )
 
 
+@dataclass(frozen=True, kw_only=True)
+class NearestInNorm(MinimumNormAttack):
+    """A minimum-norm attack that can be made in several norms.
+
+    Attributes:
+        norm: of the distance, a name of `NORMS`.
+        steps: at most.
+        on: where it looks, a name of `VIEWS` or a `ScoreView`.
+    """
+
+    norm: Norm
+    steps: int
+    on: str | View = "scores"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_choice("norm", self.norm, NORMS)
+        check_count("steps", self.steps)
+        find_score_view(self.on)
+
+
 def rounding(target: Target, scores: Tensor) -> Tensor:
     """(batch,) a lead that another pass over the same image may not confirm: a share of its largest score."""
     share = _ROUNDING_BFLOAT16 if target.precision == "bfloat16" else _ROUNDING[scores.dtype]
@@ -61,7 +82,7 @@ def possible(direction: Tensor, points: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DeepFool(MinimumNormAttack):
+class DeepFool(NearestInNorm):
     """DeepFool (Moosavi-Dezfooli et al. 2016): steps to the linearised model's nearest border until it is crossed.
 
     The model is asked about the sum of all steps so far, stretched by `overshoot`: on a linear model the first step
@@ -80,17 +101,12 @@ class DeepFool(MinimumNormAttack):
         0.0001 to the length of every step; here it is rounding.
     """
 
-    norm: Norm
     steps: int = 50
     overshoot: float = 0.02
     num_candidates: int = 10
-    on: str | View = "scores"
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_choice("norm", self.norm, NORMS)
-        find_score_view(self.on)
-        check_count("steps", self.steps)
         check_count("num_candidates", self.num_candidates, least=2)
         check_number("overshoot", self.overshoot)
 
@@ -151,7 +167,7 @@ def _step_to_border(gaps: Tensor, gradient: Tensor, norm: Norm) -> tuple[Tensor,
 
 
 @dataclass(frozen=True, kw_only=True)
-class FMN(MinimumNormAttack):
+class FMN(NearestInNorm):
     """The fast minimum-norm attack (Pintor et al. 2021): gradient steps in a ball that shrinks and grows by turns.
 
     Its radius is at first what the linearised model asks for. From the first success on it shrinks by the share
@@ -169,17 +185,11 @@ class FMN(MinimumNormAttack):
         leave by take no part in it: at a corner of the box they would use up the radius and hold the search there.
     """
 
-    norm: Norm
-    steps: int
     step_size: tuple[float, float] = (1.0, 0.01)
     radius_change: tuple[float, float] = (0.05, 0.001)
-    on: str | View = "scores"
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_choice("norm", self.norm, NORMS)
-        find_score_view(self.on)
-        check_count("steps", self.steps)
         for name, top in (("step_size", math.inf), ("radius_change", 1.0)):
             value = getattr(self, name)
             if not (

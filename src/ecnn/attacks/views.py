@@ -292,7 +292,16 @@ class WeakestBit(View):
 
 
 @dataclass(frozen=True, kw_only=True)
-class OwnLoss(View):
+class UntargetedView(View):
+    """A view whose loss only moves away from the labels."""
+
+    @property
+    def has_goals(self) -> bool:
+        return False
+
+
+@dataclass(frozen=True, kw_only=True)
+class OwnLoss(UntargetedView):
     """A loss function of your own, which says nothing of the model's scores and has no goals.
 
     Attributes:
@@ -301,10 +310,6 @@ class OwnLoss(View):
 
     name: str = "own"
     function: LossFunction
-
-    @property
-    def has_goals(self) -> bool:
-        return False
 
     def look(
         self, model: nn.Module, images: Tensor, labels: Tensor, goals: Tensor | None, loss: Loss, slack: float

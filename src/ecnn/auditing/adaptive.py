@@ -24,6 +24,7 @@ from ecnn.attacks.views import (
     Look,
     Loss,
     ScoreView,
+    UntargetedView,
     View,
     decoded_scores,
     find_view,
@@ -156,14 +157,10 @@ class ScaledCrossEntropy(View):
 
 
 @dataclass(frozen=True, kw_only=True)
-class MeanProbability(View):
+class MeanProbability(UntargetedView):
     """Minus the probability of the label: averaged over passes it is what a random model is judged by."""
 
     name: str = "mean probability"
-
-    @property
-    def has_goals(self) -> bool:
-        return False
 
     def look(
         self, model: nn.Module, images: Tensor, labels: Tensor, goals: Tensor | None, loss: Loss, slack: float

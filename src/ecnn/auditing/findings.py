@@ -64,3 +64,8 @@ def note(claim: str, evidence: dict[str, Any], advice: str = "", *, kind: str = 
 def alarm(claim: str, evidence: dict[str, Any], advice: str, *, kind: str = "") -> Finding:
     """A sign that attacks fail for another reason than robustness."""
     return Finding(level="alarm", kind=kind, claim=claim, evidence=evidence, advice=advice)
+
+
+def alarm_if(is_wrong: bool, claim: str, evidence: dict[str, Any], advice: str, *, otherwise: str) -> Finding:
+    """An alarm with its claim and advice, or else `ok` with the other sentence."""
+    return alarm(claim, evidence, advice) if is_wrong else ok(otherwise, evidence)

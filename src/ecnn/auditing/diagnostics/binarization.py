@@ -14,7 +14,7 @@ from ecnn.attacks.norms import NORMS
 from ecnn.attacks.views import ScoreView
 from ecnn.auditing.diagnostics.probes import Probe, diagnostic, percent
 from ecnn.auditing.diagnostics.statistics import TOLERANCE, exceeds
-from ecnn.auditing.findings import Finding, alarm, note, ok
+from ecnn.auditing.findings import Finding, alarm_if, note
 from ecnn.backbones import full_precision
 
 #: Images that get a planted task, and inner points of each: bounds of the cost. The authors' scripts use 999 inner
@@ -103,12 +103,10 @@ def check_binarization(probe: Probe) -> Finding:
         "random_success_rate": _random_success(probe, planted),
         "random_samples": _NOISES,
     }
-    if exceeds(failed, n, TOLERANCE):
-        claim = f"PGD misses the misclassified points that were planted in the balls of {percent(failed, n)}."
-        return alarm(
-            claim, evidence, "An attack that misses planted points misses others: use a stronger one."
-        )
-    return ok(f"PGD finds the points that were planted in {percent(n - failed, n)}.", evidence)
+    claim = f"PGD misses the misclassified points that were planted in the balls of {percent(failed, n)}."
+    advice = "An attack that misses planted points misses others: use a stronger one."
+    fine = f"PGD finds the points that were planted in {percent(n - failed, n)}."
+    return alarm_if(exceeds(failed, n, TOLERANCE), claim, evidence, advice, otherwise=fine)
 
 
 def find_features(probe: Probe, rows: Tensor) -> tuple[Features, str]:

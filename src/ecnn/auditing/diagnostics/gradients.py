@@ -14,7 +14,7 @@ from ecnn.attacks.norms import NORMS
 from ecnn.attacks.views import SCORES, Averaged
 from ecnn.auditing.diagnostics.probes import Probe, diagnostic, percent, share, unusable
 from ecnn.auditing.diagnostics.statistics import DOMINATED_TOLERANCE, TOLERANCE, exceeds
-from ecnn.auditing.findings import Finding, alarm, note, ok
+from ecnn.auditing.findings import Finding, alarm, alarm_if, note, ok
 
 #: Share of images with a useless gradient that no honest network explains: a dead ReLU network, at most now and then.
 _DEAD = 0.01
@@ -173,12 +173,12 @@ def check_gradient_direction(probe: Probe) -> Finding:
         "median_gain": float(gain[moved].median()) if n else None,
         "median_random_gain": float(noise[moved].median()) if n else None,
     }
-    if exceeds(int(lost.sum()), n, _SPOILED):
-        claim = f"On {percent(int(lost.sum()), n)} that stand, a step along the gradient gains no more than chance."
-        return alarm(
-            claim, evidence, "The gradient is not that of the scores: look for detached or noisy layers."
-        )
-    return ok("Gradients of the images that stand point uphill, or nothing stands.", evidence)
+    claim = (
+        f"On {percent(int(lost.sum()), n)} that stand, a step along the gradient gains no more than chance."
+    )
+    advice = "The gradient is not that of the scores: look for detached or noisy layers."
+    fine = "Gradients of the images that stand point uphill, or nothing stands."
+    return alarm_if(exceeds(int(lost.sum()), n, _SPOILED), claim, evidence, advice, otherwise=fine)
 
 
 @diagnostic("unstable_loss", f"{_PINTOR}: unstable predictions")
@@ -208,12 +208,12 @@ def check_unstable_loss(probe: Probe) -> Finding:
         "median_ratio": float((large / small.clamp_min(1e-300))[seen].median()) if n else None,
         "relative_change": float(relative[probe.right].mean()) if probe.num_right else None,
     }
-    if exceeds(int(rough.sum()), n, TOLERANCE):
-        claim = f"The loss is jagged around {percent(int(rough.sum()), n)} that stand: less noise changes it as much."
-        return alarm(
-            claim, evidence, "Average gradients over noise (EOT), or remove what makes the loss jump."
-        )
-    return ok("The loss is smooth around the images that stand, or nothing stands.", evidence)
+    claim = (
+        f"The loss is jagged around {percent(int(rough.sum()), n)} that stand: less noise changes it as much."
+    )
+    advice = "Average gradients over noise (EOT), or remove what makes the loss jump."
+    fine = "The loss is smooth around the images that stand, or nothing stands."
+    return alarm_if(exceeds(int(rough.sum()), n, TOLERANCE), claim, evidence, advice, otherwise=fine)
 
 
 def _step(probe: Probe, moves: Tensor, length: float) -> Tensor:

@@ -8,7 +8,7 @@ from torch import Tensor
 from ecnn.attacks.views import member_margins, members_of
 from ecnn.auditing.diagnostics.probes import Probe, diagnostic, percent
 from ecnn.auditing.diagnostics.statistics import TOLERANCE, exceeds
-from ecnn.auditing.findings import Finding, alarm, note, ok
+from ecnn.auditing.findings import Finding, alarm, alarm_if, note, ok
 
 #: Pintor et al.'s: an attack is incomplete if its best loss, rescaled to [0, 1] over the walk, still rises by this much
 #: within the last steps.
@@ -49,12 +49,10 @@ def check_loss_path(probe: Probe) -> Finding:
     }
     if probe.eps < _LEAST_EPS:
         return ok(f"A ball of radius {probe.eps:.3g} is too small for a climb to show in float32.", evidence)
-    if exceeds(count, n, TOLERANCE):
-        claim = f"The loss of {percent(count, n)} that stand is no higher after PGD than before."
-        return alarm(
-            claim, evidence, "The attack does not climb: its gradient is missing, wrong or too noisy."
-        )
-    return ok("Along the attack the loss rises.", evidence)
+    claim = f"The loss of {percent(count, n)} that stand is no higher after PGD than before."
+    advice = "The attack does not climb: its gradient is missing, wrong or too noisy."
+    fine = "Along the attack the loss rises."
+    return alarm_if(exceeds(count, n, TOLERANCE), claim, evidence, advice, otherwise=fine)
 
 
 @diagnostic("incomplete_optimization", f"{_PINTOR}: incomplete optimisation")

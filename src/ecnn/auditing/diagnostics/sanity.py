@@ -14,7 +14,7 @@ from ecnn.attacks.square import Square
 from ecnn.attacks.views import SCORES
 from ecnn.auditing.diagnostics.probes import Probe, diagnostic, percent, share
 from ecnn.auditing.diagnostics.statistics import DOMINATED_TOLERANCE, TOLERANCE, exceeds
-from ecnn.auditing.findings import Finding, alarm, note, ok
+from ecnn.auditing.findings import Finding, alarm, alarm_if, note, ok
 
 _RESTARTS = 2
 _NOISES = 20
@@ -66,12 +66,12 @@ def check_radius(probe: Probe) -> Finding:
         breakable = breakable | broken
     evidence = {"images": probe.num_right, "curve": curve, "grey_class": int(grey)}
     left, radius = worst
-    if exceeds(left, probe.num_right, TOLERANCE):
-        claim = f"PGD leaves {percent(left, probe.num_right)} at radius {radius:.3g} that are surely breakable there."
-        return alarm(
-            claim, evidence, "The attack is at fault, not the radius: look for what hides the gradient."
-        )
-    return ok(f"Accuracy falls with the radius, as far as it must, up to {wide:.3g}.", evidence)
+    claim = (
+        f"PGD leaves {percent(left, probe.num_right)} at radius {radius:.3g} that are surely breakable there."
+    )
+    advice = "The attack is at fault, not the radius: look for what hides the gradient."
+    fine = f"Accuracy falls with the radius, as far as it must, up to {wide:.3g}."
+    return alarm_if(exceeds(left, probe.num_right, TOLERANCE), claim, evidence, advice, otherwise=fine)
 
 
 @diagnostic("unbounded", f"{_CARLINI}; {_PINTOR}: unconstrained attack failure")
@@ -91,14 +91,10 @@ def check_unbounded(probe: Probe) -> Finding:
     if classes < 2:
         claim = "The model gives all images one class: whether another exists is unknown."
         return note(claim, evidence, kind="one_class")
-    if exceeds(left, n, TOLERANCE):
-        claim = (
-            f"An unbounded attack leaves {percent(left, n)}, though each can be turned into any other image."
-        )
-        return alarm(
-            claim, evidence, "Attacks fail on this model for another reason than robustness: find it first."
-        )
-    return ok(f"An unbounded attack breaks {percent(n - left, n)}.", evidence)
+    claim = f"An unbounded attack leaves {percent(left, n)}, though each can be turned into any other image."
+    advice = "Attacks fail on this model for another reason than robustness: find it first."
+    fine = f"An unbounded attack breaks {percent(n - left, n)}."
+    return alarm_if(exceeds(left, n, TOLERANCE), claim, evidence, advice, otherwise=fine)
 
 
 @diagnostic("steps", _CARLINI)
@@ -126,12 +122,10 @@ def check_restarts(probe: Probe) -> Finding:
     again = probe.broken_by(probe.pgd(probe.eps, restarts=_RESTARTS), probe.standing, seed=probe.seed + 1)
     gained, n = int(again.sum()), probe.num_right
     evidence = {"images": n, "restarts": _RESTARTS, "broken_by_restarts": gained}
-    if exceeds(gained, n, TOLERANCE):
-        claim = f"{_RESTARTS} more random starts break another {percent(gained, n)}."
-        return alarm(
-            claim, evidence, "Attack with more restarts, until they change nothing; average random models."
-        )
-    return ok("More random starts change nothing that matters.", evidence)
+    claim = f"{_RESTARTS} more random starts break another {percent(gained, n)}."
+    advice = "Attack with more restarts, until they change nothing; average random models."
+    fine = "More random starts change nothing that matters."
+    return alarm_if(exceeds(gained, n, TOLERANCE), claim, evidence, advice, otherwise=fine)
 
 
 @diagnostic("one_step", f"{_ATHALYE}; {_CARLINI}")
@@ -141,12 +135,10 @@ def check_one_step(probe: Probe) -> Finding:
     gained = int((probe.broken_by(single, probe.standing)).sum())
     n = probe.num_right
     evidence = {"images": n, "standing": int(probe.standing.sum()), "broken_by_one_step_only": gained}
-    if exceeds(gained, n, DOMINATED_TOLERANCE):
-        claim = f"One step breaks {percent(gained, n)} that {probe.budget.probe_steps} steps leave."
-        return alarm(
-            claim, evidence, "The iterated attack gets stuck near the image: look for masked gradients."
-        )
-    return ok("One step breaks nothing that matters beyond the iterated attack.", evidence)
+    claim = f"One step breaks {percent(gained, n)} that {probe.budget.probe_steps} steps leave."
+    advice = "The iterated attack gets stuck near the image: look for masked gradients."
+    fine = "One step breaks nothing that matters beyond the iterated attack."
+    return alarm_if(exceeds(gained, n, DOMINATED_TOLERANCE), claim, evidence, advice, otherwise=fine)
 
 
 @diagnostic("black_box", f"{_ATHALYE}; Croce & Hein 2020, AutoAttack: flags")
@@ -161,12 +153,10 @@ def check_black_box(probe: Probe) -> Finding:
         "queries": probe.budget.queries,
         "broken_by_square": gained,
     }
-    if exceeds(gained, n, DOMINATED_TOLERANCE):
-        claim = f"Square breaks {percent(gained, n)} without gradients that gradient attacks leave."
-        return alarm(
-            claim, evidence, "Gradients mislead here: attack with more queries, and find what masks them."
-        )
-    return ok("A search without gradients breaks nothing that matters beyond gradient attacks.", evidence)
+    claim = f"Square breaks {percent(gained, n)} without gradients that gradient attacks leave."
+    advice = "Gradients mislead here: attack with more queries, and find what masks them."
+    fine = "A search without gradients breaks nothing that matters beyond gradient attacks."
+    return alarm_if(exceeds(gained, n, DOMINATED_TOLERANCE), claim, evidence, advice, otherwise=fine)
 
 
 @diagnostic("noise", _CARLINI)
@@ -181,16 +171,10 @@ def check_noise(probe: Probe) -> Finding:
     )
     gained, n = int(probe.broken_by(noise, left).sum()), probe.num_right
     evidence = {"images": n, "left": int(left.sum()), "samples": _NOISES, "broken_by_noise": gained}
-    if exceeds(gained, n, DOMINATED_TOLERANCE):
-        claim = (
-            f"The best of {_NOISES} random points breaks {percent(gained, n)} that gradient attacks leave."
-        )
-        return alarm(
-            claim,
-            evidence,
-            "Gradients mislead here, or the model is random: attack without them, or average.",
-        )
-    return ok("Random noise breaks nothing that matters beyond gradient attacks.", evidence)
+    claim = f"The best of {_NOISES} random points breaks {percent(gained, n)} that gradient attacks leave."
+    advice = "Gradients mislead here, or the model is random: attack without them, or average."
+    fine = "Random noise breaks nothing that matters beyond gradient attacks."
+    return alarm_if(exceeds(gained, n, DOMINATED_TOLERANCE), claim, evidence, advice, otherwise=fine)
 
 
 @diagnostic("labels", "Carlini et al. 2019; the ECNN authors' program attacks the model's own predictions")
