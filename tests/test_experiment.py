@@ -42,6 +42,7 @@ TINY: dict[str, Any] = {
     "arms": [
         {"name": "a", "title": "A", "seeds": [0, 1], "paper": {"clean": 90.0, "pgd": 50.0}},
         {"name": "b", "title": "B", "spec": {"attacks": {"cw": False}}},
+        {"name": "c", "title": "C", "spec": {"attacks": {"pgd": {"eps": 0.2}}}},
     ],
 }
 
@@ -80,7 +81,7 @@ def test_every_shipped_experiment_counts_what_the_paper_counts(name: str) -> Non
         (("arms", 0, "paper", "pdg"), 1.0, "has no option 'pdg'; .* did you mean 'pgd'"),
         (("audited", "pgd"), "audti", "did you mean 'audit'"),
         (("audited", "bim"), "audit", "has no option 'bim'"),
-        (("arms", 1, "name"), "a", "each with a name of its own"),
+        (("arms", 2, "name"), "a", "each with a name of its own"),
         (("arms", 0, "seeds"), [-1], "a seed must be a whole number"),
         (("spec", "attacks", "pgd", "epss"), 1, "did you mean 'eps'"),
         (("spec", "model", "widht"), 1, "did you mean 'width'"),
@@ -105,12 +106,13 @@ def test_an_experiment_runs_resumes_and_becomes_a_table(tmp_path: Path) -> None:
     """Nothing finished is done again, an equal run is adopted, and the numbers are those of the outcomes."""
     experiment = from_tables("tiny", TINY)
     tasks = tasks_of(experiment, tmp_path)
-    assert [(task.arm.name, task.seed) for task in tasks] == [("a", 0), ("b", 0), ("a", 1)]
+    assert [(task.arm.name, task.seed) for task in tasks] == [("a", 0), ("b", 0), ("c", 0), ("a", 1)]
     for task in tasks:
         run_task(task, device="cpu")
-    first, twin = (read_record(task.folder) for task in tasks[:2])
+    first, twin, other = (read_record(task.folder) for task in tasks[:3])
     assert first is not None
     assert twin is not None
+    assert other is not None
     assert not (tasks[1].folder / "last.safetensors").exists()  # it was trained once, for the other arm
     assert np.array_equal(first.arrays["pgd.prediction"], twin.arrays["pgd.prediction"])
     before = {
@@ -120,7 +122,8 @@ def test_an_experiment_runs_resumes_and_becomes_a_table(tmp_path: Path) -> None:
         run_task(task, device="cpu")
     assert {path: path.stat().st_mtime_ns for path in before} == before
     cells = {(cell.arm, cell.row): cell for cell in read_cells(experiment, tmp_path)}
-    assert list(cells) == [("a", "clean"), ("a", "pgd"), ("a", "cw"), ("b", "clean"), ("b", "pgd")]
+    rows = {"a": experiment.rows, "b": ("clean", "pgd"), "c": experiment.rows}
+    assert list(cells) == [(arm, row) for arm, names in rows.items() for row in names]
     pgd = cells["a", "pgd"]
     assert pgd.paper == 50.0
     assert [rate.n for rate in pgd.rates] == [30, 30]

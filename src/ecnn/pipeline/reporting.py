@@ -65,27 +65,30 @@ def draw_results(out: Path, folder: Path) -> list[Path]:
 
 def _section(experiment: Experiment, cells: Sequence[Cell], out: Path, figures: str) -> str:
     lines = [f"## {experiment.title}", ""]
-    lines += [f"`{experiment.paper}`; `ecnn reproduce {experiment.name}`. {experiment.note}", ""]
+    source = f"`{experiment.paper}`" if ":" in experiment.paper else experiment.paper.capitalize()
+    lines += [f"{source}; `ecnn reproduce {experiment.name}`. {experiment.note}", ""]
     head = ("network", "attack", "paper", "ours", "seeds", "differs", "audited", "images")
     lines += [_row(head), "|---|---" + 6 * "|---:" + "|"]
-    titles = {arm.name: arm.title for arm in experiment.arms}
-    for cell in cells:
-        differs = None if cell.ours is None or cell.paper is None else cell.ours - cell.paper
-        images = f"{cell.rates[0].n:,}" if cell.rates else "-"
-        audited = number(cell.truth)
-        if cell.median_l2 is not None:
-            audited += f" (L2 {cell.median_l2:.3f})"
-        if "inconclusive" in cell.verdicts:
-            audited += " (inconclusive)"
-        figures_of_cell = (
-            number(cell.paper),
-            number(cell.ours),
-            str(len(cell.rates)),
-            number(differs, sign=True),
-        )
-        lines.append(_row((titles[cell.arm], cell.row, *figures_of_cell, audited, images)))
-    lines += ["", *_arm_notes(experiment, out), f"![{experiment.title}]({figures}/{experiment.name}.png)", ""]
+    for arm in experiment.arms:
+        own = [cell for cell in cells if cell.arm == arm.name and cell.rates]
+        # A network is named once; its other rows follow.
+        lines += [_row((arm.title if cell is own[0] else "", *_figures(cell))) for cell in own]
+    missing = [arm.title for arm in experiment.arms if not any(c.rates for c in cells if c.arm == arm.name)]
+    lines += ["", *_arm_notes(experiment, out)]
+    lines += [f"Not run yet: {'; '.join(missing)}.", ""] if missing else []
+    lines += [f"![{experiment.title}]({figures}/{experiment.name}.png)", ""]
     return "\n".join([*lines, *(f"{remark}\n" for remark in experiment.remarks)])
+
+
+def _figures(cell: Cell) -> tuple[str, ...]:
+    differs = None if cell.ours is None or cell.paper is None else cell.ours - cell.paper
+    audited = number(cell.truth)
+    if cell.median_l2 is not None:
+        audited += f" (L2 {cell.median_l2:.3f})"
+    if "inconclusive" in cell.verdicts:
+        audited += " (inconclusive)"
+    values = (number(cell.paper), number(cell.ours), str(len(cell.rates)), number(differs, sign=True))
+    return (cell.row, *values, audited, f"{cell.rates[0].n:,}")
 
 
 def _row(cells: Sequence[str]) -> str:

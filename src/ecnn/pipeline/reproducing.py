@@ -17,22 +17,21 @@ import numpy as np
 import torch
 
 from ecnn import files, runs
-from ecnn.evaluation import Rate
+from ecnn.evaluation import Outcomes, Rate
+from ecnn.evaluation.provenance import describe
+from ecnn.evaluation.records import FOLDER
 from ecnn.experiment import AUDIT, CLEAN, Arm, Experiment
 from ecnn.pipeline.auditing import audit_run, plan_audit
 from ecnn.pipeline.evaluating import evaluate_run
-from ecnn.pipeline.recording import OUTCOMES, RECORD, read_record, write_record
+from ecnn.pipeline.recording import read_record, write_record
 from ecnn.pipeline.training import AnyPath, load_spec_data, plan, train_run
 from ecnn.progress import Progress
-from ecnn.spec import Spec
+from ecnn.spec import Spec, make_attack
+from ecnn.training.loop import BEST, LOG
 
 TIMES = "times.json"
 STAGES = ("train", "attack", "audit")
-# Of another arm: the state of an optimizer that has ended, and a verdict that may be on another radius.
-_NOT_ADOPTED = (
-    "last.safetensors", "tensorboard", "log.txt", "audit", "audit.json", "audit.md", "audit.png",
-    TIMES, RECORD, OUTCOMES,
-)  # fmt: skip
+_ADOPTED = (runs.SPEC, runs.CODE, runs.ENVIRONMENT, runs.RESULTS, BEST, LOG)
 
 
 @dataclass(frozen=True)
@@ -83,7 +82,7 @@ def run_task(
         only = dataclasses.replace(spec, attacks={}, audit=None)
         only = dataclasses.replace(only, data=dataclasses.replace(only.data, test_limit=None))
         if not (folder / runs.DONE).exists():
-            _adopt(only, folder, task.out, root)
+            _adopt(task, only, root)
         with _timed(folder, "train"):
             train_run(only, out=folder, root=root, device=device, progress=progress)
     trained = runs.read_spec(folder)
@@ -103,17 +102,26 @@ def run_task(
     write_record(folder, arm=task.arm.name, times=files.read_json(folder / TIMES))
 
 
-def _adopt(spec: Spec, folder: Path, out: Path, root: AnyPath) -> None:
-    """Copies a finished run of the same spec from another arm, with the outcomes it has: tables share columns."""
+def _adopt(task: Task, spec: Spec, root: AnyPath) -> None:
+    """Copies a finished run of the same spec from another arm, with those of its outcomes that this arm asks for."""
     wanted = plan(spec, load_spec_data(spec, root)).spec.to_dict()
-    for done in sorted(out.glob(f"*/*/*/{runs.DONE}")):
+    attacks = {
+        name: describe(make_attack({"kind": name, **table})) for name, table in task.spec.attacks.items()
+    }
+    for done in sorted(task.out.glob(f"*/*/*/{runs.DONE}")):
         twin = done.parent
-        if twin != folder and files.read_toml(twin / runs.SPEC) == wanted:
-            for path in sorted(twin.rglob("*")):
-                inner = path.relative_to(twin)
-                if path.is_file() and inner.parts[0] not in _NOT_ADOPTED and not path.name.startswith("."):
-                    files.copy(path, folder / inner)
-            return
+        if twin == task.folder or files.read_toml(twin / runs.SPEC) != wanted:
+            continue
+        outcomes = [
+            path
+            for path in sorted((twin / FOLDER).glob("[!.]*.npz"))
+            if (found := Outcomes.load(path)).name == CLEAN
+            or found.about["attack"] == attacks.get(found.name)
+        ]
+        # DONE comes last: until then the run counts as unfinished.
+        for path in (*(twin / name for name in _ADOPTED if (twin / name).exists()), *outcomes, done):
+            files.copy(path, task.folder / path.relative_to(twin))
+        return
 
 
 def run_tasks(tasks: Sequence[Task], source: str, *, jobs: int, arguments: Sequence[str]) -> list[Task]:
