@@ -1,0 +1,71 @@
+"""`ecnn audit`: say whether to believe a robustness number."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+import ecnn
+from ecnn.cli.options import DebugFlag, Device, JsonFlag, Root
+
+
+def audit(
+    eps: Annotated[str, typer.Option(help="Radius it is said to be robust in, 0.04 or 8/255.")],
+    model: Annotated[
+        str | None, typer.Argument(help="A run folder or the name of a shipped model; or use --module.")
+    ] = None,
+    module: Annotated[
+        str | None,
+        typer.Option(help="file.py:function that returns a torch module from [0, 1] pixels to scores."),
+    ] = None,
+    norm: Annotated[str, typer.Option(help="linf, l2 or l1.")] = "linf",
+    claim: Annotated[
+        float | None,
+        typer.Option(help="The accuracy in question, 0.72.  [default: what a plain attack would report]"),
+    ] = None,
+    budget: Annotated[str, typer.Option(help="quick, standard or thorough.")] = "standard",
+    limit: Annotated[
+        int | None,
+        typer.Option(help="The first so many test images.  [default: 100, 1,000 or 10,000 by budget]"),
+    ] = None,
+    data: Annotated[
+        str | None,
+        typer.Option(help="A dataset or a folder of images.  [default: what the run was trained on]"),
+    ] = None,
+    root: Root = Path("data"),
+    image_size: Annotated[
+        int | None, typer.Option(help="Pixels of a side, of a folder of images for --module.")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Same seed, same audit.")] = 0,
+    out: Annotated[
+        Path | None, typer.Option(help="Keep records, audit.json, audit.md and audit.png there, and resume.")
+    ] = None,
+    resume: Annotated[bool, typer.Option(help="Go on with what --out holds.")] = True,
+    device: Device = "auto",
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what it would cost.")] = False,
+    as_json: JsonFlag = False,
+    debug: DebugFlag = False,
+) -> None:
+    """Say whether to believe a robustness number; exit status 0 believable, 1 not believable, 3 inconclusive."""
+    from ecnn import pipeline
+    from ecnn.spec import AuditTable
+
+    table = AuditTable(norm=norm, eps=eps, claim=claim, limit=limit, budget=budget, seed=seed)
+    made = pipeline.plan_audit(
+        table, source=model, module=module, data=data, root=root, image_size=image_size, device=device
+    )
+    cost = made.cost
+    typer.echo(
+        f"at most {cost.forwards:,} images forward and {cost.backwards:,} backward for {made.images:,} images, and "
+        "diagnostics",
+        err=True,
+    )
+    if dry_run:
+        return
+    with ecnn.progress_bar("auditing") as progress:
+        found = pipeline.audit_run(made, out=out, resume=resume, progress=progress)
+    typer.echo(json.dumps(found.to_dict()) if as_json else found.markdown(), nl=as_json)
+    raise typer.Exit(found.exit_code)

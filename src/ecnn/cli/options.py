@@ -1,0 +1,14 @@
+"""Options that several commands share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+Root = Annotated[Path, typer.Option(help="Where dataset files are.")]
+Device = Annotated[str, typer.Option(help="auto, cpu, cuda, mps.")]
+SavedModel = Annotated[str, typer.Argument(help="A run folder or the name of a shipped model.")]
+JsonFlag = Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output.")]
+DebugFlag = Annotated[bool, typer.Option("--debug", help="Show where an error comes from.")]
