@@ -510,14 +510,12 @@ def vector(model: nn.Module) -> Tensor:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("optimizer", "most"), [("adam", 0.05), ("sgd", 0.01)])
+@pytest.mark.parametrize("optimizer", ["adam", "sgd"])
 @pytest.mark.parametrize("adversarial", [False, True])
-def test_graph_and_eager_agree_on_cuda(optimizer: str, most: float, adversarial: bool) -> None:
+def test_graph_and_eager_agree_on_cuda(optimizer: str, adversarial: bool) -> None:
     """The same random numbers and the same steps: what differs is rounding, a small part of the way travelled.
 
     After one epoch: later, rounding has grown to as much between two eager runs (8 % of the way after four epochs).
-    Adam moves a weight whose gradient is rounding by a whole step, to either side: 0.1 % of the way in most runs, 2 %
-    where a weight or two fall so.
     """
     attack = (
         PGD(norm="linf", eps=0.1, steps=2, step_size=0.05, loss="cross_entropy", keep="last")
@@ -534,7 +532,7 @@ def test_graph_and_eager_agree_on_cuda(optimizer: str, most: float, adversarial:
         ends.append(vector(model))
     travelled = (ends[0] - start).norm()
     assert travelled > 0.002
-    assert (ends[0] - ends[1]).norm() < most * travelled
+    assert (ends[0] - ends[1]).norm() < 0.01 * travelled
 
 
 @pytest.mark.gpu

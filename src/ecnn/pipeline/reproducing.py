@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import subprocess
 import sys
@@ -83,8 +84,10 @@ def run_task(
         only = dataclasses.replace(only, data=dataclasses.replace(only.data, test_limit=None))
         if not (folder / runs.DONE).exists():
             _adopt(task, only, root)
-        with _timed(folder, "train"):
-            train_run(only, out=folder, root=root, device=device, progress=progress)
+        run = train_run(only, out=folder, root=root, device=device, progress=progress)
+        if not run.was_finished:  # else it took its time before, or in another arm
+            epochs = (json.loads(line) for line in (folder / LOG).read_text().splitlines())
+            _note_time(folder, "train", sum(epoch["seconds"] for epoch in epochs))
     trained = runs.read_spec(folder)
     whole = dataclasses.replace(trained, attacks=spec.attacks, audit=spec.audit)
     whole = dataclasses.replace(whole, data=dataclasses.replace(whole.data, test_limit=spec.data.test_limit))
@@ -152,13 +155,16 @@ def run_tasks(tasks: Sequence[Task], source: str, *, jobs: int, arguments: Seque
 
 @contextmanager
 def _timed(folder: Path, name: str) -> Iterator[None]:
-    """Adds the seconds that something takes to the run's times.json, where it took any to speak of."""
+    """Notes how long something took."""
     started = time.monotonic()
     yield
-    seconds = time.monotonic() - started
+    _note_time(folder, name, time.monotonic() - started)
+
+
+def _note_time(folder: Path, name: str, seconds: float) -> None:
+    """Writes the seconds into the run's times.json; what is found finished takes a moment and hides nothing."""
     path = folder / TIMES
     known = files.read_json(path) if path.exists() else {}
-    # What was found finished takes a moment, and must not hide what it took.
     files.write_json(path, {**known, name: max(round(seconds, 1), known.get(name, 0.0))})
 
 

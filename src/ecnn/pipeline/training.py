@@ -40,7 +40,11 @@ _ATTACK_DEFAULTS = {"norm": "linf", "loss": "cross_entropy", "on": "scores", "ke
 
 @dataclass(frozen=True)
 class TrainedRun:
-    """Where the run is and what came of it; the test images were looked at once, after the epoch was chosen."""
+    """Where the run is and what came of it; the test images were looked at once, after the epoch was chosen.
+
+    Attributes:
+        was_finished: nothing was trained, because the folder held this run already.
+    """
 
     folder: Path
     parameters: int
@@ -51,6 +55,7 @@ class TrainedRun:
     test_images: int
     seconds: float
     notes: tuple[str, ...] = ()
+    was_finished: bool = False
 
 
 @dataclass(frozen=True)
@@ -285,6 +290,7 @@ def _finished_run(folder: Path, model: nn.Module) -> TrainedRun:
         test_images=result["images"],
         seconds=0.0,
         notes=("finished before",),
+        was_finished=True,
     )
 
 
