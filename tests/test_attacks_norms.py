@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -12,12 +12,14 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import ecnn
-from ecnn.attacks import APGD, ATTACKS, FAB, FMN, NORMS, PGD, AutoAttack, Draws, RandomNoise, Square
+from ecnn.attacks import APGD, ATTACKS, FAB, FMN, NORMS, PGD, Attack, AutoAttack, Draws, RandomNoise, Square
 from ecnn.attacks.apgd import _STREAM
-from ecnn.attacks.norms import Norm, share_step
+from ecnn.attacks.norms import Geometry, Norm, share_step
 from ecnn.attacks.square import _two_bumps
+from ecnn.cli.options import NORM_HELP
 from ecnn.data import Split
 from ecnn.errors import InputError
+from ecnn.evaluation.outcomes import COLUMNS
 
 ORDER = {"linf": math.inf, "l2": 2.0, "l1": 1.0}
 
@@ -125,6 +127,73 @@ def test_float32_stays_within_what_an_evaluation_forgives(norm: Norm) -> None:
         lengths = (points.double() - images.double()).flatten(1).norm(ORDER[norm], dim=1)
         assert lengths.max() <= eps + NORMS[norm].rounding(3 * 32 * 32)
         assert 0 <= points.min() <= points.max() <= 1
+
+
+class Doubled(Geometry):
+    """A norm of one's own: twice the Euclidean length."""
+
+    euclid = NORMS["l2"]
+
+    def length(self, moves: Tensor) -> Tensor:
+        return 2 * self.euclid.length(moves)
+
+    def dual(self, gradient: Tensor) -> Tensor:
+        return self.euclid.dual(gradient) / 2
+
+    def steepest(self, gradient: Tensor) -> Tensor:
+        return self.euclid.steepest(gradient) / 2
+
+    def shorten(self, moves: Tensor, radii: Tensor) -> Tensor:
+        return self.euclid.shorten(moves, radii / 2)
+
+    def project(self, points: Tensor, images: Tensor, eps: float) -> Tensor:
+        return self.euclid.project(points, images, eps / 2)
+
+    def nearest(self, points: Tensor, images: Tensor, eps: float) -> Tensor:
+        return self.euclid.nearest(points, images, eps / 2)
+
+    def random(self, images: Tensor, eps: float, draws: Draws) -> Tensor:
+        return self.euclid.random(images, eps / 2, draws)
+
+    def move_to_hyperplane(self, points: Tensor, normals: Tensor, offsets: Tensor) -> Tensor:
+        return self.euclid.move_to_hyperplane(points, normals, offsets)
+
+    def rounding(self, pixels: int) -> float:
+        return 2 * self.euclid.rounding(pixels)
+
+
+def test_a_new_norm_is_one_class(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a norm that is twice L2, every attack finds within 2 eps what it finds within eps in L2."""
+    monkeypatch.setitem(NORMS, "doubled", Doubled())
+    model, images = Curved(48), some_images(8, 3, 4, 4)
+    labels, eps = model(images).argmax(dim=1), 0.2
+
+    def attacks(norm: Any, scale: float) -> dict[str, Attack]:
+        ball: dict[str, Any] = {"norm": norm, "eps": scale * eps}
+        return {
+            "pgd": PGD(steps=10, step_size=scale * eps / 4, restarts=2, loss="margin", **ball),
+            "fmn": FMN(norm=norm, steps=20),
+            "noise": RandomNoise(samples=20, **ball),
+            **AutoAttack(**ball).members(5),
+            "square": Square(queries=200, **ball),
+        }
+
+    broken = {}
+    for name, attack in attacks("doubled", 2).items():
+        found = attack(model, images, labels)
+        same = attacks("l2", 1)[name](model, images, labels)
+        broken[name] = int((model(found).argmax(dim=1) != labels).sum())
+        if name == "square":  # its moves are added up in squares, and then come back to the ball
+            assert (found - images).flatten(1).norm(dim=1).max() <= eps + 1e-12
+        else:
+            assert torch.allclose(found, same, atol=1e-9), name
+    assert min(broken["apgd-ce"], broken["fab-t"]) >= broken["square"] > broken["noise"]
+
+
+def test_every_norm_has_a_column_of_outcomes_and_is_named_in_help() -> None:
+    assert set(NORMS) <= set(COLUMNS)
+    assert set(get_args(Norm)) == set(NORMS)
+    assert all(norm in NORM_HELP for norm in NORMS)
 
 
 # Steps in L1

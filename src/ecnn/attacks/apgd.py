@@ -79,7 +79,7 @@ class APGD(ClimbingAttack):
     def _stages(self) -> list[tuple[float, int]]:
         """Radius and steps of each ball that a start passes through, the widest first."""
         eps, wide_steps = self.radius, self.steps * _WIDE_SHARE // 100
-        is_wide = _STATES[self.norm].wide_start if self.wide_start is None else self.wide_start
+        is_wide = _state_for(self.norm).wide_start if self.wide_start is None else self.wide_start
         if not (is_wide and wide_steps):
             return [(eps, self.steps)]
         wide = [(factor * eps, wide_steps) for factor in _WIDE]
@@ -103,7 +103,7 @@ class APGD(ClimbingAttack):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """One start: the point kept for each image, whether it is broken, and the loss there."""
         stages, norm = self._stages(), NORMS[self.norm]
-        points = _STATES[self.norm].first(images, self.norm, stages[0][0], draws)
+        points = _state_for(self.norm).first(images, self.norm, stages[0][0], draws)
         for (radius, steps), (next_radius, _) in itertools.pairwise(stages):
             wide, _ = self._ascend(target, images, labels, goals, points, radius, steps, early_exit=False)
             points = norm.nearest(wide.best, images, next_radius)
@@ -132,7 +132,7 @@ class APGD(ClimbingAttack):
         early_exit: bool,
     ) -> tuple[_APGDState, Look]:
         """So many steps in the ball of one radius: where they end, and what the view showed at first."""
-        view, kind = find_view(self.on), _STATES[self.norm]
+        view, kind = find_view(self.on), _state_for(self.norm)
         widths = {now: now - before for before, now in itertools.pairwise(kind.checkpoints(steps))}
         look, gradient = target.ascend(view, points, labels, goals, loss=self.loss)
         whole = _start(kind, images, labels, goals, points, look, gradient, eps)
@@ -146,7 +146,7 @@ class APGD(ClimbingAttack):
 
 @dataclass(kw_only=True)
 class _APGDState(Rows):
-    """Where one start of APGD stands in Linf or L2; every tensor belongs to the images that are left.
+    """Where one start of APGD stands, in L1 as a `_SparseState`; every tensor belongs to the images that are left.
 
     Attributes:
         points, previous, gradient, losses: the iterate, the one before it, and what is known at the iterate.
@@ -270,7 +270,8 @@ class _SparseState(_APGDState):
         self.changed = changed
 
 
-_STATES: dict[str, type[_APGDState]] = {"linf": _APGDState, "l2": _APGDState, "l1": _SparseState}
+def _state_for(norm: Norm) -> type[_APGDState]:
+    return _SparseState if NORMS[norm].is_sparse else _APGDState
 
 
 def _count_changed(points: Tensor, images: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from ecnn.attacks.attempts import Attempts
 from ecnn.attacks.base import Attack, BallAttack, Cost, Target
 from ecnn.attacks.draws import Draws
 from ecnn.attacks.fab import FAB
-from ecnn.attacks.norms import l2_norm
+from ecnn.attacks.norms import NORMS, l2_norm
 from ecnn.attacks.square import Square
 from ecnn.attacks.views import View, find_score_view, score_loss
 from ecnn.checks import check_choice
@@ -23,8 +23,7 @@ from ecnn.errors import InputError
 
 Version = Literal["standard", "apgd-ce", "apgd-t", "fab-t", "square"]
 _STEPS, _TARGETS, _QUERIES = 100, 9, 5000
-#: Starts of APGD on cross-entropy and targets of APGD-T: one and nine, in L1 five and five.
-_APGD: dict[str, tuple[int, int]] = {"linf": (1, 9), "l2": (1, 9), "l1": (5, 5)}
+_SPARSE_STARTS = _SPARSE_TARGETS = 5  # of APGD on cross-entropy and of APGD-T, in L1
 _DIFFERENCE = 1e-4  # of two passes, relative to the length of the scores
 _SUM_TOLERANCE = 1e-5
 
@@ -104,9 +103,10 @@ class AutoAttack(BallAttack):
             "quick": self.quick,
         }
         loss: Literal["dlr", "margin"] = "dlr" if num_classes >= 4 else "margin"
-        restarts, targets = _APGD[self.norm]
+        sparse = NORMS[self.norm].is_sparse
+        starts, targets = (_SPARSE_STARTS, _SPARSE_TARGETS) if sparse else (1, _TARGETS)
         suite: dict[str, Attack] = {
-            "apgd-ce": APGD(steps=_STEPS, loss="cross_entropy", restarts=restarts, **common),
+            "apgd-ce": APGD(steps=_STEPS, loss="cross_entropy", restarts=starts, **common),
             "apgd-t": APGD(steps=_STEPS, loss=loss, targets=targets, **common),
             "fab-t": FAB(steps=_STEPS, targets=_TARGETS, **common),
             "square": Square(queries=_QUERIES, rescale=False, **common),

@@ -27,9 +27,13 @@ class Geometry(ABC):
 
     Attributes:
         is_box: whether the ball is a box, so that it has corners where every pixel is moved by eps.
+        is_sparse: whether the best moves are those of few pixels, so that attacks make such.
+        power: to which the sizes of the moves of single pixels are added up; for a ball that is no box.
     """
 
     is_box: ClassVar[bool] = False
+    is_sparse: ClassVar[bool] = False
+    power: ClassVar[int] = 2
 
     @abstractmethod
     def length(self, moves: Tensor) -> Tensor:
@@ -163,6 +167,9 @@ class _L2(Geometry):
 
 class _L1(Geometry):
     """Long moves of few pixels: the steepest is one pixel, so that steps move a share of them by equal parts."""
+
+    is_sparse = True
+    power = 1
 
     def length(self, moves: Tensor) -> Tensor:
         return moves.flatten(1).abs().sum(dim=1)

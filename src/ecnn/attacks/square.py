@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import ClassVar, Literal
@@ -25,7 +24,7 @@ _HALVINGS_BUDGET = 10_000
 _DRAWN_AT_ONCE = (
     50  # steps whose random numbers are made together: the work is in starting it, not in doing it
 )
-_BUMP_POWERS = {"l2": 2, "l1": 4}  # by which a bump falls off with the distance from its middle
+_FALL, _SPARSE_FALL = 2, 4  # the power by which a bump falls off with the distance from its middle; in L1
 _TILES = 5  # a side of the first L2 perturbation has this many squares
 _WIDEST_TURN = math.pi / 4  # of an L2 perturbation, towards a square as large as the image
 _STREAM = 13
@@ -41,10 +40,6 @@ def square_share(step: int, queries: int, first: float, *, rescale: bool) -> flo
     if rescale:
         step = step * _HALVINGS_BUDGET // queries
     return first * 0.5 ** sum(step > halving for halving in _HALVINGS)
-
-
-_First = Callable[[Tensor, float, Draws], Tensor]
-_Propose = Callable[["_Walk", float, float, Tensor], Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,12 +107,16 @@ class Square(BallAttack):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """One start: the point of the highest loss or the first broken one, whether it is broken, its loss."""
         view, eps = find_score_view(self.on), self.radius
-        first, propose = _MOVES[self.norm, self.l2_moves]
+        first, propose = (
+            (_first_stripes, _propose_square) if NORMS[self.norm].is_box else (_first_tiles, _propose_bumps)
+        )
+        if self.norm == "l2" and self.l2_moves == "turns":
+            propose = _propose_turn
         whole = _start_walk(images, labels, draws)
-        whole.accept(target, view, self.loss, first(images, eps, draws.fold(0)))
+        whole.accept(target, view, self.loss, first(self.norm, images, eps, draws.fold(0)))
         for step, part, walk in iterate_rows(target, whole, self.queries - 1, early_exit=self._drops_rows):
             share = square_share(step, self.queries, self.first_share, rescale=self.rescale)
-            walk.accept(part, view, self.loss, propose(walk, eps, share, walk.next_numbers(step)))
+            walk.accept(part, view, self.loss, propose(self.norm, walk, eps, share, walk.next_numbers(step)))
         return whole.points, whole.broken, whole.losses
 
 
@@ -184,13 +183,13 @@ def _side(share: float, images: Tensor, least: int = 1) -> int:
     return min(max(round(math.sqrt(share * height * width)), least), height, width)
 
 
-def _first_stripes(images: Tensor, eps: float, draws: Draws) -> Tensor:
+def _first_stripes(norm: Norm, images: Tensor, eps: float, draws: Draws) -> Tensor:
     """Vertical stripes of one pixel, each plus or minus eps in each channel."""
     signs = _signs(draws.uniform(images.shape[1], 1, images.shape[3], dtype=images.dtype))
-    return NORMS["linf"].project(images + eps * signs, images, eps)
+    return NORMS[norm].project(images + eps * signs, images, eps)
 
 
-def _propose_square(walk: _Walk, eps: float, share: float, numbers: Tensor) -> Tensor:
+def _propose_square(norm: Norm, walk: _Walk, eps: float, share: float, numbers: Tensor) -> Tensor:
     images, side = walk.images, _side(share, walk.images)
     height, width = images.shape[-2:]
     top, left = _corner(numbers, side, images)
@@ -199,7 +198,7 @@ def _propose_square(walk: _Walk, eps: float, share: float, numbers: Tensor) -> T
     inside = ((down >= 0) & (down < side))[:, None, :, None] & ((across >= 0) & (across < side))[
         :, None, None
     ]
-    moved = NORMS["linf"].project(images + eps * _signs(numbers[:, 5:])[:, :, None, None], images, eps)
+    moved = NORMS[norm].project(images + eps * _signs(numbers[:, 5:])[:, :, None, None], images, eps)
     return torch.where(inside, moved, walk.points)
 
 
@@ -209,10 +208,11 @@ def _bump(height: int, width: int, norm: Norm) -> Tensor:
     In L1 they weigh 1 / k^4.
     """
     bump = torch.zeros(height, width, dtype=torch.float64)
+    fall = _SPARSE_FALL if NORMS[norm].is_sparse else _FALL
     middle, centre = height // 2, width // 2
     for ring in range(max(height, width) // 2 + 1):
         top, left = max(middle - ring, 0), max(centre - ring, 0)
-        bump[top : middle + ring + 1, left : centre + ring + 1] += 1 / (ring + 1) ** _BUMP_POWERS[norm]
+        bump[top : middle + ring + 1, left : centre + ring + 1] += 1 / (ring + 1) ** fall
     unit: Tensor = bump / NORMS[norm].length(bump[None]).clamp_min(1e-30)
     return unit
 
@@ -248,13 +248,12 @@ def _tile(images: Tensor, norm: Norm, draws: Draws) -> Tensor:
     return whole
 
 
-def _first_tiles(images: Tensor, eps: float, draws: Draws) -> Tensor:
-    """Tiles of two bumps, of length eps altogether."""
-    return NORMS["l2"].project(images + _of_length(_tile(images, "l2", draws), eps), images, eps)
-
-
-def _first_sharp_tiles(images: Tensor, eps: float, draws: Draws) -> Tensor:
-    return NORMS["l1"].project(images + _tile(images, "l1", draws), images, eps)
+def _first_tiles(norm: Norm, images: Tensor, eps: float, draws: Draws) -> Tensor:
+    """Tiles of two bumps, of length eps altogether; in L1 each of length 1, of which the projection leaves eps."""
+    moves = _tile(images, norm, draws)
+    return NORMS[norm].project(
+        images + (moves if NORMS[norm].is_sparse else _of_length(moves, eps)), images, eps
+    )
 
 
 def _corner(numbers: Tensor, side: int, images: Tensor) -> tuple[Tensor, Tensor]:
@@ -281,39 +280,32 @@ def _two_windows(walk: _Walk, share: float, numbers: Tensor) -> tuple[int, Tenso
     return side, _window(numbers[:, :2], side, images), _window(numbers[:, 2:4], side, images)
 
 
-def _propose_bumps(walk: _Walk, eps: float, share: float, numbers: Tensor) -> Tensor:
-    """One square gets two new bumps and the radius of another, which is cleared, and of what is still unused."""
-    images = walk.images
+def _propose_bumps(norm: Norm, walk: _Walk, eps: float, share: float, numbers: Tensor) -> Tensor:
+    """One square gets two new bumps and the radius of another, which is cleared, and of what is still unused.
+
+    In L1 every channel gets what would be due to all of them, and the projection takes the excess.
+    """
+    images, channels, power = walk.images, walk.images.shape[1], NORMS[norm].power
+    due, all_due = (1, channels) if NORMS[norm].is_sparse else (channels, 1)
     side, here, there = _two_windows(walk, share, numbers)
     moves = (walk.points - images).flatten(2)
-    unused = (eps**2 - moves.square().sum(dim=(1, 2))).clamp_min(0)[:, None, None] / images.shape[1]
+    sizes = moves.abs() ** power
+    unused = (eps**power - sizes.sum(dim=(1, 2))).clamp_min(0)[:, None, None] / due
     cleared = moves.scatter(2, there, 0.0).scatter(2, here, 0.0)
-    freed = (moves.square() - cleared.square()).sum(dim=2, keepdim=True)
-    old = moves.gather(2, here)
-    bumps = _turned_bumps(side, "l2", numbers[:, 4], images).flatten(2) * _signs(numbers[:, 5:])[:, :, None]
-    mixed = bumps + old / old.norm(dim=2, keepdim=True).clamp_min(1e-12)
-    mixed = mixed / mixed.norm(dim=2, keepdim=True).clamp_min(1e-12)
-    moved = cleared.scatter(2, here, mixed * (freed + unused).clamp_min(0).sqrt())
-    return NORMS["l2"].project(images + moved.view_as(images), images, eps)
+    freed = (sizes - cleared.abs() ** power).sum(dim=2, keepdim=True)
+    bumps = _turned_bumps(side, norm, numbers[:, 4], images).flatten(2) * _signs(numbers[:, 5:])[:, :, None]
+    mixed = _of_unit_length(norm, bumps + _of_unit_length(norm, moves.gather(2, here)))
+    radii = (all_due * freed + unused).clamp_min(0) ** (1 / power)
+    return NORMS[norm].project(images + cleared.scatter(2, here, mixed * radii).view_as(images), images, eps)
 
 
-def _propose_sharp_bumps(walk: _Walk, eps: float, share: float, numbers: Tensor) -> Tensor:
-    """The same in L1. Every channel gets what would be due to all of them, and the projection takes the excess."""
-    images, channels = walk.images, walk.images.shape[1]
-    side, here, there = _two_windows(walk, share, numbers)
-    moves = (walk.points - images).flatten(2)
-    unused = (eps - moves.abs().sum(dim=(1, 2))).clamp_min(0)[:, None, None]
-    cleared = moves.scatter(2, there, 0.0).scatter(2, here, 0.0)
-    freed = (moves.abs() - cleared.abs()).sum(dim=2, keepdim=True)
-    old = moves.gather(2, here)
-    bumps = _turned_bumps(side, "l1", numbers[:, 4], images).flatten(2) * _signs(numbers[:, 5:])[:, :, None]
-    mixed = bumps + old / old.abs().sum(dim=2, keepdim=True).clamp_min(1e-12)
-    mixed = mixed / mixed.abs().sum(dim=2, keepdim=True).clamp_min(1e-12)
-    moved = cleared.scatter(2, here, mixed * (unused + channels * freed))
-    return NORMS["l1"].project(images + moved.view_as(images), images, eps)
+def _of_unit_length(norm: Norm, moves: Tensor) -> Tensor:
+    """The moves (batch, channel, n), those of each channel stretched or shrunk to length 1 of their own."""
+    lengths = NORMS[norm].length(moves.flatten(0, 1)).view(*moves.shape[:2], 1)
+    return moves / lengths.clamp_min(1e-12)
 
 
-def _propose_turn(walk: _Walk, eps: float, share: float, numbers: Tensor) -> Tensor:
+def _propose_turn(norm: Norm, walk: _Walk, eps: float, share: float, numbers: Tensor) -> Tensor:
     """The perturbation, as long as eps, turned by a random angle towards a square of one random colour.
 
     The smaller the square, the smaller the angle: what a square can add falls with its side.
@@ -324,20 +316,9 @@ def _propose_turn(walk: _Walk, eps: float, share: float, numbers: Tensor) -> Ten
     angles = _WIDEST_TURN * math.sqrt(side / max(images.shape[-2:])) * numbers[:, 2].sqrt()
     moves = _of_length(walk.points - images, eps)
     turned = moves + per_image(angles.tan(), images) * _of_length(square.view_as(images), eps)
-    return NORMS["l2"].project(images + _of_length(turned, eps), images, eps)
+    return NORMS[norm].project(images + _of_length(turned, eps), images, eps)
 
 
 def _of_length(moves: Tensor, length: float) -> Tensor:
     """The moves stretched or shrunk to one length; those without any stay."""
     return moves * per_image(length / l2_norm(moves).clamp_min(1e-12), moves)
-
-
-#: What a start begins with and what it proposes then, by norm and `l2_moves`.
-_MOVES: dict[tuple[str, str], tuple[_First, _Propose]] = {
-    ("linf", "bumps"): (_first_stripes, _propose_square),
-    ("linf", "turns"): (_first_stripes, _propose_square),
-    ("l2", "bumps"): (_first_tiles, _propose_bumps),
-    ("l2", "turns"): (_first_tiles, _propose_turn),
-    ("l1", "bumps"): (_first_sharp_tiles, _propose_sharp_bumps),
-    ("l1", "turns"): (_first_sharp_tiles, _propose_sharp_bumps),
-}

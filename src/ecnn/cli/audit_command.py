@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 import ecnn
-from ecnn.cli.options import DebugFlag, Device, JsonFlag, Root
+from ecnn.cli.options import NORM_HELP, DebugFlag, Device, JsonFlag, Root
 
 
 def audit(
@@ -21,7 +21,7 @@ def audit(
         str | None,
         typer.Option(help="file.py:function that returns a torch module from [0, 1] pixels to scores."),
     ] = None,
-    norm: Annotated[str, typer.Option(help="linf, l2 or l1.")] = "linf",
+    norm: Annotated[str, typer.Option(help=NORM_HELP)] = "linf",
     claim: Annotated[
         float | None,
         typer.Option(help="The accuracy in question, 0.72.  [default: what a plain attack would report]"),

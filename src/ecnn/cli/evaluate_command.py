@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 import ecnn
-from ecnn.cli.options import DebugFlag, Device, JsonFlag, Root, SavedModel
+from ecnn.cli.options import NORM_HELP, DebugFlag, Device, JsonFlag, Root, SavedModel
 from ecnn.errors import InputError
 
 
@@ -18,7 +18,7 @@ def evaluate(
     attack: Annotated[
         list[str], typer.Option(help="pgd, autoattack, cw, ... Repeatable; their worst case is given.")
     ],
-    norm: Annotated[str | None, typer.Option(help="linf, l2 or l1.  [default: linf]")] = None,
+    norm: Annotated[str | None, typer.Option(help=f"{NORM_HELP}  [default: linf]")] = None,
     eps: Annotated[list[str] | None, typer.Option(help="Radius, 0.04 or 8/255. Repeatable: a curve.")] = None,
     steps: Annotated[int | None, typer.Option(help="Iterations.")] = None,
     step_size: Annotated[str | None, typer.Option(help="Of each iteration, 0.02 or 2/255.")] = None,

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from ecnn.attacks import NORMS
+from ecnn.attacks.norms import NORMS, Norm
 from ecnn.checks import check_choice, parse_eps
 from ecnn.errors import InputError
 from ecnn.evaluation.intervals import CONFIDENCE, Interval, Rate
@@ -19,6 +19,8 @@ from ecnn.evaluation.outcomes import Criterion, Outcomes
 CLEAN = "clean"
 #: In place of the number of an attack: nothing broke the image, or it was wrong before any attack.
 STANDS, WRONG = -1, -2
+#: How far an attack moved an image, with the digits that a table shows: in every norm, and the number of values.
+_CHANGES: dict[str, int] = {**dict.fromkeys(NORMS, 3), "l0": 4}
 
 
 @dataclass(frozen=True)
@@ -149,14 +151,14 @@ class Evaluation:
         return _make_curve(steps)
 
     def curve_by_distance(
-        self, name: str, *, norm: Literal["linf", "l2", "l1", "l0"], eps: Sequence[float | str]
+        self, name: str, *, norm: Norm | Literal["l0"], eps: Sequence[float | str]
     ) -> Curve:
         """The curve that an attack of smallest distance gives in one run: broken within eps are those it broke nearer.
 
         Of an attack with a radius of its own it is an upper bound only, and a loose one.
         """
         outcomes = self._outcomes_of(name)
-        check_choice("norm", norm, (*NORMS, "l0"))
+        check_choice("norm", norm, _CHANGES)
         if norm not in outcomes.columns:
             raise InputError(
                 f"the records of {name!r} were made before {norm} was measured: evaluate once more."
@@ -175,14 +177,15 @@ class Evaluation:
 
     def table(self) -> str:
         """The figures as text: robust and plain accuracy, what the attack changed where it broke, and its cost."""
-        head = ("attack", "robust", "95 % interval", "after", "Linf", "L2", "L1", "L0", "passes", "gradients")
+        norms = [norm.capitalize() for norm in _CHANGES]
+        head = ("attack", "robust", "95 % interval", "after", *norms, "passes", "gradients")
         rows = [_table_row(CLEAN, self.clean, self.clean.rate(), self.clean.rate())]
         rows += [
             _table_row(name, outcomes, self.rate_of(name), self.rate_of(name, "correct_after"))
             for name, outcomes in self.outcomes.items()
         ]
         if len(self.outcomes) > 1:
-            rows.append(("worst case", *_rate_cells(self.worst_case), *[""] * 7))
+            rows.append(("worst case", *_rate_cells(self.worst_case), *[""] * (len(head) - 3)))
         widths = [max(len(row[column]) for row in (head, *rows)) for column in range(len(head))]
         lines = [
             "  ".join(
@@ -193,7 +196,7 @@ class Evaluation:
         ]
         note = (
             f"{len(self)} images. robust: right before and after an attack; after: right after it, as the paper counts."
-            "\nLinf, L2, L1, L0: median where the attack broke an image. passes, gradients: mean per image."
+            f"\n{', '.join(norms)}: median where the attack broke an image. passes, gradients: mean per image."
         )
         if any(outcomes.about.get("after") for outcomes in self.outcomes.values()):
             note += (
@@ -266,7 +269,7 @@ def _table_row(name: str, outcomes: Outcomes, robust: Rate, correct_after: Rate)
         f"{np.median(outcomes.columns[norm][broken]):.{digits}g}"
         if broken.any() and norm in outcomes.columns
         else "-"
-        for norm, digits in (("linf", 3), ("l2", 3), ("l1", 3), ("l0", 4))
+        for norm, digits in _CHANGES.items()
     ]
     costs = [
         "-" if (count < 0).any() else f"{count.mean():,.0f}"
