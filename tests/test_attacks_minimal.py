@@ -14,7 +14,7 @@ from toys import Constant, Linear, Saturated, Wrapped, images_of_classes, random
 from ecnn.attacks.base import Attack, Target
 from ecnn.attacks.carlini import BlindSpot, CarliniWagnerL2, MemberCarliniWagner, _Descent
 from ecnn.attacks.minimal import FMN, DeepFool, MinimumNormAttack
-from ecnn.attacks.views import Look
+from ecnn.attacks.views import Aim, Look
 from ecnn.errors import InputError
 
 PIXELS = (3, 2, 2)
@@ -280,7 +280,9 @@ def test_what_a_search_costs(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def always(descent: Any, points: Tensor) -> tuple[Look, Tensor]:
         state = descent.state
-        looked: tuple[Look, Tensor] = descent.target.ascend(descent.view, points, state.labels, state.goals)
+        looked: tuple[Look, Tensor] = descent.target.ascend(
+            descent.view, points, Aim(state.labels, state.goals)
+        )
         return looked
 
     monkeypatch.setattr(_Descent, "_ascend", always)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import pytest
@@ -11,7 +10,7 @@ from torch import Tensor, nn
 from toys import TINY, coded_model
 
 from ecnn.attacks import APGD, PGD, Attack, AutoAttack, Cost, HopSkipJump, Transfer
-from ecnn.attacks.views import SCORES, Averaged, Look, View, WeakestBit
+from ecnn.attacks.views import SCORES, Aim, Averaged, Look, View, WeakestBit
 from ecnn.auditing.adaptive import (
     CheapestBits,
     Coded,
@@ -90,7 +89,7 @@ def broken(attack: Attack, model: nn.Module, images: Tensor, labels: Tensor) -> 
 
 
 def see(view: View, model: nn.Module, images: Tensor, labels: Tensor, goals: Tensor | None = None) -> Look:
-    return view.look(model, images, labels, goals, "margin", math.inf)
+    return view.look(model, images, Aim(labels, goals))
 
 
 def blind_attacks() -> list[Attack]:

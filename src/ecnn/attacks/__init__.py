@@ -12,7 +12,7 @@ from ecnn.attacks.jsma import JSMA
 from ecnn.attacks.minimal import FMN, DeepFool
 from ecnn.attacks.norms import NORMS
 from ecnn.attacks.square import Square
-from ecnn.attacks.views import VIEWS, Averaged, Look, ScoreView, View, WeakestBit
+from ecnn.attacks.views import VIEWS, Aim, Averaged, Look, ScoreView, View, WeakestBit
 
 #: The attacks that can be asked for by name; `Transfer` needs a model and is built by hand.
 ATTACKS: dict[str, type[Attack]] = {
@@ -36,6 +36,7 @@ ATTACKS: dict[str, type[Attack]] = {
 __all__ = [
     "ATTACKS",
     "APGD",
+    "Aim",
     "Attack",
     "Attacked",
     "AutoAttack",

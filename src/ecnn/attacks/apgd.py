@@ -15,7 +15,7 @@ from ecnn.attacks.base import Cost, Target
 from ecnn.attacks.draws import Draws
 from ecnn.attacks.images import per_image
 from ecnn.attacks.norms import NORMS, Norm, share_step
-from ecnn.attacks.views import Look, Loss, View, find_view
+from ecnn.attacks.views import Aim, Look, Loss, View, find_view
 from ecnn.checks import check_count
 
 _MOMENTUM = 0.75  # the paper's alpha, the share of a step that is new
@@ -134,7 +134,7 @@ class APGD(ClimbingAttack):
         """So many steps in the ball of one radius: where they end, and what the view showed at first."""
         view, kind = find_view(self.on), _state_for(self.norm)
         widths = {now: now - before for before, now in itertools.pairwise(kind.checkpoints(steps))}
-        look, gradient = target.ascend(view, points, labels, goals, loss=self.loss)
+        look, gradient = target.ascend(view, points, Aim(labels, goals, self.loss))
         whole = _start(kind, images, labels, goals, points, look, gradient, eps)
         for step, part, state in iterate_rows(target, whole, steps, early_exit=early_exit):
             state.move(self.norm, eps, share=_MOMENTUM if step else 1.0)
@@ -200,11 +200,11 @@ class _APGDState(Rows):
 
     def look_around(self, target: Target, view: View, loss: Loss, *, last: bool) -> None:
         """Asks the model about the new point and remembers what is better than before."""
-        where = (view, self.points, self.labels, self.goals)
+        aim = Aim(self.labels, self.goals, loss)
         if last:
-            look, gradient = target.look(*where, loss=loss), self.gradient
+            look, gradient = target.look(view, self.points, aim), self.gradient
         else:
-            look, gradient = target.ascend(*where, loss=loss)
+            look, gradient = target.ascend(view, self.points, aim)
         losses = look.losses.to(self.losses.dtype)
         self.rises = self.rises + (losses > self.losses)
         self.losses, self.gradient = losses, gradient

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
@@ -16,7 +15,7 @@ from ecnn.attacks.images import check_unit_range, per_image
 from ecnn.attacks.norms import NORMS, Norm
 from ecnn.attacks.speed.quick_copy import quick_copy
 from ecnn.attacks.speed.replay import Recorder, Values, run_in_pieces
-from ecnn.attacks.views import Look, Loss, View
+from ecnn.attacks.views import Aim, Look, View
 from ecnn.backbones import full_precision, without_tf32
 from ecnn.checks import check_choice, parse_eps
 from ecnn.errors import InputError
@@ -116,55 +115,33 @@ class Target:
             elif number:
                 self._root._counts[kind][self._rows] += number
 
-    def ascend(
-        self,
-        view: View,
-        points: Tensor,
-        labels: Tensor,
-        goals: Tensor | None = None,
-        *,
-        loss: Loss = "margin",
-        slack: float = math.inf,
-    ) -> tuple[Look, Tensor]:
+    def ascend(self, view: View, points: Tensor, aim: Aim) -> tuple[Look, Tensor]:
         """What the view shows at the points, and the gradient of each row's loss in its own pixels."""
 
         def compute(points: Tensor, labels: Tensor, goals: Tensor | None) -> Values:
             points = points.detach().requires_grad_(True)
             with torch.enable_grad(), self.autocast():
-                look = view.look(self.model, points, labels, goals, loss, slack)
+                look = view.look(self.model, points, Aim(labels, goals, aim.loss, aim.slack))
                 gradient = gradient_of(look.losses, points)
             return look.losses.detach(), look.scores, gradient
 
-        if self.run is None:
-            losses, scores, gradient = compute(points, labels, goals)
-        else:
-            losses, scores, gradient = self.run(("ascend", view, loss, slack), compute, points, labels, goals)
+        name = ("ascend", view, aim.loss, aim.slack)
+        losses, scores, gradient = self._compute(name, compute, points, aim.labels, aim.goals)
         self.count(view.passes_per_look, view.passes_per_look)
         assert losses is not None
         assert gradient is not None
         return Look(losses, scores), gradient
 
-    def look(
-        self,
-        view: View,
-        points: Tensor,
-        labels: Tensor,
-        goals: Tensor | None = None,
-        *,
-        loss: Loss = "margin",
-        slack: float = math.inf,
-    ) -> Look:
+    def look(self, view: View, points: Tensor, aim: Aim) -> Look:
         """What the view shows at the points, without a gradient."""
 
         def compute(points: Tensor, labels: Tensor, goals: Tensor | None) -> Values:
             with torch.no_grad(), self.autocast():
-                look = view.look(self.model, points, labels, goals, loss, slack)
+                look = view.look(self.model, points, Aim(labels, goals, aim.loss, aim.slack))
             return look.losses, look.scores
 
-        if self.run is None:
-            losses, scores = compute(points, labels, goals)
-        else:
-            losses, scores = self.run(("look", view, loss, slack), compute, points, labels, goals)
+        name = ("look", view, aim.loss, aim.slack)
+        losses, scores = self._compute(name, compute, points, aim.labels, aim.goals)
         self.count(view.passes_per_look)
         assert losses is not None
         return Look(losses, scores)
@@ -176,10 +153,13 @@ class Target:
             with torch.no_grad(), self.autocast():
                 return (full_precision(self.model(points)),)
 
-        (scores,) = compute(points) if self.run is None else self.run("scores", compute, points)
+        (scores,) = self._compute("scores", compute, points)
         self.count(1)
         assert scores is not None
         return scores
+
+    def _compute(self, name: Hashable, compute: Callable[..., Values], *inputs: Tensor | None) -> Values:
+        return compute(*inputs) if self.run is None else self.run(name, compute, *inputs)
 
     def verdict(self, points: Tensor) -> Tensor:
         """(batch,) the model's classes, always in full precision: the only question whose answer counts."""

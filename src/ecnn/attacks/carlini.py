@@ -14,7 +14,7 @@ from ecnn.attacks.base import Cost, Target
 from ecnn.attacks.draws import Draws
 from ecnn.attacks.images import per_image
 from ecnn.attacks.minimal import MinimumNormAttack, misclassified
-from ecnn.attacks.views import Look, View, WeakestBit, decode_linearly, find_score_view, members_of
+from ecnn.attacks.views import Aim, Look, View, WeakestBit, decode_linearly, find_score_view, members_of
 from ecnn.checks import check_count, check_number
 
 _BETAS, _TINY = (0.9, 0.999), 1e-8  # Adam's, as published
@@ -290,10 +290,11 @@ class _Descent:
         """
         state = self.state
         if points.is_cuda or not state.idle.any():
-            return self.target.ascend(self.view, points, state.labels, state.goals)
+            return self.target.ascend(self.view, points, Aim(state.labels, state.goals))
 
-        def about(rows: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-            return points[rows], state.labels[rows], None if state.goals is None else state.goals[rows]
+        def about(rows: Tensor) -> tuple[Tensor, Aim]:
+            goals = None if state.goals is None else state.goals[rows]
+            return points[rows], Aim(state.labels[rows], goals)
 
         idle = torch.nonzero(state.idle).squeeze(1)
         target = self.target.narrow(idle)
@@ -367,7 +368,7 @@ class _Descent:
         for _ in range(self.attack.pull_steps):
             middle = (low + high) / 2
             points = (part.images + per_image(middle, moves) * moves).clamp(0, 1)
-            look = target.look(self.view, points, part.labels, part.goals)
+            look = target.look(self.view, points, Aim(part.labels, part.goals))
             holds = misclassified(target, look.scores, points, part.labels)
             holds &= (look.losses >= self.demanded) | ~part.sure
             low, high = torch.where(holds, low, middle), torch.where(holds, middle, high)

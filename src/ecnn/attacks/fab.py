@@ -15,7 +15,7 @@ from ecnn.attacks.base import BallAttack, Cost, Target
 from ecnn.attacks.draws import Draws
 from ecnn.attacks.images import per_image
 from ecnn.attacks.norms import NORMS, Norm
-from ecnn.attacks.views import View, find_score_view
+from ecnn.attacks.views import Aim, View, find_score_view
 from ecnn.checks import check_count, check_number
 from ecnn.objectives import score_margin
 
@@ -92,7 +92,7 @@ class FAB(BallAttack):
         """One start and target: the nearest misclassified points, whether they lie within eps, minus their distance."""
         view = find_score_view(self.on)
         for _, part, hunt in iterate_rows(target, whole, self.steps, early_exit=self._drops_rows):
-            look, gradient = part.ascend(view, hunt.points, hunt.labels, hunt.goals)
+            look, gradient = part.ascend(view, hunt.points, Aim(hunt.labels, hunt.goals))
             hunt.points = self._step(hunt, look.losses.to(gradient.dtype), gradient)
             back = hunt.note(part.scores(hunt.points), self.norm, eps)
             retreated = hunt.images + self.retreat * (hunt.points - hunt.images)

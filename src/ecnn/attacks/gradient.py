@@ -16,7 +16,7 @@ from ecnn.attacks.base import Cost, Target
 from ecnn.attacks.draws import Draws
 from ecnn.attacks.images import per_image
 from ecnn.attacks.norms import NORMS
-from ecnn.attacks.views import SCORES, Look, Loss, ScoreView, View, find_view
+from ecnn.attacks.views import SCORES, Aim, Look, Loss, ScoreView, View, find_view
 from ecnn.checks import check_choice, parse_eps
 
 _ODI_STEPS = 2
@@ -93,12 +93,12 @@ class PGD(ClimbingAttack):
             broken=torch.zeros_like(labels, dtype=torch.bool),
         )
         for step, part, state in iterate_rows(target, whole, self.steps + 1, early_exit=self.early_exit):
-            where = (view, state.points, state.labels, state.goals)
+            aim = Aim(state.labels, state.goals, self.loss, self.loss_slack)
             if step == self.steps:
-                look = part.look(*where, loss=self.loss, slack=self.loss_slack)
+                look = part.look(view, state.points, aim)
                 state.note(look, self.early_exit)
             else:
-                look, gradient = part.ascend(*where, loss=self.loss, slack=self.loss_slack)
+                look, gradient = part.ascend(view, state.points, aim)
                 state.note(look, self.early_exit)
                 state.points = self._move(state.points, gradient, state.images, step)
             knows_scores = look.scores is not None
@@ -108,8 +108,9 @@ class PGD(ClimbingAttack):
 
     def _last_iterate(self, target: Target, images: Tensor, labels: Tensor, draws: Draws) -> Tensor:
         view, points = find_view(self.on), self._first(target, images, draws)
+        aim = Aim(labels, loss=self.loss, slack=self.loss_slack)
         for step in range(self.steps):
-            _, gradient = target.ascend(view, points, labels, loss=self.loss, slack=self.loss_slack)
+            _, gradient = target.ascend(view, points, aim)
             points = self._move(points, gradient, images, step)
         return points
 
@@ -120,7 +121,7 @@ class PGD(ClimbingAttack):
         points = norm.random(images, eps, draws)
         if self.start == "odi":
             view = _WeightedScores(view=find_view(self.on), draws=draws.fold(7))
-            anything = torch.zeros(len(points), dtype=torch.int64, device=points.device)
+            anything = Aim(torch.zeros(len(points), dtype=torch.int64, device=points.device))
             for _ in range(_ODI_STEPS):
                 _, gradient = target.ascend(view, points, anything)
                 points = norm.project(points + eps * norm.step(gradient, points), images, eps)
@@ -140,9 +141,7 @@ class _WeightedScores(View):
     view: View
     draws: Draws
 
-    def look(
-        self, model: nn.Module, images: Tensor, labels: Tensor, goals: Tensor | None, loss: Loss, slack: float
-    ) -> Look:
+    def look(self, model: nn.Module, images: Tensor, aim: Aim) -> Look:
         view = self.view if isinstance(self.view, ScoreView) else SCORES
         read, own = view.read(model, images)
         weights = 2 * self.draws.uniform(read.shape[1], dtype=read.dtype) - 1

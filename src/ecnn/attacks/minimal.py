@@ -13,7 +13,7 @@ from ecnn.attacks.base import Attack, Cost, Target, gradient_of
 from ecnn.attacks.draws import Draws
 from ecnn.attacks.images import per_image
 from ecnn.attacks.norms import NORMS, Norm
-from ecnn.attacks.views import View, find_score_view
+from ecnn.attacks.views import Aim, View, find_score_view
 from ecnn.checks import check_choice, check_count, check_number
 from ecnn.errors import InputError
 from ecnn.objectives import score_margin
@@ -209,9 +209,9 @@ class FMN(NearestInNorm):
         radius = shortest.clone()
         for step in range(self.steps + 1):
             if step == self.steps:
-                look, gradient = target.look(view, points, labels), torch.zeros_like(points)
+                look, gradient = target.look(view, points, Aim(labels)), torch.zeros_like(points)
             else:
-                look, gradient = target.ascend(view, points, labels)
+                look, gradient = target.ascend(view, points, Aim(labels))
             gradient = possible(gradient, points)
             scores = target.scores(points) if look.scores is None else look.scores
             broken = misclassified(target, scores, points, labels)

@@ -15,7 +15,7 @@ from ecnn.attacks.base import BallAttack, Cost, Target
 from ecnn.attacks.draws import Draws
 from ecnn.attacks.images import per_image
 from ecnn.attacks.norms import NORMS, Norm, l2_norm
-from ecnn.attacks.views import Loss, View, find_score_view
+from ecnn.attacks.views import Aim, Loss, View, find_score_view
 from ecnn.checks import check_choice, check_count, check_number
 
 # After these queries of 10,000 the share of pixels in a square is halved.
@@ -139,7 +139,7 @@ class _Walk(Rows):
 
     def accept(self, target: Target, view: View, loss: Loss, proposals: Tensor) -> None:
         """Keeps the proposals that raise the loss or that the model misclassifies."""
-        look = target.look(view, proposals, self.labels, loss=loss)
+        look = target.look(view, proposals, Aim(self.labels, loss=loss))
         scores = target.scores(proposals) if look.scores is None else look.scores
         losses, broken = look.losses.to(self.losses.dtype), scores.argmax(dim=1) != self.labels
         # Without early exit a broken point is left only for another broken one.

@@ -25,6 +25,23 @@ Loss = Literal["margin", "cross_entropy", "dlr"]
 LossFunction = Callable[[nn.Module, Tensor, Tensor], Tensor]
 
 
+@dataclass(frozen=True, eq=False)
+class Aim:
+    """What an attack is after.
+
+    Attributes:
+        labels: (batch,) the classes to move away from.
+        goals: (batch,) the classes to move to; None moves away from the labels only.
+        loss: which one; a view with a loss of its own takes no notice.
+        slack: the margin is not pushed beyond this.
+    """
+
+    labels: Tensor
+    goals: Tensor | None = None
+    loss: Loss = "margin"
+    slack: float = math.inf
+
+
 @dataclass(frozen=True)
 class Look:
     """What an attack saw at some points.
@@ -65,18 +82,8 @@ class View:
         """Raises InputError unless this view can raise the loss."""
         check_choice("loss", loss, get_args(Loss))
 
-    def look(
-        self, model: nn.Module, images: Tensor, labels: Tensor, goals: Tensor | None, loss: Loss, slack: float
-    ) -> Look:
-        """What is to be seen at the images.
-
-        Args:
-            images: (batch, channel, height, width).
-            labels: (batch,) the classes to move away from.
-            goals: (batch,) the classes to move to; None moves away from the labels only.
-            loss: which one; a view with a loss of its own takes no notice.
-            slack: the margin is not pushed beyond this.
-        """
+    def look(self, model: nn.Module, images: Tensor, aim: Aim) -> Look:
+        """What is to be seen at the images (batch, channel, height, width)."""
         raise NotImplementedError
 
 
@@ -88,11 +95,9 @@ class ScoreView(View):
         """(batch, class) the scores to attack; and the model's own, without gradient, if the same pass gives them."""
         raise NotImplementedError
 
-    def look(
-        self, model: nn.Module, images: Tensor, labels: Tensor, goals: Tensor | None, loss: Loss, slack: float
-    ) -> Look:
+    def look(self, model: nn.Module, images: Tensor, aim: Aim) -> Look:
         read, own = self.read(model, images)
-        return Look(score_loss(read, labels, loss, slack, goals), own)
+        return Look(score_loss(read, aim.labels, aim.loss, aim.slack, aim.goals), own)
 
 
 def score_loss(
@@ -257,11 +262,9 @@ class Members(View):
                 'members have no DLR loss: use loss="margin" or "cross_entropy", or on="linear".'
             )
 
-    def look(
-        self, model: nn.Module, images: Tensor, labels: Tensor, goals: Tensor | None, loss: Loss, slack: float
-    ) -> Look:
+    def look(self, model: nn.Module, images: Tensor, aim: Aim) -> Look:
         logits, symbols = members_of(model, images)
-        losses = member_loss(logits, symbols, labels, loss, slack, goals)
+        losses = member_loss(logits, symbols, aim.labels, aim.loss, aim.slack, aim.goals)
         return Look(losses, decoded_scores(model, logits))
 
 
@@ -276,17 +279,15 @@ class WeakestBit(View):
 
     name: str = "weakest bit"
 
-    def look(
-        self, model: nn.Module, images: Tensor, labels: Tensor, goals: Tensor | None, loss: Loss, slack: float
-    ) -> Look:
+    def look(self, model: nn.Module, images: Tensor, aim: Aim) -> Look:
         logits, symbols = members_of(model, images)
-        if goals is not None:
-            losses = member_margin(logits, member_targets(symbols, goals)).amin(dim=1)
+        if aim.goals is not None:
+            losses = member_margin(logits, member_targets(symbols, aim.goals)).amin(dim=1)
         else:
             wanted = symbols[None].expand(len(logits), -1, -1)
             spread = logits[:, None].expand(-1, len(symbols), *logits.shape[1:])
             weakest = member_margin(spread.flatten(0, 1), wanted.flatten(0, 1)).amin(dim=1)
-            losses = weakest.view(len(logits), -1).scatter(1, labels[:, None], -math.inf).amax(dim=1)
+            losses = weakest.view(len(logits), -1).scatter(1, aim.labels[:, None], -math.inf).amax(dim=1)
         # A logit is half the difference of two symbols' log odds in a tanh code, hence the 2.
         return Look(losses * (2 if logits.ndim == 2 else 1), decoded_scores(model, logits))
 
@@ -311,10 +312,8 @@ class OwnLoss(UntargetedView):
     name: str = "own"
     function: LossFunction
 
-    def look(
-        self, model: nn.Module, images: Tensor, labels: Tensor, goals: Tensor | None, loss: Loss, slack: float
-    ) -> Look:
-        return Look(self.function(model, images, labels), None)
+    def look(self, model: nn.Module, images: Tensor, aim: Aim) -> Look:
+        return Look(self.function(model, images, aim.labels), None)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -361,11 +360,9 @@ class Averaged(WrappedView):
     def passes_per_look(self) -> int:
         return self.passes * super().passes_per_look
 
-    def look(
-        self, model: nn.Module, images: Tensor, labels: Tensor, goals: Tensor | None, loss: Loss, slack: float
-    ) -> Look:
+    def look(self, model: nn.Module, images: Tensor, aim: Aim) -> Look:
         view = find_view(self.view)
-        looks = [view.look(model, images, labels, goals, loss, slack) for _ in range(self.passes)]
+        looks = [view.look(model, images, aim) for _ in range(self.passes)]
         scores = [look.scores for look in looks if look.scores is not None]
         losses = torch.stack([look.losses for look in looks]).mean(dim=0)
         return Look(losses, torch.stack(scores).mean(dim=0) if scores else None)

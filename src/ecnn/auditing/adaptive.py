@@ -21,8 +21,8 @@ from ecnn.attacks.base import BallAttack, Cost, Target, gradient_of
 from ecnn.attacks.images import per_image
 from ecnn.attacks.norms import l2_norm
 from ecnn.attacks.views import (
+    Aim,
     Look,
-    Loss,
     ScoreView,
     UntargetedView,
     View,
@@ -68,11 +68,9 @@ class CheapestBits(View):
 
     name: str = "cheapest bits"
 
-    def look(
-        self, model: nn.Module, images: Tensor, labels: Tensor, goals: Tensor | None, loss: Loss, slack: float
-    ) -> Look:
+    def look(self, model: nn.Module, images: Tensor, aim: Aim) -> Look:
         logits, symbols = members_of(model, images)
-        own = member_targets(symbols, labels)
+        own = member_targets(symbols, aim.labels)
         margins = member_margin(logits, own)
         differs = symbols[None] != own[:, None]  # (batch, class, member)
         others = torch.where(differs, margins[:, None], math.inf).sort(dim=2).values
@@ -81,10 +79,10 @@ class CheapestBits(View):
         lowest = -margins.detach().abs().mean(dim=1)[:, None, None]
         pushed = torch.where(counted & torch.isfinite(others), torch.maximum(others, lowest), 0.0)
         remaining = pushed.sum(dim=2)
-        if goals is None:
-            losses = -remaining.scatter(1, labels[:, None], math.inf).amin(dim=1)
+        if aim.goals is None:
+            losses = -remaining.scatter(1, aim.labels[:, None], math.inf).amin(dim=1)
         else:
-            losses = -remaining.gather(1, goals[:, None]).squeeze(1)
+            losses = -remaining.gather(1, aim.goals[:, None]).squeeze(1)
         return Look(losses, decoded_scores(model, logits))
 
 
@@ -112,15 +110,13 @@ class WorstMembers(View):
 
     name: str = "worst members"
 
-    def look(
-        self, model: nn.Module, images: Tensor, labels: Tensor, goals: Tensor | None, loss: Loss, slack: float
-    ) -> Look:
+    def look(self, model: nn.Module, images: Tensor, aim: Aim) -> Look:
         anything: Any = model
         scores = full_precision(anything.member_scores(images))
         batch, members = scores.shape[:2]
         flat = scores.flatten(0, 1)
-        own_goals = None if goals is None else goals.repeat_interleave(members)
-        leads = score_loss(flat, labels.repeat_interleave(members), "margin", goals=own_goals)
+        own_goals = None if aim.goals is None else aim.goals.repeat_interleave(members)
+        leads = score_loss(flat, aim.labels.repeat_interleave(members), "margin", goals=own_goals)
         scale = flat.detach().std(dim=1).clamp_min(1e-12)
         leads = (leads / scale).view(batch, members)
         standing = torch.where(leads.detach() < 0, leads.detach(), -1e4)
@@ -147,13 +143,11 @@ class ScaledCrossEntropy(View):
 
     name: str = "scaled cross-entropy"
 
-    def look(
-        self, model: nn.Module, images: Tensor, labels: Tensor, goals: Tensor | None, loss: Loss, slack: float
-    ) -> Look:
+    def look(self, model: nn.Module, images: Tensor, aim: Aim) -> Look:
         scores = full_precision(model(images))
         spread = (scores - scores.mean(dim=1, keepdim=True)).detach().abs().amax(dim=1, keepdim=True)
         scaled = scores / spread.clamp_min(torch.finfo(scores.dtype).tiny)
-        return Look(score_loss(scaled, labels, "cross_entropy", goals=goals), scores.detach())
+        return Look(score_loss(scaled, aim.labels, "cross_entropy", goals=aim.goals), scores.detach())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,11 +156,9 @@ class MeanProbability(UntargetedView):
 
     name: str = "mean probability"
 
-    def look(
-        self, model: nn.Module, images: Tensor, labels: Tensor, goals: Tensor | None, loss: Loss, slack: float
-    ) -> Look:
+    def look(self, model: nn.Module, images: Tensor, aim: Aim) -> Look:
         probabilities = torch.softmax(full_precision(model(images)), dim=1)
-        return Look(-probabilities.gather(1, labels[:, None]).squeeze(1), None)
+        return Look(-probabilities.gather(1, aim.labels[:, None]).squeeze(1), None)
 
 
 def last_layers(model: nn.Module, num_classes: int) -> list[nn.Module]:
@@ -258,21 +250,19 @@ class FeatureDistance(View):
     name: str = "features"
     means: Tensor
 
-    def look(
-        self, model: nn.Module, images: Tensor, labels: Tensor, goals: Tensor | None, loss: Loss, slack: float
-    ) -> Look:
+    def look(self, model: nn.Module, images: Tensor, aim: Aim) -> Look:
         features, scores = features_of(model, images)
         means = self.means.to(features)
         known = torch.isfinite(means).all(dim=1)
         distances = torch.cdist(features[None], torch.where(known[:, None], means, 0.0)[None]).squeeze(0)
-        own = distances.gather(1, labels[:, None]).squeeze(1) * known[labels]
-        if goals is None:
+        own = distances.gather(1, aim.labels[:, None]).squeeze(1) * known[aim.labels]
+        if aim.goals is None:
             nearest = (
-                torch.where(known, distances, math.inf).scatter(1, labels[:, None], math.inf).amin(dim=1)
+                torch.where(known, distances, math.inf).scatter(1, aim.labels[:, None], math.inf).amin(dim=1)
             )
             other = torch.where(torch.isfinite(nearest), nearest, 0.0)
         else:
-            other = distances.gather(1, goals[:, None]).squeeze(1) * known[goals]
+            other = distances.gather(1, aim.goals[:, None]).squeeze(1) * known[aim.goals]
         return Look(own - other, scores)
 
 
@@ -311,13 +301,13 @@ class Relay(BallAttack):
     def search(self, target: Target, images: Tensor, labels: Tensor, draws: Draws) -> Tensor:
         best, rows = images.clone(), torch.arange(len(images), device=images.device)
         yardstick = find_view(self.views[-1])
-        worth = target.look(yardstick, best, labels).losses
+        worth = target.look(yardstick, best, Aim(labels)).losses
         for view in self.views * self.restarts:
             if not len(rows):
                 break
             part, given, own = target.narrow(rows), images[rows], labels[rows]
             found, _, _ = self._leg(view).climb(part, given, own, None, best[rows])
-            losses = part.look(yardstick, found, own).losses
+            losses = part.look(yardstick, found, Aim(own)).losses
             broken = part.scores(found).argmax(dim=1) != own
             better = broken | (losses >= worth[rows])
             best[rows] = torch.where(per_image(better, found), found, best[rows])

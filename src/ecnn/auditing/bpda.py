@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from ecnn.attacks.views import Look, Loss, WrappedView, find_view
+from ecnn.attacks.views import Aim, Look, WrappedView, find_view
 
 _SOFTNESS = (
     0.1  # width of the step that stands for a comparison on the way back, in units of what is compared
@@ -196,12 +196,10 @@ class Passing(WrappedView):
 
     name: str = "straight through"
 
-    def look(
-        self, model: nn.Module, images: Tensor, labels: Tensor, goals: Tensor | None, loss: Loss, slack: float
-    ) -> Look:
+    def look(self, model: nn.Module, images: Tensor, aim: Aim) -> Look:
         view = find_view(self.view)
         if not torch.is_grad_enabled():
-            return view.look(model, images, labels, goals, loss, slack)
+            return view.look(model, images, aim)
         with straight_through():
-            look = view.look(model, images, labels, goals, loss, slack)
+            look = view.look(model, images, aim)
         return Look(look.losses, None if look.scores is None else look.scores.detach())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -15,7 +14,7 @@ from torch import Tensor, nn
 
 from ecnn.attacks import APGD, PGD, Attack, AutoAttack, Cost, HopSkipJump, Square, Transfer
 from ecnn.attacks.norms import Norm, l2_norm
-from ecnn.attacks.views import Averaged, View, WeakestBit
+from ecnn.attacks.views import Aim, Averaged, View, WeakestBit
 from ecnn.auditing.adaptive import (
     CheapestBits,
     Coded,
@@ -124,7 +123,7 @@ def _answers(ask: Callable[[], object]) -> bool:
 
 def _ask(view: View, model: nn.Module, images: Tensor) -> None:
     labels = torch.zeros(len(images), dtype=torch.int64, device=images.device)
-    view.look(model, images, labels, None, "margin", math.inf)
+    view.look(model, images, Aim(labels))
 
 
 def _ask_in_double(model: nn.Module, images: Tensor) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ecnn.attacks.draws import Draws
 from ecnn.attacks.norms import NORMS
-from ecnn.attacks.views import ScoreView
+from ecnn.attacks.views import Aim, ScoreView
 from ecnn.auditing.diagnostics.probes import Probe, diagnostic, percent
 from ecnn.auditing.diagnostics.statistics import TOLERANCE, exceeds
 from ecnn.auditing.findings import Finding, alarm_if, note
@@ -209,7 +209,7 @@ def _random_success(probe: Probe, planted: Planted) -> float:
     draws = Draws.of(probe.seed, rows).fold(43)
     for k in range(_NOISES):
         points = _edge(probe, probe.images[rows], draws.fold(k))
-        look = probe.target.narrow(rows).look(planted.view_of(rows), points, torch.zeros_like(rows))
+        look = probe.target.narrow(rows).look(planted.view_of(rows), points, Aim(torch.zeros_like(rows)))
         assert look.scores is not None
         solved |= look.scores[:, 1] > look.scores[:, 0]
     return float(solved.double().mean())

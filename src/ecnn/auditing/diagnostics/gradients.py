@@ -11,7 +11,7 @@ from torch import Tensor
 from ecnn.attacks.base import Target
 from ecnn.attacks.draws import Draws
 from ecnn.attacks.norms import NORMS
-from ecnn.attacks.views import SCORES, Averaged
+from ecnn.attacks.views import SCORES, Aim, Averaged
 from ecnn.auditing.diagnostics.probes import Probe, diagnostic, percent, share, unusable
 from ecnn.auditing.diagnostics.statistics import DOMINATED_TOLERANCE, TOLERANCE, exceeds
 from ecnn.auditing.findings import Finding, alarm, alarm_if, note, ok
@@ -231,7 +231,7 @@ def _losses(probe: Probe, points: Tensor, *, double: bool = False) -> Tensor:
             assert probe.double_model is not None
             target.count(1)
             target, here = Target(probe.double_model, len(part), points.device), here.double()
-        parts.append(target.look(SCORES, here, probe.labels[part]).losses.double().cpu())
+        parts.append(target.look(SCORES, here, Aim(probe.labels[part])).losses.double().cpu())
     return torch.cat(parts)
 
 
@@ -245,7 +245,7 @@ def check_randomness(probe: Probe) -> Finding:
     view = Averaged(view=SCORES, passes=probe.budget.eot)
     rows = torch.nonzero(probe.standing).squeeze(1).to(probe.rows.device)
     looks = [
-        probe.target.narrow(part).look(view, probe.images[part], probe.labels[part]).losses
+        probe.target.narrow(part).look(view, probe.images[part], Aim(probe.labels[part])).losses
         for part in probe.groups(rows)
     ]
     rows = (

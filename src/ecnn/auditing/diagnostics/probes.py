@@ -18,7 +18,7 @@ from ecnn.attacks.draws import Draws
 from ecnn.attacks.gradient import PGD
 from ecnn.attacks.images import per_image
 from ecnn.attacks.norms import NORMS, l2_norm
-from ecnn.attacks.views import SCORES, Look, Loss, View, score_loss
+from ecnn.attacks.views import SCORES, Aim, Look, Loss, View, score_loss
 from ecnn.auditing.findings import Finding, note
 from ecnn.auditing.subject import Subject
 from ecnn.backbones import eval_mode, full_precision, without_tf32
@@ -174,7 +174,7 @@ class Probe:
                 copied = Target(self.double_model, len(part), images.device)
                 target, images = copied, images.double()
                 self.target.narrow(part).count(1, 1)
-            parts.append(target.ascend(SCORES, images, self.labels[part], loss=loss)[1].flatten(1))
+            parts.append(target.ascend(SCORES, images, Aim(self.labels[part], loss=loss))[1].flatten(1))
         return torch.cat(parts)
 
     def walk(
@@ -211,17 +211,17 @@ class Probe:
         still: bool,
     ) -> Walk:
         images, target, norm = self.images[rows], self.target.narrow(rows), NORMS[self.norm]
-        steps = self.budget.probe_steps if steps is None else steps
+        steps, aim = self.budget.probe_steps if steps is None else steps, Aim(labels, loss=loss)
         length = _REACH * self.eps / max(1, steps)
         points = images.clone() if still else norm.random(images, self.eps, draws)
         kept, ever = points, torch.zeros_like(labels, dtype=torch.bool)
         looks, blind = [], torch.zeros(len(rows), device=images.device)
         for step in range(steps + 1):
             if step < steps and self.gradient_error is None:
-                look, gradient = target.ascend(view, points, labels, loss=loss)
+                look, gradient = target.ascend(view, points, aim)
                 blind += unusable(gradient.flatten(1)).to(blind.dtype) / steps
             else:
-                look, gradient = target.look(view, points, labels, loss=loss), torch.zeros_like(points)
+                look, gradient = target.look(view, points, aim), torch.zeros_like(points)
                 blind += step < steps and 1 / steps
             looks.append(_summarise(look, labels))
             now = looks[-1][3].bool()
@@ -230,7 +230,7 @@ class Probe:
             last = points
             move = norm.step(torch.nan_to_num(gradient), points)
             points = norm.project(points + length * move, images, self.eps)
-        again = target.look(view, kept, labels).scores
+        again = target.look(view, kept, aim).scores
         assert again is not None
         broken = ever & (again.argmax(dim=1) != labels)
         losses, margins, spreads, wrong = torch.stack(looks, dim=1).cpu()
