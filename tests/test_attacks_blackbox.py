@@ -18,6 +18,7 @@ from ecnn.attacks.draws import Draws
 from ecnn.attacks.gradient import PGD
 from ecnn.attacks.jsma import JSMA
 from ecnn.attacks.norms import NORMS
+from ecnn.attacks.transformed import TransformedPGD
 from ecnn.errors import InputError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -530,3 +531,56 @@ def test_bad_settings_are_found_when_the_attack_is_made(
     make(**good[make])
     with pytest.raises(InputError, match=sentence):
         make(**{**good[make], **changes})
+
+
+# Transformed images
+
+
+def cos_of(degrees: Tensor) -> Tensor:
+    return (degrees * math.pi / 180).cos()
+
+
+def test_a_transformation_turns_moves_scales_and_lights_by_what_it_says() -> None:
+    still: dict[str, Any] = {"degrees": 0.0, "scale": 0.0, "shift": 0.0, "brightness": 0.0}
+    options: dict[str, Any] = {"norm": "linf", "eps": 0.1, "steps": 1, "step_size": 0.1, **still}
+    images, draws = torch.rand(6, 3, 9, 9, dtype=torch.float64), Draws.of(0, torch.arange(6))
+    same = TransformedPGD(**options).transform(images, draws)
+    assert torch.allclose(same, images, atol=1e-9)
+    drawn = 2 * draws.uniform(5, dtype=torch.float64) - 1
+    lit = TransformedPGD(**{**options, "brightness": 0.5}).transform(images, draws)
+    assert torch.allclose(lit, (images * (1 + 0.5 * drawn[:, 4]).view(-1, 1, 1, 1)).clamp(0, 1))
+    ramp = torch.arange(9, dtype=torch.float64).expand(6, 3, 9, 9) / 20
+    slid = TransformedPGD(**{**options, "shift": 1 / 9}).transform(ramp, draws)
+    # By at most one of nine columns: a ramp rises by what it was moved.
+    expected = ramp[0, 0, 4, 4] + drawn[:, 2] / 20
+    assert torch.allclose(slid[:, 0, 4, 4], expected)
+    # Turned and scaled about the middle, which stays, by angles of their own.
+    turned = TransformedPGD(**{**options, "degrees": 40.0, "scale": 0.3}).transform(ramp, draws)
+    slope = (cos_of(40 * drawn[:, 0]) / (1 + 0.3 * drawn[:, 1])) / 20
+    assert torch.allclose(turned[:, 0, 4, 4], ramp[:, 0, 4, 4])
+    assert torch.allclose(turned[:, 0, 4, 5] - turned[:, 0, 4, 4], slope)
+
+
+def test_what_is_crafted_under_transformations_still_fools_when_transformed() -> None:
+    """Weights of neighbouring pixels have nothing to do with each other: what plain PGD raises, a small turn undoes."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Flatten(), nn.Linear(64, 4)).eval()
+    images = torch.rand(40, 1, 8, 8)
+    labels = model(images).argmax(1)
+    ball: dict[str, Any] = {"norm": "linf", "eps": 0.2, "steps": 20, "step_size": 0.04, "keep": "last"}
+    robust = TransformedPGD(**ball, transformations=8, shift=0.15, degrees=20.0)
+    plain = PGD(**ball, loss="cross_entropy")
+    fresh = Draws.of(99, torch.arange(len(images)))
+
+    def loss_when_seen(attack: Attack | None) -> float:
+        points = images if attack is None else attack(model, images, labels, seed=0)
+        seen = [robust.transform(points, fresh.fold(number)) for number in range(20)]
+        with torch.no_grad():
+            losses = [F.cross_entropy(model(batch), labels) for batch in seen]
+        return float(torch.stack(losses).mean())
+
+    alone = loss_when_seen(None)
+    assert loss_when_seen(robust) - alone > 1.3 * (loss_when_seen(plain) - alone)
+    cost = robust.run(model, images, labels)
+    assert cost.backwards.tolist() == [20 * 8] * len(images)
+    assert robust.cost(4).backwards == 20 * 8

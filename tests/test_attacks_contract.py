@@ -33,6 +33,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "fmn": {"norm": "l2", "steps": 8},
     "hopskipjump": {"norm": "l2", "steps": 2, "samples": 8},
     "noise": {**BALL, "samples": 3},
+    "transformed_pgd": {**BALL, "steps": 3, "step_size": 0.05, "transformations": 2},
+    "none": {},
 }
 OTHER_BALLS: dict[str, dict[str, Any]] = {"l2": {"norm": "l2", "eps": 0.4}, "l1": {"norm": "l1", "eps": 1.5}}
 WITH_A_NORM = [name for name, options in SETTINGS.items() if "norm" in options and name != "hopskipjump"]

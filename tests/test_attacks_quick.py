@@ -38,6 +38,7 @@ SMALL: dict[str, dict[str, Any]] = {
     "specialists": {"sets": [[digit, (digit + 1) % 10] for digit in range(10)], "depth": 8, "width": 4},
     "feature_squeezing": {"bits": 4, "window": 2, "depth": 8, "width": 4},
     "empir": {"depth": 8, "width": 4},
+    "multiscale": {"width": 4, "hidden": 8},
 }
 
 

@@ -57,6 +57,13 @@ SETS = [[0, 1], [1, 2], [0, 2, 3], [3]]
         ("specialists", 3, {"sets": RING}, 21 * 273_066),
         ("specialists", 3, {"sets": RING}, 5_734_386),
         ("specialists", 1, {"sets": RING}, 5_728_338),
+        # 32 5x5 filters, 64, 128; 7 * 32 maps of 4x4 to 256 units; 10 classes.
+        (
+            "multiscale",
+            3,
+            {},
+            75 * 32 + 32 + 25 * 32 * 64 + 64 + 25 * 64 * 128 + 128 + 3584 * 256 + 256 + 2570,
+        ),
         ("empir", 3, {}, 819_198),
         ("empir", 1, {}, 818_334),
         ("feature_squeezing", 3, {"bits": 5, "window": 2}, 273_066),
@@ -565,6 +572,7 @@ def test_a_wrong_column_is_corrected(monkeypatch: pytest.MonkeyPatch) -> None:
         ("specialists", {"sets": SETS, "batch_norm": False, "activation": "silu", **SMALL}),
         ("feature_squeezing", {"bits": 5, "window": 3, **SMALL}),
         ("empir", SMALL),
+        ("multiscale", {"width": 4, "hidden": 8}),
         ("empir", {"precisions": [(3, 32), (32, 5)], **SMALL}),
     ],
 )

@@ -27,6 +27,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from ecnn import files
+from ecnn.backbones import ResNet
 from ecnn.data import (
     NAMES,
     AdversarialSigns,
@@ -41,6 +42,7 @@ from ecnn.data import (
 from ecnn.data.datasets import hold_out
 from ecnn.data.formats import read_idx, read_pickle
 from ecnn.errors import InputError
+from ecnn.training import fit
 
 MNIST_FILES = [
     f"{part}-{kind}-ubyte" for part in ("train", "t10k") for kind in ("images-idx3", "labels-idx1")
@@ -97,14 +99,26 @@ def test_parts_of_a_split() -> None:
         split.select(torch.tensor([0.5]))
 
 
+def test_images_that_bytes_would_round_stay_float_and_are_not_trained_on() -> None:
+    images = torch.rand(3, 3, 4, 4)
+    split = Split(images, torch.tensor([0, 1, 2]))
+    assert torch.equal(split.select(torch.tensor([2, 0])).take(1)[:][0], images[2:])
+    with refused("the test images must be bytes"):
+        Dataset("toy", split_of([0, 1, 2]), split_of([1]), split, ("a", "b", "c"))
+    with refused("training images must be bytes"):
+        fit(ResNet(3, depth=8, width=2), split, val=None, recipe="small", seed=0)
+
+
 @pytest.mark.parametrize(
     ("images", "labels", "sentence"),
     [
         (
-            torch.zeros(2, 1, 4, 4),
+            torch.zeros(2, 1, 4, 4, dtype=torch.float64),
             torch.zeros(2, dtype=torch.int64),
-            r"torch.uint8 of shape .* not torch.float32",
+            r"torch.uint8 of shape .* not torch.float64",
         ),
+        (torch.full((1, 1, 2, 2), 2.0), torch.tensor([0]), "must lie in \\[0, 1\\]"),
+        (torch.full((1, 1, 2, 2), torch.nan), torch.tensor([0]), "must lie in \\[0, 1\\]"),
         (torch.zeros(2, 4, 4, dtype=torch.uint8), torch.zeros(2, dtype=torch.int64), r"shape \(2, 4, 4\)"),
         (
             np.zeros((2, 1, 4, 4), np.uint8),

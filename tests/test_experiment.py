@@ -11,15 +11,23 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from conftest import DATA
+from PIL import Image
 from typer.testing import CliRunner
 
-from ecnn import files
+from ecnn import evaluate, files, load_model
+from ecnn.attacks import TransformedPGD
 from ecnn.cli import app
-from ecnn.data import Dataset, Split
+from ecnn.data import Dataset, Split, load_adversarial_signs, load_data
+from ecnn.data.sources import SIZES
 from ecnn.errors import InputError
 from ecnn.experiment import PARAMETERS, Arm, experiments, from_tables, load_experiment
+from ecnn.models import build_model
 from ecnn.pipeline import draw_results, plan, read_cells, results_page, run_task, table_text, tasks_of
 from ecnn.pipeline.recording import read_record
+from ecnn.pipeline.spreading import waves
+from ecnn.pipeline.training import load_test_images
+from ecnn.spec import make_attack
 
 RESULTS = Path(__file__).parents[1] / "results"
 TINY: dict[str, Any] = {
@@ -49,7 +57,8 @@ TINY: dict[str, Any] = {
 
 def stand_in(name: str) -> Dataset:
     """One random image per class, with the form of the dataset."""
-    classes, channels, size = {"mnist": (10, 1, 28), "cifar10": (10, 3, 32), "cifar100": (100, 3, 32)}[name]
+    shapes = {"mnist": (10, 1, 28), "cifar10": (10, 3, 32), "cifar100": (100, 3, 32), "gtsrb": (43, 3, 32)}
+    classes, channels, size = shapes[name]
     images = torch.randint(256, (classes, channels, size, size), dtype=torch.uint8)
     split = Split(images, torch.arange(classes))
     return Dataset(name, split, split, split, tuple(map(str, range(classes))))
@@ -85,6 +94,7 @@ def test_every_shipped_experiment_counts_what_the_paper_counts(name: str) -> Non
         (("arms", 0, "seeds"), [-1], "a seed must be a whole number"),
         (("spec", "attacks", "pgd", "epss"), 1, "did you mean 'eps'"),
         (("spec", "model", "widht"), 1, "did you mean 'width'"),
+        (("spec", "attacks", "pgd", "source"), "aa", r"attacks\.pgd\.source must be .* did you mean 'a'"),
     ],
 )
 def test_what_is_wrong_is_named(path: tuple[Any, ...], value: Any, sentence: str) -> None:
@@ -133,6 +143,75 @@ def test_an_experiment_runs_resumes_and_becomes_a_table(tmp_path: Path) -> None:
     assert cells["a", "cw"].truth is not None
     text = table_text(experiment, list(cells.values()))
     assert text.startswith("Tiny (tab:none), per cent\narm  row")
+
+
+@pytest.mark.usefixtures("unofficial")
+def test_black_box_rows(tmp_path: Path) -> None:
+    """Signs that others attacked, audited as they are; and an attack crafted on another arm's network."""
+    for index in range(12):
+        pixels = np.random.default_rng(index).integers(0, 256, (32, 32, 3), dtype=np.uint8)
+        folder = tmp_path / "toys" / "ab"[index % 2]
+        folder.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(pixels).save(folder / f"{index}.png")
+    signs = np.random.default_rng(0).random((4, 32, 32, 3), dtype=np.float32)
+    ones = np.array([0, 1, 0, 1])
+    arrays = {"x_adv": signs, "y_true": ones, "y_target": 1 - ones, "victim": ones, "y_clean": ones}
+    (tmp_path / "optprojtran").mkdir()
+    np.savez(tmp_path / "optprojtran/optprojtran.npz", x_clean=(255 * signs).astype(np.uint8), **arrays)
+    ball = {"norm": "linf", "eps": 0.3, "steps": 2, "step_size": 0.2}
+    tables = {
+        "title": "Signs",
+        "paper": "tab:none",
+        "rows": ["clean", "signs", "transfer"],
+        "audited": {"signs": "audit"},
+        "spec": {
+            "data": {"name": "toys"},
+            "model": {"kind": "resnet", "depth": 8, "width": 2},
+            "train": {"recipe": "small", "epochs": 1, "batch_size": 4},
+            "audit": {"eps": 0.1, "budget": "quick", "data": "optprojtran"},
+            "attacks": {
+                "signs": {"kind": "none", "data": "optprojtran"},
+                "transfer": {"kind": "transformed_pgd", "source": "sub", "keep": "last", **ball},
+            },
+        },
+        "arms": [
+            {"name": "a", "title": "A"},
+            {"name": "sub", "title": "Substitute", "spec": {"model": {"width": 3}}},
+        ],
+    }
+    experiment = from_tables("signs", tables)
+    task, substitute = tasks_of(experiment, tmp_path)
+    assert waves([task, substitute])[0] == ([substitute], ["--stage", "train"])
+    run_task(task, root=tmp_path, device="cpu")
+    assert substitute.is_trained()
+    assert not substitute.is_done()
+    record = read_record(task.folder)
+    assert record is not None
+    assert task.is_done()
+    model, source = load_model(task.folder), load_model(substitute.folder)
+    with torch.no_grad():
+        answers = model(torch.from_numpy(signs.transpose(0, 3, 1, 2))).argmax(1)
+    assert record.arrays["signs.prediction"].tolist() == answers.tolist()
+    assert record.audit is not None
+    assert record.audit["images"] == 4
+    split = load_data("toys", tmp_path).test
+    crafted = TransformedPGD(**ball, keep="last")(source, *split[:], seed=0)  # type: ignore[arg-type]
+    with torch.no_grad():
+        assert record.arrays["transfer.prediction"].tolist() == model(crafted).argmax(1).tolist()
+
+
+@pytest.mark.data("optprojtran/optprojtran.npz")
+def test_the_official_signs_are_evaluated_as_they_are() -> None:
+    """All 392, unrounded, with the classes of the signs and not those that they were to be taken for."""
+    spec, signs = load_experiment("gtsrb").arm("multiscale").spec, load_adversarial_signs(DATA)
+    model = build_model("multiscale", num_classes=43, in_channels=3, mean=0.5, width=4, hidden=8)
+    attack = make_attack(spec.attacks["optprojtran"])
+    images = load_test_images(spec, DATA, spec.attacks["optprojtran"]["data"])
+    found = evaluate(model, images, {"signs": attack}, limit=spec.data.test_limit).outcomes["signs"]
+    with torch.no_grad():
+        assert found.prediction.tolist() == model(signs.images).argmax(1).tolist()
+    assert found.label.tolist() == signs.labels.tolist()
+    assert len(found) == 392
 
 
 def test_the_command(tmp_path: Path) -> None:
@@ -199,9 +278,9 @@ def test_committed_results_belong_to_their_experiment(folder: Path) -> None:
         assert record.facts["spec"]["model"][name] == value
     for name, value in spec.train.items():
         assert name == "recipe" or record.facts["spec"]["train"][name] == value
-    assert set(record.facts["attacks"]) == set(spec.attacks)
+    assert {*record.facts["attacks"], *record.transfers} == set(spec.attacks)
     if PARAMETERS in arm.paper:
         assert record.facts["parameters"] == arm.paper[PARAMETERS]
     clean = record.rate("clean")
     assert clean is not None
-    assert clean.n == 10_000
+    assert clean.n == SIZES[spec.data.name][1]

@@ -138,6 +138,7 @@ SHORT: dict[str, dict[str, object]] = {
     "noise": {"samples": 2},
     "pgd": {"steps": 2},
     "square": {"queries": 3},
+    "transformed_pgd": {"steps": 2, "transformations": 2},
 }
 
 

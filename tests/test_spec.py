@@ -115,7 +115,7 @@ def test_a_planned_spec_plans_to_itself(kind: str, tmp_path: Path) -> None:
     """What a run writes down asks for the same run again, whatever defaults become."""
     data = load_data("digits")
     sets = {"sets": [[digit, (digit + 1) % 10] for digit in range(10)]} if kind == "specialists" else {}
-    small: dict[str, Any] = {} if kind == "tanh_ensemble" else {"depth": 8, "width": 4}
+    small: dict[str, Any] = {} if kind in ("tanh_ensemble", "multiscale") else {"depth": 8, "width": 4}
     for train in ({}, {"attack": {"eps": 0.1}}, {"objective": "trades", "attack": {"eps": 0.1, "steps": 2}}):
         spec = Spec(data=DataTable(name="digits"), model={"kind": kind, **small, **sets}, train=train)
         first = plan(spec, data)

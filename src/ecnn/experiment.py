@@ -9,6 +9,8 @@
     [[arms]]                                 # name, title, seeds, paper = { row = per cent, parameters = count }
     [arms.spec]                              # what the arm changes, table by table
 
+The `source` of an attack is another arm, on whose network it is crafted, with that arm's first seed.
+
 Files that come with the package are known by their names (`experiments`).
 """
 
@@ -91,6 +93,11 @@ class Experiment:
         for seed in arm.seeds:
             check_count(f"{owner}: a seed", seed, least=0)
         check_options(f"{owner}: paper", arm.paper, [PARAMETERS, *self.rows])
+        for name, table in arm.spec.attacks.items():
+            if "source" in table:
+                check_choice(
+                    f"{owner}: attacks.{name}.source", table["source"], [arm.name for arm in self.arms]
+                )
         for row in (row for row in arm.paper if row != PARAMETERS):
             check_choice(f"{owner}: a row with a value", row, known)
         check_options("[audited]", self.audited, self.rows)

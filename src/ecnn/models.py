@@ -13,7 +13,7 @@ from torch import nn
 
 from ecnn import model, objectives, recipes
 from ecnn.backbones import Mean
-from ecnn.baselines import adp, ecoc, empir, resnet, specialists, squeezing, tanh_ensemble, trades
+from ecnn.baselines import adp, ecoc, empir, multiscale, resnet, specialists, squeezing, tanh_ensemble, trades
 from ecnn.checks import check_choice, check_options
 from ecnn.codes import CodeMatrix
 from ecnn.errors import InputError
@@ -21,7 +21,7 @@ from ecnn.kinds import ModelKind
 from ecnn.objectives import Objective, make_objective
 from ecnn.recipes import MEMBER_OPTIONS, Recipe
 
-_FILES: tuple[Any, ...] = (model, resnet, adp, tanh_ensemble, ecoc, specialists, squeezing, empir)
+_FILES: tuple[Any, ...] = (model, resnet, multiscale, adp, tanh_ensemble, ecoc, specialists, squeezing, empir)
 
 #: Kinds of models.
 MODELS: dict[str, ModelKind] = {file.KIND.name: file.KIND for file in _FILES}

@@ -8,8 +8,10 @@ from in spec.toml with every choice spelled out. Keys are the keyword arguments 
     [code]         name of a shipped code or file, or code_length and other options of `design_code`
     [model]        kind, a name of `ecnn.models.MODELS`, and options of that kind
     [train]        recipe, a name of `ecnn.models.RECIPES`, and entries that replace its own; attack, val_attack
-    [attacks.NAME] kind, a name of `ecnn.attacks.ATTACKS`, and options of that kind; limit
-    [audit]        norm, eps, claim, limit, budget, seed: arguments of `ecnn.audit`
+    [attacks.NAME] kind, a name of `ecnn.attacks.ATTACKS`, and options of that kind; limit: of so many images;
+                   data: on these images in place of the test images; source: crafted on this model, shown to ours;
+                   members: on each of the first so many members, shown to all of them
+    [audit]        norm, eps, claim, limit, budget, seed: arguments of `ecnn.audit`; data, likewise
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ from ecnn.errors import InputError
 from ecnn.models import find_kind
 from ecnn.recipes import Recipe
 
-_ATTACK_KEYS = ("kind", "limit")
+_ATTACK_KEYS = ("kind", "limit", "data", "source", "members")
 _TRAIN_KEYS = ("recipe", "attack", "val_attack", *(entry.name for entry in dataclasses.fields(Recipe)))
 
 
@@ -107,7 +109,11 @@ class CodeTable:
 
 @dataclass(frozen=True, kw_only=True)
 class AuditTable:
-    """What is audited; arguments of `ecnn.audit`, which explains them."""
+    """What is audited; arguments of `ecnn.audit`, which explains them.
+
+    Attributes:
+        data: a dataset whose test images are audited, or "optprojtran"; None for the model's own.
+    """
 
     norm: str = "linf"
     eps: float | str
@@ -115,6 +121,7 @@ class AuditTable:
     limit: int | None = None
     budget: str = "standard"
     seed: int = 0
+    data: str | None = None
 
     def __post_init__(self) -> None:
         check_choice("norm", self.norm, NORMS)

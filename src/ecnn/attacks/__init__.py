@@ -3,7 +3,7 @@
 from ecnn.attacks.apgd import APGD
 from ecnn.attacks.auto import AutoAttack, Doubt
 from ecnn.attacks.base import Attack, Attacked, Cost
-from ecnn.attacks.blackbox import HopSkipJump, RandomNoise, Transfer
+from ecnn.attacks.blackbox import HopSkipJump, RandomNoise, Transfer, Unchanged
 from ecnn.attacks.carlini import BlindSpot, CarliniWagnerL2, MemberCarliniWagner
 from ecnn.attacks.draws import Draws
 from ecnn.attacks.fab import FAB
@@ -12,6 +12,7 @@ from ecnn.attacks.jsma import JSMA
 from ecnn.attacks.minimal import FMN, DeepFool
 from ecnn.attacks.norms import NORMS
 from ecnn.attacks.square import Square
+from ecnn.attacks.transformed import TransformedPGD
 from ecnn.attacks.views import VIEWS, Aim, Averaged, Look, ScoreView, View, WeakestBit
 
 #: The attacks that can be asked for by name; `Transfer` needs a model and is built by hand.
@@ -31,6 +32,8 @@ ATTACKS: dict[str, type[Attack]] = {
     "fmn": FMN,
     "hopskipjump": HopSkipJump,
     "noise": RandomNoise,
+    "transformed_pgd": TransformedPGD,
+    "none": Unchanged,
 }
 
 __all__ = [
@@ -61,6 +64,8 @@ __all__ = [
     "ScoreView",
     "Square",
     "Transfer",
+    "TransformedPGD",
+    "Unchanged",
     "VIEWS",
     "View",
     "WeakestBit",

@@ -16,12 +16,13 @@ from ecnn.auditing.bpda import straight_through
 from ecnn.auditing.budgets import BUDGETS, Budget, resolve_budget
 from ecnn.auditing.diagnostics import CHECKS, diagnose, read_evidence
 from ecnn.auditing.findings import Finding
-from ecnn.auditing.report import Audit, Stage, load_audit
+from ecnn.auditing.report import AUDIT_VERSION, Audit, Stage, load_audit
 from ecnn.auditing.subject import Subject
 from ecnn.auditing.suite import Traits, estimate_cost, find_traits
 from ecnn.auditing.surrogates import Examples
 
 __all__ = [
+    "AUDIT_VERSION",
     "Audit",
     "BUDGETS",
     "Budget",

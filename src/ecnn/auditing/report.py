@@ -15,6 +15,8 @@ from ecnn.errors import InputError
 from ecnn.evaluation.intervals import Interval
 
 FORMAT, VERSION = "ecnn-audit", 1
+#: Of the suite and the diagnostics, raised by hand whenever an audit becomes stronger: then audited values may fall.
+AUDIT_VERSION = 1
 Verdict = Literal["believable", "not believable", "inconclusive"]
 EXIT_CODES: dict[str, int] = {"believable": 0, "not believable": 1, "inconclusive": 3}
 
@@ -64,6 +66,7 @@ class Audit:
         findings: what was checked.
         model: what was audited, described.
         environment: where.
+        audit_version: `AUDIT_VERSION` of the audit that found this.
     """
 
     verdict: Verdict
@@ -85,6 +88,7 @@ class Audit:
     findings: tuple[Finding, ...]
     model: dict[str, Any]
     environment: str
+    audit_version: int = AUDIT_VERSION
 
     def __post_init__(self) -> None:
         check_choice("verdict", self.verdict, get_args(Verdict))
@@ -217,7 +221,8 @@ def load_audit(path: str | os.PathLike[str]) -> Audit:
         )
     wanted = {field.name for field in dataclasses.fields(Audit)}
     try:
-        kept = {name: values[name] for name in wanted}
+        kept = {name: values[name] for name in wanted if name != "audit_version"}
+        kept["audit_version"] = int(values.get("audit_version", 1))  # the first was not written down
         kept["stages"] = tuple(Stage(**stage) for stage in values["stages"])
         kept["findings"] = tuple(Finding(**finding) for finding in values["findings"])
         low, high = values["interval"]

@@ -12,6 +12,7 @@ from ecnn.baselines.empir import (
     quantise_resnet,
     quantise_weights,
 )
+from ecnn.baselines.multiscale import MultiScaleCNN
 from ecnn.baselines.output_codes import OutputCodeAccuracy, output_code_baseline
 from ecnn.baselines.specialists import (
     Specialists,
@@ -38,6 +39,7 @@ __all__ = [
     "EMPIR_PRECISIONS",
     "Ensemble",
     "FeatureSqueezing",
+    "MultiScaleCNN",
     "OutputCodeAccuracy",
     "SQUEEZERS",
     "Specialists",

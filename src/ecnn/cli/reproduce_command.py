@@ -44,7 +44,7 @@ def reproduce(
         flags = [("--stage", name) for name in stage or ()]
         flags += [("--root", str(root)), ("--out", str(out)), ("--device", device)]
         arguments = [text for pair in flags for text in pair]
-        failed = pipeline.run_tasks(tasks, experiment, jobs=jobs, arguments=arguments)
+        failed = pipeline.run_tasks(tasks, {found.name: experiment}, jobs=jobs, arguments=arguments)
     elif not table:
         for task in tasks:
             with ecnn.progress_bar(f"{task.arm.name} seed {task.seed}") as progress:

@@ -22,7 +22,8 @@ class Split:
     """Images and their classes, kept as bytes so that a whole dataset fits on the device that trains on it.
 
     Attributes:
-        images: (image, channel, height, width) uint8.
+        images: (image, channel, height, width) uint8; or float32 in [0, 1], to be evaluated and not to be trained on,
+            where bytes would round a perturbation away.
         labels: (image,) int64 class numbers from 0 up.
     """
 
@@ -31,12 +32,15 @@ class Split:
 
     def __post_init__(self) -> None:
         images, labels = self.images, self.labels
-        check_array("images", images, "image", "channel", "height", "width", dtype="torch.uint8")
+        dtype = "torch.float32" if getattr(images, "dtype", None) == torch.float32 else "torch.uint8"
+        check_array("images", images, "image", "channel", "height", "width", dtype=dtype)
         check_array("labels", labels, len(images), dtype="torch.int64")
         if 0 in images.shape[1:]:
             raise InputError(
                 f"images need at least one channel, row and column, not shape {tuple(images.shape)}."
             )
+        if images.dtype == torch.float32 and not bool(((images >= 0) & (images <= 1)).all()):  # false for nan
+            raise InputError("images that are no bytes must lie in [0, 1]: divide them by 255.")
         if images.device != labels.device:
             raise InputError(
                 f"images are on {images.device} but labels on {labels.device}: move one of them."
@@ -55,10 +59,16 @@ class Split:
             index = slice(index % len(self), index % len(self) + 1)
         elif isinstance(index, Tensor):
             index = index.to(self.images.device)
-        return self.images[index].to(torch.float32) / 255, self.labels[index]
+        images = self.images[index]
+        return (images if self.is_float else images.to(torch.float32) / 255), self.labels[index]
 
     def __repr__(self) -> str:
         return f"Split({len(self)} images of {'x'.join(map(str, self.images.shape[1:]))})"
+
+    @property
+    def is_float(self) -> bool:
+        """Whether the images are kept as float32, not as bytes."""
+        return self.images.dtype == torch.float32
 
     def to(self, device: torch.device | str) -> Split:
         """The same split on another device."""
@@ -105,6 +115,8 @@ class Dataset:
         check_count(f"{self.name}: num_classes", self.num_classes, least=2)
         shape = self.train.images.shape[1:]
         for part, split in self._splits():
+            if split.is_float:
+                raise InputError(f"{self.name}: the {part} images must be bytes (torch.uint8), not float32.")
             if split.images.shape[1:] != shape:
                 raise InputError(
                     f"{self.name}: the {part} images have shape {tuple(split.images.shape[1:])} but the train "
@@ -202,6 +214,11 @@ class AdversarialSigns:
 
     def __len__(self) -> int:
         return len(self.images)
+
+    @property
+    def split(self) -> Split:
+        """The changed signs with their true classes, to be evaluated and audited like any other images."""
+        return Split(self.images, self.labels)
 
     def __repr__(self) -> str:
         return f"AdversarialSigns({len(self)} images of {len(self.clean_images)} signs)"

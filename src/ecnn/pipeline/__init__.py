@@ -1,18 +1,11 @@
 """The only wiring: from a spec to a finished run folder, to outcomes, to a verdict."""
 
 from ecnn.pipeline.auditing import AuditPlan, audit_run, load_module, plan_audit
+from ecnn.pipeline.cells import Cell, read_cells, table_text
 from ecnn.pipeline.evaluating import attack_tables, evaluate_run
 from ecnn.pipeline.reporting import draw_results, results_page
-from ecnn.pipeline.reproducing import (
-    STAGES,
-    Cell,
-    Task,
-    read_cells,
-    run_task,
-    run_tasks,
-    table_text,
-    tasks_of,
-)
+from ecnn.pipeline.reproducing import STAGES, Task, audit_again, run_task, tasks_of
+from ecnn.pipeline.spreading import run_tasks
 from ecnn.pipeline.training import (
     Plan,
     TrainedRun,
@@ -32,6 +25,7 @@ __all__ = [
     "Task",
     "TrainedRun",
     "attack_tables",
+    "audit_again",
     "audit_run",
     "draw_results",
     "evaluate_run",

@@ -13,7 +13,7 @@ from ecnn.auditing import Audit, Cost, audit, estimate_cost, resolve_budget
 from ecnn.data import NAMES, Split, load_data
 from ecnn.errors import InputError
 from ecnn.pipeline.devices import find_device
-from ecnn.pipeline.training import AnyPath, load_spec_data
+from ecnn.pipeline.training import AnyPath, load_test_images
 from ecnn.plots import plot_audit
 from ecnn.progress import Progress
 from ecnn.spec import AuditTable
@@ -50,7 +50,7 @@ def plan_audit(
     Args:
         source: a run folder or the name of a shipped model; None when a module is given.
         module: "file.py:function", a function without arguments that returns a torch module.
-        data: None for the data that the model was trained on.
+        data: None for what the table says, or else the data that the model was trained on.
         root: where dataset files are.
         image_size: of a folder of images, for a module; a saved model knows its own.
     """
@@ -60,17 +60,18 @@ def plan_audit(
     if source is not None:
         spec = runs.read_spec(source)
         model = runs.load_model(source, device=place)
-        found = load_spec_data(spec, root, data)
-        spec.data.check_shape(found)
+        split, num_classes = load_test_images(spec, root, data or table.data), spec.data.num_classes
     elif data is None:
         raise InputError("a module of your own needs --data: the name of a dataset or a folder of images.")
     else:
         model = load_module(str(module)).to(place).eval()
         found = load_data(data, root, image_size=None if data in NAMES else image_size)
+        split, num_classes = found.test, found.num_classes
     budget = resolve_budget(table.budget)
-    images = min(len(found.test), budget.images if table.limit is None else table.limit)
-    cost = estimate_cost(model, budget, images, found.num_classes, norm=table.norm)  # type: ignore[arg-type]
-    return AuditPlan(table, model, found.test, images, cost)
+    assert num_classes is not None  # a saved model has it written down
+    images = min(len(split), budget.images if table.limit is None else table.limit)
+    cost = estimate_cost(model, budget, images, num_classes, norm=table.norm)  # type: ignore[arg-type]
+    return AuditPlan(table, model, split, images, cost)
 
 
 def audit_run(

@@ -9,15 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from ecnn import files, runs
-from ecnn.attacks import Attack
+from ecnn.attacks import Attack, Transfer
 from ecnn.checks import did_you_mean
 from ecnn.errors import InputError
 from ecnn.evaluation import Evaluation, evaluate, load_images
 from ecnn.evaluation.batch import BATCH_SIZE
 from ecnn.pipeline.devices import find_device
-from ecnn.pipeline.training import AnyPath, load_spec_data
+from ecnn.pipeline.training import AnyPath, load_test_images
 from ecnn.progress import Progress
 from ecnn.spec import Spec, attack_options, make_attack
 
@@ -63,18 +64,18 @@ def evaluate_run(
     Args:
         source: a run folder or the name of a shipped model.
         spec: the run's own, with the attacks to be made.
-        data: another dataset than the model was trained on.
+        data: another dataset than the model was trained on, or "optprojtran".
         out: where outcomes are kept, image by image; None keeps nothing.
         save_images: an .npz to write the attacked images to.
     """
-    model = runs.load_model(source, device=find_device(device))
-    found = load_spec_data(spec, root, data)
-    spec.data.check_shape(found)
+    place = find_device(device)
+    model = runs.load_model(source, device=place)
+    images = load_test_images(spec, root, data)
     with _folder_for(out, save_images) as folder:
         parts = [
             evaluate(
                 model,
-                found.test,
+                images,
                 attacks,
                 limit=limit,
                 seed=seed,
@@ -85,7 +86,7 @@ def evaluate_run(
                 batch_size=BATCH_SIZE if batch_size is None else batch_size,
                 progress=progress,
             )
-            for (limit, eps), attacks in _groups(spec).items()
+            for (limit, eps), attacks in _groups(spec, place).items()
         ]
         result = _join(parts)
         if save_images is not None and folder is not None:
@@ -93,7 +94,9 @@ def evaluate_run(
     return result
 
 
-def _groups(spec: Spec) -> dict[tuple[int | None, tuple[float | str, ...] | None], dict[str, Attack]]:
+def _groups(
+    spec: Spec, device: torch.device
+) -> dict[tuple[int | None, tuple[float | str, ...] | None], dict[str, Attack]]:
     """The spec's attacks by how many images they see and by the radii they are repeated at (None: their own)."""
     groups: dict[Any, dict[str, Attack]] = {}
     for name, table in spec.attacks.items():
@@ -101,8 +104,17 @@ def _groups(spec: Spec) -> dict[tuple[int | None, tuple[float | str, ...] | None
         several = tuple(radii) if isinstance(radii, list) else None
         one = {} if not several else {"eps": several[0]}
         key = (table.get("limit", spec.data.test_limit), several)
-        groups.setdefault(key, {})[name] = make_attack({"kind": name, **table, **one})
+        groups.setdefault(key, {})[name] = _attack({"kind": name, **table, **one}, device)
     return groups or {(spec.data.test_limit, None): {}}
+
+
+def _attack(table: Mapping[str, Any], device: torch.device) -> Attack:
+    """What a table asks for; with a source it is crafted on that model and shown to the one at hand."""
+    attack = make_attack(table)
+    if "source" not in table:
+        return attack
+    source = runs.load_model(table["source"], device=device)
+    return Transfer(source=source, attack=attack, keep=attack.keep, labels=attack.labels)
 
 
 def _join(parts: Sequence[Evaluation]) -> Evaluation:

@@ -1,14 +1,15 @@
 """What is kept of a finished run of an experiment: two small files that a table, and a dispute, need.
 
-    record.json    spec, parameters, accuracy on all test images, times, attacks and audits, with their figures
+    record.json    spec, parameters, accuracy on all test images, times, attacks, audits and transfer matrices, with
+                   their figures; and, once all is there, the hash of what the arm asked for
     outcomes.npz   of each attack: labels, predictions before and after, and how far the image was moved (L2)
 
-An audit is added to those before it, so that a stronger one replaces no number silently.
+An audit is added to those before it with its version, so that a stronger one replaces no number silently.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,15 +18,19 @@ import numpy as np
 
 from ecnn import files, runs
 from ecnn.auditing import load_audit
+from ecnn.checks import parse_eps
 from ecnn.errors import InputError
 from ecnn.evaluation import Rate
 from ecnn.evaluation.records import read_all
 from ecnn.experiment import AUDIT, CLEAN
+from ecnn.spec import AuditTable, Spec
 from ecnn.training.checkpoints import load_checkpoint
 from ecnn.training.loop import BEST
 
 RECORD, OUTCOMES = "record.json", "outcomes.npz"
 FORMAT, VERSION = "ecnn-record", 1
+#: In a run folder: the audit, audits by later versions, transfer matrices, outcomes on other images.
+AUDIT_RESULT, AUDITS, TRANSFERS, ELSEWHERE = "audit.json", "audits", "transfers", "on"
 _COLUMNS = {"label": "uint16", "clean_prediction": "int16", "prediction": "int16", "l2": "float16"}
 _AUDIT_KEYS = (
     "verdict", "accuracy", "interval", "clean_accuracy", "plain_accuracy", "images", "norm", "eps", "budget",
@@ -33,20 +38,20 @@ _AUDIT_KEYS = (
 )  # fmt: skip
 
 
-def write_record(folder: Path, *, arm: str, times: dict[str, float]) -> None:
+def place_of(folder: Path, data: str | None) -> Path:
+    """Where outcomes on those images are kept: the run folder itself, unless they are other images than its own."""
+    return folder if data is None else folder / ELSEWHERE / data
+
+
+def write_record(folder: Path, *, arm: str, asked: Spec, times: dict[str, float]) -> None:
     """Writes both files from what the run folder holds; audits that an earlier record has stay in it."""
     tensors, facts = load_checkpoint(folder / BEST)
     summary = files.read_json(folder / runs.RESULTS)
-    outcomes = {name: found for name, found in read_all(folder).items() if name != CLEAN}
+    places = [folder, *(path.parent for path in sorted(folder.glob(f"{ELSEWHERE}/*/eval")))]
+    outcomes = {name: found for place in places for name, found in read_all(place).items() if name != CLEAN}
+    transfers = {path.stem: files.read_json(path) for path in sorted(folder.glob(f"{TRANSFERS}/*.json"))}
     buffers = {"centre.mean", "threshold"}
-    before = files.read_json(folder / RECORD) if (folder / RECORD).exists() else {}
-    audits = list(before.get("audits", []))
-    if (folder / "audit.json").exists():
-        found = load_audit(folder / "audit.json").to_dict()
-        entry = {key: found[key] for key in _AUDIT_KEYS}
-        audits = [*(known for known in audits if known != entry), entry]
-    files.write_json(
-        folder / RECORD,
+    record = Record(
         {
             "format": FORMAT,
             "version": VERSION,
@@ -62,15 +67,56 @@ def write_record(folder: Path, *, arm: str, times: dict[str, float]) -> None:
             "times": times,
             "environment": files.read_json(folder / runs.ENVIRONMENT),
             "attacks": {name: found.about["attack"] for name, found in outcomes.items()},
-            "audits": audits,
+            "audits": _audits(folder),
+            **({"transfers": transfers} if transfers else {}),
+            "asked": asked.content_hash,
+        },
+        {
+            f"{name}.{column}": np.asarray(getattr(found, column)).astype(dtype)
+            for name, found in outcomes.items()
+            for column, dtype in _COLUMNS.items()
         },
     )
-    arrays = {
-        f"{name}.{column}": np.asarray(getattr(found, column)).astype(dtype)
-        for name, found in outcomes.items()
-        for column, dtype in _COLUMNS.items()
-    }
-    files.write_arrays(folder / OUTCOMES, arrays, {"what": "outcomes of attacks, image by image"})
+    if not covers(record, asked):
+        del record.facts["asked"]
+    save_record(folder, record)
+
+
+def save_record(folder: Path, record: Record) -> None:
+    """Writes both files, the one that is looked for last."""
+    files.write_arrays(folder / OUTCOMES, record.arrays, {"what": "outcomes of attacks, image by image"})
+    files.write_json(folder / RECORD, record.facts)
+
+
+def _audits(folder: Path) -> list[dict[str, Any]]:
+    """The audits of an earlier record in their order, then those in the folder that it does not have."""
+    before = files.read_json(folder / RECORD) if (folder / RECORD).exists() else {}
+    audits = [{**entry, "version": version_of(entry)} for entry in before.get("audits", [])]
+    later = sorted(folder.glob(f"{AUDITS}/*/{AUDIT_RESULT}"), key=lambda path: int(path.parent.name))
+    for path in (folder / AUDIT_RESULT, *later):
+        if path.exists():
+            found = load_audit(path).to_dict()
+            entry = {**{key: found[key] for key in _AUDIT_KEYS}, "version": found["audit_version"]}
+            audits += [entry] if entry not in audits else []
+    return audits
+
+
+def version_of(entry: Mapping[str, Any]) -> int:
+    """The version of the audit that made an entry; the first one was not written down."""
+    return int(entry.get("version", 1))
+
+
+def answers(found: Mapping[str, Any], table: AuditTable, images: int) -> bool:
+    """Whether an audit, as its file or a record tells it, is of that ball and size."""
+    wanted = {"norm": table.norm, "eps": parse_eps(table.eps), "budget": table.budget, "seed": table.seed}
+    return all(found[name] == value for name, value in {**wanted, "images": images}.items())
+
+
+def covers(record: Record, asked: Spec) -> bool:
+    """Whether the record was made for what is asked, and holds all of it."""
+    made = {*record.facts["attacks"], *record.transfers}
+    has_audit = asked.audit is None or record.audit is not None
+    return record.facts.get("asked") == asked.content_hash and made >= set(asked.attacks) and has_audit
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,6 +136,12 @@ class Record:
         """The latest audit."""
         audits = self.facts["audits"]
         return audits[-1] if audits else None
+
+    @property
+    def transfers(self) -> dict[str, Any]:
+        """Matrices of transfer between members by the name of the attack, as `TransferMatrix.to_json` has them."""
+        found: dict[str, Any] = self.facts.get("transfers", {})
+        return found
 
     def rate(self, row: str) -> Rate | None:
         """Under the paper's protocol: right after the attack, whatever it was before; None if it was not made."""

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ecnn.experiment import CLEAN, PARAMETERS, Experiment, experiments, load_experiment
+from ecnn.pipeline.cells import Cell, number, read_cells
 from ecnn.pipeline.recording import read_record
-from ecnn.pipeline.reproducing import Cell, number, read_cells
 from ecnn.plots import plot_bars
 
 HEAD = """# Results: the paper's numbers, ours, and the audited ones

@@ -19,7 +19,7 @@ from ecnn.attacks import ATTACKS, Attack
 from ecnn.baselines import FeatureSqueezing
 from ecnn.checks import parse_eps
 from ecnn.codes import CodeMatrix, codebook, load_code
-from ecnn.data import NAMES, Dataset, Split, load_data
+from ecnn.data import NAMES, Dataset, Split, load_adversarial_signs, load_data
 from ecnn.errors import InputError
 from ecnn.kinds import ModelKind
 from ecnn.models import build_model, find_kind, resolve_recipe, spell_out
@@ -31,6 +31,8 @@ from ecnn.training.checkpoints import load_checkpoint, model_tensors, save_check
 from ecnn.training.loop import BEST, LOG, accuracy, fit
 
 AnyPath = str | os.PathLike[str]
+#: Images that are attacked already, to be evaluated and audited by this name.
+SIGNS = "optprojtran"
 
 _FALSE_POSITIVE_RATE = 0.05
 # What a training attack does unless it is told otherwise; of these it takes what it has.
@@ -303,6 +305,15 @@ def load_spec_data(spec: Spec, root: AnyPath, other: str | None = None) -> Datas
         val_fraction=spec.data.val_fraction,
         image_size=(size[0], size[1]) if isinstance(size, list) else size,
     )
+
+
+def load_test_images(spec: Spec, root: AnyPath, other: str | None = None) -> Split:
+    """What a model of this spec is attacked on: its own test images, another dataset's, or the adversarial signs."""
+    if other == SIGNS:
+        return load_adversarial_signs(root).split
+    found = load_spec_data(spec, root, other)
+    spec.data.check_shape(found)
+    return found.test
 
 
 def _set_threshold(model: nn.Module, val: Split, folder: Path) -> None:

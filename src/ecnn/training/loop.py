@@ -389,6 +389,10 @@ def _check_labels(model: nn.Module, train: Split, val: Split | None) -> None:
     """Raises InputError if the model has no score for some label; one image is scored to find out."""
     if not len(train):
         raise InputError("the training set is empty.")
+    if train.is_float:
+        raise InputError(
+            "training images must be bytes (torch.uint8): float32 images are for evaluation alone."
+        )
     with eval_mode(model), torch.no_grad():
         num_classes = model(train[:1][0].to(next(model.parameters()).device)).shape[1]
     highest = max(int(split.labels.max()) for split in (train, val) if split is not None and len(split))

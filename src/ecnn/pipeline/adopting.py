@@ -1,0 +1,118 @@
+"""Tables share columns: a network that another arm has trained is taken over, with what is known of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from ecnn import files, runs
+from ecnn.auditing import load_audit, resolve_budget
+from ecnn.data import Dataset
+from ecnn.evaluation import Outcomes
+from ecnn.evaluation.provenance import describe
+from ecnn.evaluation.records import FOLDER
+from ecnn.experiment import CLEAN
+from ecnn.pipeline.recording import AUDIT_RESULT, RECORD, Record, answers, covers, read_record, save_record
+from ecnn.pipeline.training import AnyPath, load_spec_data, plan
+from ecnn.spec import AuditTable, Spec, make_attack
+from ecnn.training.loop import BEST, LOG
+
+_NETWORK = (runs.SPEC, runs.CODE, runs.ENVIRONMENT, runs.RESULTS, BEST, LOG)
+
+
+def adopt(folder: Path, network: Spec, asked: Spec, out: Path, root: AnyPath) -> None:
+    """Copies a finished run of the same network from another arm, with those of its outcomes that this arm asks for.
+
+    Where another arm left its record alone, and that holds all that is asked, the record will do.
+
+    Args:
+        network: what decides the network.
+        asked: what this arm asks for.
+        out: the folder of all experiments.
+    """
+    twins = [path.parent for name in (runs.DONE, RECORD) for path in sorted(out.glob(f"*/*/*/{name}"))]
+    if all(twin == folder for twin in twins):
+        return
+    data = load_spec_data(network, root)
+    wanted = plan(network, data).spec.to_dict()
+    for twin in twins:
+        if twin == folder:
+            continue
+        if (twin / runs.DONE).exists():
+            if files.read_toml(twin / runs.SPEC) == wanted:
+                _copy_run(twin, folder, asked, data)
+                return
+        elif _copy_record(twin, folder, wanted, asked, data):
+            return
+
+
+def _copy_run(twin: Path, folder: Path, asked: Spec, data: Dataset) -> None:
+    # DONE comes last: until then the run counts as unfinished.
+    known = [*(twin / name for name in _NETWORK), *_outcomes(twin, asked), *_audit(twin, asked, data)]
+    for path in (*(path for path in known if path.exists()), twin / runs.DONE):
+        files.copy(path, folder / path.relative_to(twin))
+
+
+def _outcomes(twin: Path, asked: Spec) -> Iterator[Path]:
+    """Files of the twin's outcomes of attacks that are asked for."""
+    attacks = descriptions(asked)
+    for path in sorted((twin / FOLDER).glob("[!.]*.npz")):
+        found = Outcomes.load(path)
+        if found.name == CLEAN or found.about["attack"] == attacks.get(found.name):
+            yield path
+
+
+def _audit(twin: Path, asked: Spec, data: Dataset) -> Iterator[Path]:
+    """Files of the twin's audit, if it is the one that is asked for."""
+    path = twin / AUDIT_RESULT
+    if asked.audit is not None and path.exists() and _is_asked(load_audit(path).to_dict(), asked.audit, data):
+        yield from (path.with_suffix(suffix) for suffix in (".md", ".png", ".json"))
+
+
+def _copy_record(twin: Path, folder: Path, wanted: Mapping[str, Any], asked: Spec, data: Dataset) -> bool:
+    """Takes over what the record of another arm says of the same network, if that is all that is asked for."""
+    record = read_record(twin)
+    if record is None or record.facts["spec"] != wanted:
+        return False
+    attacks = descriptions(asked)
+    if any(record.facts["attacks"].get(name) != found for name, found in attacks.items()):
+        return False
+    audits = [
+        entry
+        for entry in record.facts["audits"]
+        if asked.audit is not None and _is_asked(entry, asked.audit, data)
+    ]
+    limits = {
+        name: table.get("limit", asked.data.test_limit) or len(data.test)
+        for name, table in asked.attacks.items()
+    }
+    arrays = {
+        key: values[: limits[key.rpartition(".")[0]]]
+        for key, values in record.arrays.items()
+        if key.rpartition(".")[0] in limits
+    }
+    if any(len(arrays[f"{name}.label"]) < min(limit, len(data.test)) for name, limit in limits.items()):
+        return False
+    facts = {**record.facts, "arm": folder.parent.name, "times": {}, "attacks": attacks, "audits": audits}
+    found = Record({**facts, "asked": asked.content_hash}, arrays)
+    if not covers(found, asked):
+        return False
+    save_record(folder, found)
+    return True
+
+
+def descriptions(asked: Spec) -> dict[str, Any]:
+    """What records say of each attack; None, which no record says, where that depends on more than its table."""
+    return {
+        name: None
+        if {"source", "data", "members"} & set(table)
+        else describe(make_attack({"kind": name, **table}))
+        for name, table in asked.attacks.items()
+    }
+
+
+def _is_asked(found: Mapping[str, Any], table: AuditTable, data: Dataset) -> bool:
+    """Whether an audit, as its file or a record tells it, is the one asked for; never one on other images."""
+    limit = resolve_budget(table.budget).images if table.limit is None else table.limit
+    return table.data is None and table.claim is None and answers(found, table, min(limit, len(data.test)))

@@ -1,0 +1,109 @@
+"""Runs of experiments in several processes at a time: on one machine, one GPU each, or as tasks of a Ray cluster."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+
+from ecnn import files
+from ecnn.errors import InputError
+from ecnn.pipeline.reproducing import Task
+
+CLUSTERS = ("ray",)
+#: What a process is told: a command and variables of its environment; it answers with its exit status and all it wrote.
+Command = tuple[list[str], dict[str, str]]
+Runner = Callable[[Sequence[Command]], list[tuple[int, str]]]
+
+
+def run_tasks(
+    tasks: Sequence[Task],
+    sources: Mapping[str, str],
+    *,
+    jobs: int,
+    arguments: Sequence[str],
+    cluster: str | None = None,
+) -> list[Task]:
+    """Runs tasks in processes of their own, each with a log in its folder; returns those that failed.
+
+    Args:
+        sources: name or file of each experiment, by its name.
+        jobs: processes at a time on this machine; where there are several GPUs, each sees one.
+        arguments: of `ecnn reproduce`, beside the experiment, the arm and the seed.
+        cluster: "ray" makes each process a task of the Ray cluster that RAY_ADDRESS names, or of a local one with so
+            many jobs; where there are GPUs each task asks for one. All machines must see the same folders.
+    """
+    start: Runner = _ray_runner(jobs) if cluster == "ray" else lambda commands: _run_here(commands, jobs)
+    failed = []
+    for wave, more in waves(tasks):
+        commands: list[Command] = []
+        for task in wave:
+            command = [sys.executable, "-m", "ecnn", "reproduce", sources[task.experiment.name], *arguments]
+            command += ["--arm", task.arm.name, "--seed", str(task.seed), *more]
+            commands.append((command, {}))
+        for task, (status, said) in zip(wave, start(commands), strict=True):
+            files.write_text(task.folder / "log.txt", said)
+            failed += [task] if status and task not in failed else []
+    return [task for task in tasks if task in failed]
+
+
+def waves(tasks: Sequence[Task]) -> list[tuple[list[Task], list[str]]]:
+    """Tasks in three waves, each with further arguments: networks that attacks are crafted on, the first arm of every
+    network, and the arms that repeat a network, which they then find trained."""
+    sources = {task.folder: task for one in tasks for task in one.sources if not task.is_trained()}
+    known: set[str] = set()
+    firsts: list[Task] = []
+    repeats: list[Task] = []
+    for task in tasks:
+        network = task.network.content_hash
+        (repeats if network in known else firsts).append(task)
+        known.add(network)
+    found: list[tuple[list[Task], list[str]]] = [
+        (list(sources.values()), ["--stage", "train"]),
+        (firsts, []),
+        (repeats, []),
+    ]
+    return [(wave, more) for wave, more in found if wave]
+
+
+def run_command(command: Sequence[str], environment: Mapping[str, str]) -> tuple[int, str]:
+    """Exit status of a process, and all that it wrote."""
+    done = subprocess.run(  # noqa: S603 our own command
+        list(command), capture_output=True, text=True, check=False, env={**os.environ, **environment}
+    )
+    return done.returncode, done.stdout + done.stderr
+
+
+def _run_here(commands: Sequence[Command], jobs: int) -> list[tuple[int, str]]:
+    gpus = torch.cuda.device_count()
+
+    def run(number: int) -> tuple[int, str]:
+        command, environment = commands[number]
+        chosen = {"CUDA_VISIBLE_DEVICES": str(number % gpus)} if gpus > 1 else {}
+        return run_command(command, {**environment, **chosen})
+
+    with ThreadPoolExecutor(jobs) as pool:
+        return list(pool.map(run, range(len(commands))))
+
+
+def _ray_runner(jobs: int) -> Runner:
+    try:
+        import ray
+    except ImportError as error:
+        raise InputError('--cluster ray needs Ray: pip install "ecnn[cluster]".') from error
+    if not ray.is_initialized():
+        address = os.environ.get("RAY_ADDRESS")
+        local = {} if address else {"num_cpus": jobs, "include_dashboard": False}
+        ray.init(address=address, log_to_driver=False, **local)
+    has_gpus = ray.cluster_resources().get("GPU", 0) > 0
+    remote = ray.remote(num_cpus=1, num_gpus=1 if has_gpus else 0)(run_command)
+
+    def start(commands: Sequence[Command]) -> list[tuple[int, str]]:
+        results: list[tuple[int, str]] = ray.get([remote.remote(*command) for command in commands])
+        return results
+
+    return start
