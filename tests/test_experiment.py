@@ -155,9 +155,16 @@ def test_black_box_rows(tmp_path: Path) -> None:
         Image.fromarray(pixels).save(folder / f"{index}.png")
     signs = np.random.default_rng(0).random((4, 32, 32, 3), dtype=np.float32)
     ones = np.array([0, 1, 0, 1])
-    arrays = {"x_adv": signs, "y_true": ones, "y_target": 1 - ones, "victim": ones, "y_clean": ones}
     (tmp_path / "optprojtran").mkdir()
-    np.savez(tmp_path / "optprojtran/optprojtran.npz", x_clean=(255 * signs).astype(np.uint8), **arrays)
+    np.savez(
+        tmp_path / "optprojtran/optprojtran.npz",
+        x_adv=signs,
+        x_clean=(255 * signs).astype(np.uint8),
+        y_true=ones,
+        y_target=1 - ones,
+        victim=ones,
+        y_clean=ones,
+    )
     ball = {"norm": "linf", "eps": 0.3, "steps": 2, "step_size": 0.2}
     tables = {
         "title": "Signs",
