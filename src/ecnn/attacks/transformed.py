@@ -13,7 +13,7 @@ from ecnn.attacks.base import BallAttack, Cost, Target, gradient_of
 from ecnn.attacks.draws import Draws
 from ecnn.attacks.images import per_image
 from ecnn.attacks.norms import NORMS
-from ecnn.attacks.views import Loss, find_view
+from ecnn.attacks.views import Aim, Loss, find_view
 from ecnn.checks import check_count, check_number, parse_eps
 
 
@@ -75,7 +75,7 @@ class TransformedPGD(BallAttack):
             leaf = points.detach().requires_grad_(True)
             with torch.enable_grad(), target.autocast():
                 seen = self.transform(leaf, draws.fold(number))
-                look = view.look(target.model, seen, labels, None, self.loss, math.inf)
+                look = view.look(target.model, seen, Aim(labels, loss=self.loss))
                 total += gradient_of(look.losses, leaf)
             target.count(view.passes_per_look, view.passes_per_look)
         return total / self.transformations
