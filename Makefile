@@ -61,7 +61,7 @@ $(READY): pyproject.toml constraints.txt Makefile
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet "$(TORCH)" "$$(grep '^numpy==' constraints.txt)"
 	$(BIN)/python -m pip freeze --exclude-editable > $(VENV)/torch.txt
-	$(BIN)/python -m pip install --quiet -c $(VENV)/torch.txt -c constraints.txt -e ".[fast,dev]"
+	$(BIN)/python -m pip install --quiet -c $(VENV)/torch.txt -c constraints.txt -e ".[dev]"
 	@touch $@
 
 $(PEERS)/peers: pyproject.toml constraints.txt peers.txt

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import subprocess
 from pathlib import Path
 
@@ -14,9 +15,11 @@ from conftest import ecnn_command
 
 import ecnn
 from ecnn.attacks import ATTACKS, PGD
-from ecnn.data import load_data
+from ecnn.cli import main
+from ecnn.data import Split, load_data
 from ecnn.errors import InputError
 from ecnn.pipeline import plan, train_run, training_attack
+from ecnn.pipeline.devices import suitable_threads
 from ecnn.spec import DataTable, Spec, make_attack
 
 SMALL = Spec(
@@ -42,6 +45,35 @@ def test_dry_run_prints_the_spec_and_writes_nothing(tmp_path: Path) -> None:
     assert spec["train"]["epochs"] == 3
     assert spec["train"]["attack"]["eps"] == "0.1"
     assert list(tmp_path.iterdir()) == []
+
+
+def test_small_work_gets_one_thread_unless_the_user_says_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    small = Split(torch.zeros(1, 1, 8, 8, dtype=torch.uint8), torch.zeros(1, dtype=torch.int64))
+    large = Split(torch.zeros(1, 3, 32, 32, dtype=torch.uint8), torch.zeros(1, dtype=torch.int64))
+    model = ecnn.ResNet(10, 3)  # 273,066 weights
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+        for split, threads in ((small, 1), (large, 2)):
+            with suitable_threads(model, split):
+                assert torch.get_num_threads() == threads
+            assert torch.get_num_threads() == 2
+        monkeypatch.setenv("OMP_NUM_THREADS", "2")
+        with suitable_threads(model, small):
+            assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("own", [{}, {"GOMP_SPINCOUNT": "7"}, {"OMP_WAIT_POLICY": "ACTIVE"}])
+def test_waiting_threads_sleep_unless_the_user_says_otherwise(
+    monkeypatch: pytest.MonkeyPatch, own: dict[str, str]
+) -> None:
+    found = dict(own)
+    monkeypatch.setattr(os, "environ", found)
+    main()
+    assert found == (own or {"OMP_WAIT_POLICY": "PASSIVE", "KMP_BLOCKTIME": "0"})
 
 
 def test_models_are_listed() -> None:

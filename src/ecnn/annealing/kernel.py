@@ -25,7 +25,12 @@ COMPILED: bool = numba is not None and not numba.config.DISABLE_JIT
 
 def compiled(function: Function) -> Function:
     """The function as machine code where numba is installed, else the function itself."""
-    return cast(Function, numba.njit(cache=True)(function)) if COMPILED else function
+    if not COMPILED:
+        return function
+    try:
+        return cast(Function, numba.njit(cache=True)(function))
+    except RuntimeError:  # nowhere to keep the machine code, as in a read-only installation
+        return cast(Function, numba.njit(function))
 
 
 class Problem(NamedTuple):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable
 from typing import Annotated, ParamSpec
 
@@ -18,6 +19,10 @@ from ecnn.cli.train_command import train
 from ecnn.errors import InputError
 
 Arguments = ParamSpec("Arguments")
+
+# Threads that wait for each other sleep. By default they spin, and beside other processes on the same cores work all
+# but stops. Read when torch is loaded, so set before; whoever sets one of them decides for himself.
+_WAITING = {"OMP_WAIT_POLICY": "PASSIVE", "KMP_BLOCKTIME": "0"}
 
 app = typer.Typer(
     name="ecnn",
@@ -48,6 +53,8 @@ def one_sentence_errors(command: Callable[Arguments, None]) -> Callable[Argument
 def main(
     version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
 ) -> None:
+    if not os.environ.keys() & {*_WAITING, "GOMP_SPINCOUNT"}:
+        os.environ.update(_WAITING)
     if version:
         typer.echo(f"ecnn {ecnn.__version__}")
         raise typer.Exit

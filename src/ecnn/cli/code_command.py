@@ -66,7 +66,7 @@ def code(
             )
         if not kernel.COMPILED:
             typer.echo(
-                "designing without numba; with it (pip install 'ecnn[fast]') this is about 100 times faster",
+                "designing without numba; with it (pip install numba) this is about 100 times faster",
                 err=True,
             )
         started = time.monotonic()

@@ -12,7 +12,7 @@ from ecnn import runs
 from ecnn.auditing import Audit, Cost, audit, estimate_cost, resolve_budget
 from ecnn.data import NAMES, Split, load_data
 from ecnn.errors import InputError
-from ecnn.pipeline.devices import find_device
+from ecnn.pipeline.devices import find_device, suitable_threads
 from ecnn.pipeline.training import AnyPath, load_test_images
 from ecnn.plots import plot_audit
 from ecnn.progress import Progress
@@ -84,19 +84,20 @@ def audit_run(
         resume: goes on with what an earlier audit left there.
     """
     table = made.table
-    found = audit(
-        made.model,
-        made.split,
-        norm=table.norm,  # type: ignore[arg-type]
-        eps=table.eps,
-        claim=table.claim,
-        limit=made.images,
-        budget=table.budget,
-        seed=table.seed,
-        run_dir=out,
-        resume=resume,
-        progress=progress,
-    )
+    with suitable_threads(made.model, made.split):
+        found = audit(
+            made.model,
+            made.split,
+            norm=table.norm,  # type: ignore[arg-type]
+            eps=table.eps,
+            claim=table.claim,
+            limit=made.images,
+            budget=table.budget,
+            seed=table.seed,
+            run_dir=out,
+            resume=resume,
+            progress=progress,
+        )
     if out is not None:
         plot_audit(found, Path(out) / "audit.png")
     return found

@@ -17,7 +17,7 @@ from ecnn.checks import did_you_mean
 from ecnn.errors import InputError
 from ecnn.evaluation import Evaluation, evaluate, load_images
 from ecnn.evaluation.batch import BATCH_SIZE
-from ecnn.pipeline.devices import find_device
+from ecnn.pipeline.devices import find_device, suitable_threads
 from ecnn.pipeline.training import AnyPath, load_test_images
 from ecnn.progress import Progress
 from ecnn.spec import Spec, attack_options, make_attack
@@ -71,7 +71,7 @@ def evaluate_run(
     place = find_device(device)
     model = runs.load_model(source, device=place)
     images = load_test_images(spec, root, data)
-    with _folder_for(out, save_images) as folder:
+    with _folder_for(out, save_images) as folder, suitable_threads(model, images):
         parts = [
             evaluate(
                 model,

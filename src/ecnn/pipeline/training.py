@@ -23,7 +23,7 @@ from ecnn.data import NAMES, Dataset, Split, load_adversarial_signs, load_data
 from ecnn.errors import InputError
 from ecnn.kinds import ModelKind
 from ecnn.models import build_model, find_kind, resolve_recipe, spell_out
-from ecnn.pipeline.devices import find_device
+from ecnn.pipeline.devices import find_device, suitable_threads
 from ecnn.progress import Progress
 from ecnn.recipes import MEMBER_OPTIONS, Recipe
 from ecnn.spec import CodeTable, Spec, attack_options, make_attack
@@ -243,27 +243,29 @@ def train_run(
     if _is_first_process():
         runs.start_run(folder, made.spec, made.code)
     started = time.monotonic()
-    history = fit(
-        model,
-        data.train,
-        val=data.val,
-        recipe=made.recipe,
-        attack=made.attack,
-        val_attack=made.val_attack,
-        seed=spec.seed,
-        run_dir=folder,
-        resume=resume,
-        compile_parts=compile_parts,
-        progress=progress,
-    )
-    _set_threshold(model, data.val.to(place), folder)
+    with suitable_threads(model, data.train):
+        history = fit(
+            model,
+            data.train,
+            val=data.val,
+            recipe=made.recipe,
+            attack=made.attack,
+            val_attack=made.val_attack,
+            seed=spec.seed,
+            run_dir=folder,
+            resume=resume,
+            compile_parts=compile_parts,
+            progress=progress,
+        )
+        _set_threshold(model, data.val.to(place), folder)
+        test_accuracy = accuracy(model, data.test)
     result = TrainedRun(
         folder=folder,
         parameters=sum(parameter.numel() for parameter in model.parameters()),
         epochs=len(history.epochs),
         best_epoch=history.best_epoch,
         val_accuracy=history.best_accuracy,
-        test_accuracy=accuracy(model, data.test),
+        test_accuracy=test_accuracy,
         test_images=len(data.test),
         seconds=time.monotonic() - started,
         notes=tuple(note for note in (history.note, *history.alarms) if note),
