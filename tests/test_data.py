@@ -436,6 +436,14 @@ def test_a_malicious_pickle_does_not_run(tmp_path: Path, protocol: int) -> None:
         (pickle.dumps({b"labels": []}), 'has no entry "data"'),
         (pickle.dumps({"data": 1})[:-1], "is refused"),
         (b"c_codecs\nencode\n(X\x01\x00\x00\x00aX\x03\x00\x00\x00zip\x86R.", "is refused"),
+        (b"\x80\x02Nr\xff\xff\xff\x1f.", "LONG_BINPUT asks for more memory"),  # 4 GB by 9 bytes
+        (b"\x80\x05\x96\xff\xff\xff\xff\x0f\x00\x00\x00.", "is refused"),
+        (b"cnumpy\nndarray\n(I9999999999\ntR.", "is refused"),
+        (b"cnumpy\ndtype\n(X\x05\x00\x00\x00S9999tR.", "an array of 'S9999'"),
+        (
+            pickle.dumps({"data": [np.zeros(1)] * 16 + [np.zeros(1) for _ in range(17)]}),
+            "more than 16 arrays",
+        ),
     ],
 )
 def test_damaged_pickles_are_refused(value: bytes, sentence: str) -> None:
@@ -816,10 +824,10 @@ def archive_of(folder: Path, relative: str) -> bytes:
 
 
 def offer(monkeypatch: pytest.MonkeyPatch, name: str, url: str, content: bytes) -> None:
-    md5 = hashlib.md5(content, usedforsecurity=False).hexdigest()
+    sha256 = hashlib.sha256(content).hexdigest()
     official = sources.ARCHIVES[name][0]
     monkeypatch.setitem(
-        sources.ARCHIVES, name, (downloads.Archive(url, md5, official.folder, official.provides),)
+        sources.ARCHIVES, name, (downloads.Archive(url, sha256, official.folder, official.provides),)
     )
 
 
@@ -858,10 +866,10 @@ def test_mnist_is_downloaded_file_by_file(
     for name in MNIST_FILES:
         content = (tmp_path / "made" / "MNIST" / "raw" / f"{name}.gz").read_bytes()
         (served / f"{name}.gz").write_bytes(content)
-        md5 = hashlib.md5(content, usedforsecurity=False).hexdigest()
+        sha256 = hashlib.sha256(content).hexdigest()
         archives.append(
             downloads.Archive(
-                f"{address}{name}.gz", md5, "MNIST/raw", (f"MNIST/raw/{name}.gz",), unpack=False
+                f"{address}{name}.gz", sha256, "MNIST/raw", (f"MNIST/raw/{name}.gz",), unpack=False
             )
         )
     monkeypatch.setitem(sources.ARCHIVES, "mnist", tuple(archives))
@@ -980,6 +988,15 @@ def test_zip_archives_are_unpacked_over_what_is_there(tmp_path: Path) -> None:
         downloads.unpack(archive, tmp_path)
 
 
+def test_an_archive_that_grows_too_large_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with zipfile.ZipFile(tmp_path / "large.zip", "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("zeros", bytes(5000))
+    monkeypatch.setattr(downloads, "_MAX_UNPACKED_BYTES", 4999)
+    with refused("holds more than"):
+        downloads.unpack(tmp_path / "large.zip", tmp_path / "out")
+    assert list((tmp_path / "out").iterdir()) == []
+
+
 def test_official_addresses() -> None:
     assert {name: len(archives) for name, archives in sources.ARCHIVES.items()} == {
         "mnist": 4,
@@ -989,7 +1006,7 @@ def test_official_addresses() -> None:
     }
     for archive in (archive for archives in sources.ARCHIVES.values() for archive in archives):
         assert archive.url.startswith("https://")
-        assert len(archive.md5) == 32
+        assert len(archive.sha256) == 64
         assert archive.provides
 
 

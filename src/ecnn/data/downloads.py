@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import logging
-import shutil
 import tarfile
 import tempfile
 import zipfile
@@ -17,6 +16,8 @@ from ecnn.errors import InputError
 from ecnn.progress import Progress
 
 _TIMEOUT_SECONDS = 30
+_MAX_UNPACKED_BYTES = 4 * 2**30
+_CHUNK_BYTES = 2**20
 
 
 @dataclass(frozen=True)
@@ -25,14 +26,14 @@ class Archive:
 
     Attributes:
         url: where it is.
-        md5: what it must be.
+        sha256: what it must be.
         folder: where it goes, or is unpacked, below the root.
         provides: files below the root that are there afterwards.
         unpack: whether it is a .tar.gz or .zip to unpack; otherwise it is used as it is.
     """
 
     url: str
-    md5: str
+    sha256: str
     folder: str
     provides: tuple[str, ...]
     unpack: bool = True
@@ -91,6 +92,7 @@ def unpack(archive: Path, folder: Path) -> None:
         # Resolved, as the check below compares with where a name really leads.
         temporary = Path(name).resolve()
         written = []
+        left = _MAX_UNPACKED_BYTES
         try:
             for member, content in _plain_files(archive):
                 target = (temporary / member).resolve()
@@ -100,7 +102,12 @@ def unpack(archive: Path, folder: Path) -> None:
                     )
                 target.parent.mkdir(parents=True, exist_ok=True)
                 with content, target.open("wb") as out:
-                    shutil.copyfileobj(content, out)
+                    while part := content.read(min(_CHUNK_BYTES, left + 1)):
+                        left -= out.write(part)
+                        if left < 0:
+                            raise InputError(
+                                f"{archive} is refused: it holds more than {_MAX_UNPACKED_BYTES >> 30} GiB."
+                            )
                 written.append(target.relative_to(temporary))
         except (tarfile.TarError, zipfile.BadZipFile, EOFError) as error:
             raise InputError(f"{archive} is not a whole archive: {error}.") from error
@@ -155,7 +162,7 @@ def _download(pooch: Any, archive: Archive, root: Path, progress: Progress | Non
     try:
         path = pooch.retrieve(
             archive.url,
-            known_hash=f"md5:{archive.md5}",
+            known_hash=f"sha256:{archive.sha256}",
             fname=archive.file_name,
             path=folder,
             downloader=pooch.HTTPDownloader(progressbar=bar, chunk_size=2**16, timeout=_TIMEOUT_SECONDS),

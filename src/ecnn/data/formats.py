@@ -7,10 +7,12 @@ import hashlib
 import io
 import math
 import pickle
+import pickletools
+import re
 import struct
 import warnings
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,15 +25,16 @@ from ecnn.progress import Progress
 _GREY_MODES = ("1", "L", "LA")
 _DEEP_MODES = ("I", "F")  # also I;16 and its kin: Pillow would clip them, not scale them
 _IDX_HEAD = 4
+_MOST_ARRAYS = 16
 
 
-def read_checked(path: Path, md5: str | None) -> bytes:
-    """The bytes of a file, which must have the known MD5 if one is known."""
+def read_checked(path: Path, sha256: str | None) -> bytes:
+    """The bytes of a file, which must have the known SHA-256 if one is known."""
     content = files.read_bytes(path)
-    found = hashlib.md5(content, usedforsecurity=False).hexdigest()
-    if md5 is not None and found != md5:
+    found = hashlib.sha256(content).hexdigest()
+    if sha256 is not None and found != sha256:
         raise InputError(
-            f"{path} is not the official file: its MD5 is {found} instead of {md5}, so it was truncated or "
+            f"{path} is not the official file: its SHA-256 is {found} instead of {sha256}, so it was truncated or "
             "altered; delete it and fetch it again."
         )
     return content
@@ -65,37 +68,58 @@ def read_idx(content: bytes, path: Path, ndim: int) -> np.ndarray:
     return np.frombuffer(content, dtype=np.uint8, offset=head).reshape(shape)
 
 
-def _latin1(text: str, encoding: str) -> bytes:
-    """What `_codecs.encode` does for bytes in pickles of protocol 2, and nothing else that it could do."""
-    if encoding != "latin1":
-        raise pickle.UnpicklingError(f"the encoding {encoding!r}")
-    return text.encode("latin1")
-
-
-# All that an array in a pickle needs. numpy's function is taken from an array, as its module was renamed.
-_RECONSTRUCT: Callable[..., Any] = np.empty(0).__reduce__()[0]  # type: ignore[assignment]
-_HARMLESS: dict[tuple[str, str], Any] = {
-    ("numpy.core.multiarray", "_reconstruct"): _RECONSTRUCT,
-    ("numpy._core.multiarray", "_reconstruct"): _RECONSTRUCT,
-    ("numpy", "ndarray"): np.ndarray,
-    ("numpy", "dtype"): np.dtype,
-    ("_codecs", "encode"): _latin1,
-}
-
-
 class _ArrayUnpickler(pickle.Unpickler):
-    """Reads lists, dictionaries, texts, numbers and arrays; a pickle that asks for anything else is refused."""
+    """Reads lists, dictionaries, texts, numbers and arrays; a pickle that asks for anything else is refused.
+
+    All that an array in a pickle needs is given here, in forms that take no more memory than the pickle itself.
+    """
+
+    def __init__(self, content: bytes) -> None:
+        for opcode, argument, _ in pickletools.genops(content):
+            # Both ask for memory by a number that the pickle names.
+            if opcode.name == "BYTEARRAY8" or ("PUT" in opcode.name and int(argument or 0) > len(content)):
+                raise pickle.UnpicklingError(f"its {opcode.name} asks for more memory than a dataset needs")
+        super().__init__(io.BytesIO(content), encoding="bytes")
+        self.bytes_left, self.arrays_left = len(content), _MOST_ARRAYS
+        self.harmless = {
+            ("numpy.core.multiarray", "_reconstruct"): self._empty_array,
+            ("numpy._core.multiarray", "_reconstruct"): self._empty_array,
+            ("numpy", "ndarray"): "ndarray",
+            ("numpy", "dtype"): _plain_dtype,
+            ("_codecs", "encode"): self._latin1,
+        }
 
     def find_class(self, module: str, name: str) -> Any:
-        if (module, name) not in _HARMLESS:
+        if (module, name) not in self.harmless:
             raise pickle.UnpicklingError(f"it asks for {module}.{name}, which no dataset needs")
-        return _HARMLESS[module, name]
+        return self.harmless[module, name]
+
+    def _empty_array(self, *_: Any) -> np.ndarray:
+        """What every array starts as; shape and values follow, and must have as many bytes as the shape says."""
+        self.arrays_left -= 1
+        if self.arrays_left < 0:
+            raise pickle.UnpicklingError(f"it holds more than {_MOST_ARRAYS} arrays")
+        return np.empty(0, dtype=np.uint8)
+
+    def _latin1(self, text: str, encoding: str) -> bytes:
+        """What `_codecs.encode` does for bytes in pickles of protocol 2, and nothing else that it could do."""
+        self.bytes_left -= len(text)
+        if encoding != "latin1" or self.bytes_left < 0:
+            raise pickle.UnpicklingError(f"the encoding {encoding!r}, or more text than it holds")
+        return text.encode("latin1")
+
+
+def _plain_dtype(kind: str | bytes, *_: Any) -> np.dtype[Any]:
+    name = kind.decode("latin1") if isinstance(kind, bytes) else str(kind)
+    if not re.fullmatch(r"[<>|]?[biuf][1248]", name):
+        raise pickle.UnpicklingError(f"an array of {name!r}, which no dataset needs")
+    return np.dtype(name)
 
 
 def read_pickle(content: bytes, path: Path, keys: Sequence[str]) -> dict[str, Any]:
     """The named entries of a dictionary pickled by Python 2, without running anything that the pickle asks for."""
     try:
-        value = _ArrayUnpickler(io.BytesIO(content), encoding="bytes").load()
+        value = _ArrayUnpickler(content).load()
     # Damaged pickles raise nearly every kind of error.
     except Exception as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__

@@ -22,27 +22,27 @@ TEST_FRACTION = 0.2  # where a source has no test images of its own
 TEST_SEED = 0  # never the caller's seed: test images must not move between runs
 IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".ppm", ".pgm", ".tif", ".tiff", ".webp")
 
-# MD5 of official files, by path below the root.
+# SHA-256 of official files, by path below the root.
 CHECKSUMS = {
-    "MNIST/raw/train-images-idx3-ubyte": "6bbc9ace898e44ae57da46a324031adb",
-    "MNIST/raw/train-labels-idx1-ubyte": "a25bea736e30d166cdddb491f175f624",
-    "MNIST/raw/t10k-images-idx3-ubyte": "2646ac647ad5339dbf082846283269ea",
-    "MNIST/raw/t10k-labels-idx1-ubyte": "27ae3e4e09519cfbb04c329615203637",
-    "MNIST/raw/train-images-idx3-ubyte.gz": "f68b3c2dcbeaaa9fbdd348bbdeb94873",
-    "MNIST/raw/train-labels-idx1-ubyte.gz": "d53e105ee54ea40749a09fcbcd1e9432",
-    "MNIST/raw/t10k-images-idx3-ubyte.gz": "9fb629c4189551a2d022fa330f9573f3",
-    "MNIST/raw/t10k-labels-idx1-ubyte.gz": "ec29112dd5afa0611ce80d1b7f02629c",
-    "cifar-10-batches-py/data_batch_1": "c99cafc152244af753f735de768cd75f",
-    "cifar-10-batches-py/data_batch_2": "d4bba439e000b95fd0a9bffe97cbabec",
-    "cifar-10-batches-py/data_batch_3": "54ebc095f3ab1f0389bbae665268c751",
-    "cifar-10-batches-py/data_batch_4": "634d18415352ddfa80567beed471001a",
-    "cifar-10-batches-py/data_batch_5": "482c414d41f54cd18b22e5b47cb7c3cb",
-    "cifar-10-batches-py/test_batch": "40351d587109b95175f43aff81a1287e",
-    "cifar-10-batches-py/batches.meta": "5ff9c542aee3614f3951f8cda6e48888",
-    "cifar-100-python/train": "16019d7e3df5f24257cddd939b257f8d",
-    "cifar-100-python/test": "f0ef6b0ae62326f3e7ffdfab6717acfc",
-    "cifar-100-python/meta": "7973b15100ade9c7d40fb424638fde48",
-    "optprojtran/optprojtran.npz": "888453def74bb8a6ba023a85bad59785",
+    "MNIST/raw/train-images-idx3-ubyte": "ba891046e6505d7aadcbbe25680a0738ad16aec93bde7f9b65e87a2fc25776db",
+    "MNIST/raw/train-labels-idx1-ubyte": "65a50cbbf4e906d70832878ad85ccda5333a97f0f4c3dd2ef09a8a9eef7101c5",
+    "MNIST/raw/t10k-images-idx3-ubyte": "0fa7898d509279e482958e8ce81c8e77db3f2f8254e26661ceb7762c4d494ce7",
+    "MNIST/raw/t10k-labels-idx1-ubyte": "ff7bcfd416de33731a308c3f266cc351222c34898ecbeaf847f06e48f7ec33f2",
+    "MNIST/raw/train-images-idx3-ubyte.gz": "440fcabf73cc546fa21475e81ea370265605f56be210a4024d2ca8f203523609",
+    "MNIST/raw/train-labels-idx1-ubyte.gz": "3552534a0a558bbed6aed32b30c495cca23d567ec52cac8be1a0730e8010255c",
+    "MNIST/raw/t10k-images-idx3-ubyte.gz": "8d422c7b0a1c1c79245a5bcf07fe86e33eeafee792b84584aec276f5a2dbc4e6",
+    "MNIST/raw/t10k-labels-idx1-ubyte.gz": "f7ae60f92e00ec6debd23a6088c31dbd2371eca3ffa0defaefb259924204aec6",
+    "cifar-10-batches-py/data_batch_1": "54636561a3ce25bd3e19253c6b0d8538147b0ae398331ac4a2d86c6d987368cd",
+    "cifar-10-batches-py/data_batch_2": "766b2cef9fbc745cf056b3152224f7cf77163b330ea9a15f9392beb8b89bc5a8",
+    "cifar-10-batches-py/data_batch_3": "0f00d98ebfb30b3ec0ad19f9756dc2630b89003e10525f5e148445e82aa6a1f9",
+    "cifar-10-batches-py/data_batch_4": "3f7bb240661948b8f4d53e36ec720d8306f5668bd0071dcb4e6c947f78e9682b",
+    "cifar-10-batches-py/data_batch_5": "d91802434d8376bbaeeadf58a737e3a1b12ac839077e931237e0dcd43adcb154",
+    "cifar-10-batches-py/test_batch": "f53d8d457504f7cff4ea9e021afcf0e0ad8e24a91f3fc42091b8adef61157831",
+    "cifar-10-batches-py/batches.meta": "f962466ef690d46b226450fb9aadc74ba4bc64a76aa526b5827fe4bc5c7125cb",
+    "cifar-100-python/train": "735e79b04f092ca3d2e6d07f368c0a7d70d48c48d28865950cc24454cf45129b",
+    "cifar-100-python/test": "4b67687d9933c4db8f0831104447f15b93774f4f464bd0516f0f0f2ac83b7864",
+    "cifar-100-python/meta": "a5d4786345c961390f865e93b434dbd5c6904ce880667e0cb888c97d449f28b9",
+    "optprojtran/optprojtran.npz": "3cc9b290c5c67403c3fc4e668975f79deac6c27d29f89665cc326d5ce8de006c",
 }
 
 # How many training and test images there are; files without an official checksum are checked by this.
@@ -65,14 +65,14 @@ _GTSRB_TEST = "GTSRB/Final_Test/Images"
 
 ARCHIVES: dict[str, tuple[Archive, ...]] = {
     "mnist": tuple(
-        Archive(_MNIST + Path(relative).name, md5, "MNIST/raw", (relative,), unpack=False)
-        for relative, md5 in CHECKSUMS.items()
+        Archive(_MNIST + Path(relative).name, sha256, "MNIST/raw", (relative,), unpack=False)
+        for relative, sha256 in CHECKSUMS.items()
         if relative.endswith(".gz")
     ),
     "cifar10": (
         Archive(
             _CIFAR + "cifar-10-python.tar.gz",
-            "c58f30108f718f92721af3b95e74349a",
+            "6d958be074577803d12ecdefd02955f39262c83c16fe9348329d7fe0b5c001ce",
             ".",
             tuple(relative for relative in CHECKSUMS if relative.startswith("cifar-10-")),
         ),
@@ -80,7 +80,7 @@ ARCHIVES: dict[str, tuple[Archive, ...]] = {
     "cifar100": (
         Archive(
             _CIFAR + "cifar-100-python.tar.gz",
-            "eb9058c3a382ffc7106e4002c42a8d85",
+            "85cd44d02ba6437773c5bbd22e183051d648de2e7d6b014e1ef29b855ba677a7",
             ".",
             tuple(relative for relative in CHECKSUMS if relative.startswith("cifar-100-")),
         ),
@@ -88,19 +88,19 @@ ARCHIVES: dict[str, tuple[Archive, ...]] = {
     "gtsrb": (
         Archive(
             _GTSRB + "GTSRB_Final_Training_Images.zip",
-            "f33fd80ac59bff73c82d25ab499e03a3",
+            "d32ac4b5fa9a1cbd1994768413902e8193599d9434cf0a8eb9cfd00a6d3a290c",
             ".",
             (f"{_GTSRB_TRAIN}/00042/GT-00042.csv",),
         ),
         Archive(
             _GTSRB + "GTSRB_Final_Test_Images.zip",
-            "c7e4e6327067d32654124b0fe9e82185",
+            "48ba6fab7e877eb64eaf8de99035b0aaecfbc279bee23e35deca4ac1d0a837fa",
             ".",
             (f"{_GTSRB_TEST}/00000.ppm",),
         ),
         Archive(
             _GTSRB + "GTSRB_Final_Test_GT.zip",
-            "fe31e9c9270bbcd7b84b7f21a9d9d9e5",
+            "f94e5a7614d75845c74c04ddb26b8796b9e483f43541dd95dd5b726504e16d6d",
             _GTSRB_TEST,
             (f"{_GTSRB_TEST}/GT-final_test.csv",),
         ),
