@@ -10,14 +10,13 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from training import as_graph
+from training import as_graph, images_per_second
 
 from ecnn import files, runs
 from ecnn.backbones import Centre, ConvUnit, ResNet
@@ -145,30 +144,6 @@ def pairs() -> dict[str, tuple[Callable[[], nn.Module], Callable[[], nn.Module],
     }
 
 
-def rate(call: Callable[[], Any], images: int, device: str, *, timings: int, seconds: float) -> float:
-    """Images per second in the fastest of several timings: what disturbs one only slows it."""
-
-    def wait() -> None:
-        if device == "cuda":
-            torch.cuda.synchronize()
-
-    call()
-    wait()
-    started = time.perf_counter()
-    call()
-    wait()
-    repeats = max(1, int(seconds / timings / max(1e-5, time.perf_counter() - started)))
-    best = 0.0
-    for _ in range(timings):
-        wait()
-        started = time.perf_counter()
-        for _ in range(repeats):
-            call()
-        wait()
-        best = max(best, repeats * images / (time.perf_counter() - started))
-    return best
-
-
 def training_step(model: nn.Module, objective: Any, batch: int, mode: str) -> tuple[Callable[[], Any], Any]:
     """The whole step of `fit` (augmentation, forward, backward, optimizer), and the engine that must be kept."""
     generator = torch.Generator().manual_seed(0)
@@ -200,7 +175,7 @@ def forward_pass(model: nn.Module, batch: int, device: str, mode: str) -> Callab
     return forward if mode == "eager" else as_graph(forward)
 
 
-def measure(device: str, batch: int, timings: int, seconds: float) -> list[dict[str, Any]]:
+def measure(device: str, batch: int, **effort: Any) -> list[dict[str, Any]]:
     table, kept = [], []
     for name, (batched, looped, objective) in pairs().items():
         for mode in ("eager", "graph") if device == "cuda" else ("eager",):
@@ -208,9 +183,9 @@ def measure(device: str, batch: int, timings: int, seconds: float) -> list[dict[
             for way, build in (("batched", batched), ("looped", looped)):
                 model = build().to(device)
                 step, engine = training_step(model, objective, batch, mode)
-                row[f"training_{way}"] = rate(step, batch, device, timings=timings, seconds=seconds)
+                row[f"training_{way}"] = images_per_second(step, batch, **effort)
                 forward = forward_pass(model, batch, device, mode)
-                row[f"inference_{way}"] = rate(forward, batch, device, timings=timings, seconds=seconds)
+                row[f"inference_{way}"] = images_per_second(forward, batch, **effort)
                 kept.append(engine)  # a graph may be replayed only while the optimizer that it captured lives
             for kind in ("training", "inference"):
                 row[f"{kind}_ratio"] = row[f"{kind}_batched"] / row[f"{kind}_looped"]
@@ -255,7 +230,7 @@ def main() -> None:
     if options.device == "cuda" and not torch.cuda.is_available():
         raise SystemExit("there is no CUDA device; --device cpu only shows that it runs")
     torch.backends.cudnn.benchmark = True
-    rows = measure(options.device, options.batch, options.timings, options.seconds)
+    rows = measure(options.device, options.batch, timings=options.timings, seconds=options.seconds)
     files.write_json(options.out, {"environment": runs.environment(), "rows": rows})
     files.write_text(options.out.with_suffix(".md"), markdown(files.read_json(options.out)))
 

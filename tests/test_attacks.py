@@ -280,21 +280,6 @@ def test_slack_stops_pushing() -> None:
     assert (lead(near) < lead(far)).all()
 
 
-@pytest.mark.parametrize(
-    ("changes", "sentence"),
-    [
-        ({"on": "soul"}, "on must be"),
-        ({"loss": "hate"}, "loss must be"),
-        ({"keep": "none"}, "keep must be"),
-        ({"steps": -1}, "steps must be"),
-        ({"eps": "x"}, "eps must be"),
-    ],
-)
-def test_bad_settings_are_found_when_the_attack_is_made(changes: dict[str, Any], sentence: str) -> None:
-    with pytest.raises(InputError, match=sentence):
-        PGD(**{"norm": "linf", "eps": 0.1, "steps": 1, "step_size": 0.1, **changes})
-
-
 @pytest.mark.parametrize("value", [-0.01, 1.01, 255.0, math.nan])
 def test_images_outside_the_unit_range_are_refused(value: float) -> None:
     images, labels = images_and_labels(dtype=torch.float32)

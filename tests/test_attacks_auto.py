@@ -694,48 +694,6 @@ def test_an_honest_model_gets_no_warning(model: nn.Module) -> None:
     assert doubts == ()
 
 
-# Bad settings
-
-
-@pytest.mark.parametrize(
-    ("maker", "changes", "sentence"),
-    [
-        (APGD, {"loss": "hate"}, "loss must be"),
-        (APGD, {"steps": 0}, "steps must be"),
-        (APGD, {"on": "soul"}, "on must be"),
-        (APGD, {"on": "members", "loss": "dlr"}, "no DLR"),
-        (APGD, {"keep": "last", "targets": 2}, "one start"),
-        (APGD, {"norm": "l3"}, "norm must be"),
-        (APGD, {"targets": 2, "on": lambda model, images, labels: labels}, "no targets"),
-        (FAB, {"targets": 0}, "targets must be"),
-        (FAB, {"on": "members"}, "one score per class"),
-        (FAB, {"bias": 2.0}, "bias must be"),
-        (FAB, {"overshoot": 0.5}, "overshoot must be"),
-        (FAB, {"retreat": -0.1}, "retreat must be"),
-        (FAB, {"eps": "x"}, "eps must be"),
-        (Square, {"queries": 0}, "queries must be"),
-        (Square, {"loss": "dlr"}, "loss must be"),
-        (Square, {"first_share": 0.0}, "first_share must be"),
-        (Square, {"l2_moves": "jumps"}, "l2_moves must be"),
-        (Square, {"on": "members"}, "one score per class"),
-        (AutoAttack, {"version": "plus"}, "version must be"),
-        (AutoAttack, {"keep": "last"}, "keep="),
-        (AutoAttack, {"on": "members"}, "one score per class"),
-    ],
-)
-def test_bad_settings_are_found_when_the_attack_is_made(
-    maker: Any, changes: dict[str, Any], sentence: str
-) -> None:
-    needed: dict[Any, dict[str, Any]] = {
-        APGD: {"steps": 1, "loss": "margin"},
-        FAB: {"steps": 1},
-        Square: {"queries": 1},
-        AutoAttack: {},
-    }
-    with pytest.raises(InputError, match=sentence):
-        maker(**{"norm": "linf", "eps": 0.1, **needed[maker], **changes})
-
-
 def test_labels_that_do_not_fit_the_images() -> None:
     model, images, labels = curved_case()
     with pytest.raises(InputError, match="labels must be int64"):

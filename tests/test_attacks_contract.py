@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from toys import coded_model, distance
 
 from ecnn.attacks import ATTACKS, PGD, Attack, Transfer
 from ecnn.constructions import random_code
+from ecnn.errors import InputError
 from ecnn.model import ECNN
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -62,7 +64,8 @@ VARIED = [*EVERY, *VARIANTS]
 
 def make(name: str, **changes: Any) -> Attack:
     if name == "transfer":
-        return Transfer(source=coded_model(), attack=make("pgd", early_exit=False), **changes)
+        source: dict[str, Any] = {"source": coded_model(), "attack": make("pgd", early_exit=False)}
+        return Transfer(**{**source, **changes})
     kind = name.partition("-")[0]
     return ATTACKS[kind](**{**SETTINGS[kind], **VARIANTS.get(name, {}), **changes})
 
@@ -330,3 +333,89 @@ def test_a_quick_search_finds_the_same(name: str, device: str) -> None:
     assert torch.allclose(plain.images, replayed.images, atol=1e-9)
     assert torch.equal(plain.success, replayed.success)
     assert torch.equal(plain.forwards, replayed.forwards)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "sentence"),
+    [
+        ("pgd", {"on": "soul"}, "on must be"),
+        ("pgd", {"loss": "hate"}, "loss must be"),
+        ("pgd", {"keep": "none"}, "keep must be"),
+        ("pgd", {"steps": -1}, "steps must be"),
+        ("pgd", {"eps": "x"}, "eps must be"),
+        ("apgd", {"loss": "hate"}, "loss must be"),
+        ("apgd", {"steps": 0}, "steps must be"),
+        ("apgd", {"on": "soul"}, "on must be"),
+        ("apgd", {"on": "members", "loss": "dlr"}, "no DLR"),
+        ("apgd", {"keep": "last", "targets": 2}, "one start"),
+        ("apgd", {"norm": "l3"}, "norm must be"),
+        ("apgd", {"targets": 2, "on": lambda model, images, labels: labels}, "no targets"),
+        ("fab", {"targets": 0}, "targets must be"),
+        ("fab", {"on": "members"}, "one score per class"),
+        ("fab", {"bias": 2.0}, "bias must be"),
+        ("fab", {"overshoot": 0.5}, "overshoot must be"),
+        ("fab", {"retreat": -0.1}, "retreat must be"),
+        ("fab", {"eps": "x"}, "eps must be"),
+        ("square", {"queries": 0}, "queries must be"),
+        ("square", {"loss": "dlr"}, "loss must be"),
+        ("square", {"first_share": 0.0}, "first_share must be"),
+        ("square", {"l2_moves": "jumps"}, "l2_moves must be"),
+        ("square", {"on": "members"}, "one score per class"),
+        ("autoattack", {"version": "plus"}, "version must be"),
+        ("autoattack", {"keep": "last"}, "keep="),
+        ("autoattack", {"on": "members"}, "one score per class"),
+        ("cw", {"steps": 0}, "steps must be a whole number from 1"),
+        ("cw", {"search_steps": 2.5}, "search_steps must be a whole number"),
+        ("cw", {"initial_constant": 0}, "initial_constant must be a number above 0"),
+        ("cw", {"confidence": -1}, "confidence must be a number"),
+        ("cw", {"lr": float("nan")}, "lr must be a number"),
+        ("cw", {"on": "members"}, "one score per class"),
+        ("cw", {"keep": "last"}, "keep must be"),
+        ("blindspot", {"shrink": 1.5}, "shrink must be a number above 0 and up to 1"),
+        ("blindspot", {"shrink": 0}, "shrink must be a number above 0"),
+        ("member_cw", {"targets": 0}, "targets must be a whole number from 1"),
+        ("deepfool", {"norm": "l3"}, "norm must be"),
+        ("deepfool", {"num_candidates": 1}, "num_candidates must be"),
+        ("deepfool", {"overshoot": -0.1}, "overshoot must be"),
+        ("fmn", {"norm": "l2", "steps": 0}, "steps must be"),
+        (
+            "fmn",
+            {"norm": "l2", "steps": 5, "radius_change": (0.05, 1.0)},
+            "radius_change must be two numbers",
+        ),
+        ("fmn", {"norm": "l2", "steps": 5, "step_size": 1.0}, "step_size must be two numbers"),
+        ("jsma", {"max_pixel_fraction": 1.2}, "max_pixel_fraction must be"),
+        ("jsma", {"max_pixel_fraction": -0.1}, "max_pixel_fraction must be"),
+        ("jsma", {"max_pixel_fraction": math.nan}, "max_pixel_fraction must be"),
+        ("jsma", {"pixels": "three"}, "pixels must be"),
+        ("jsma", {"goal": "worst"}, "goal must be"),
+        ("jsma", {"theta": 0.0}, "theta must be"),
+        ("jsma", {"theta": 1.5}, "theta must be"),
+        ("jsma", {"theta": math.nan}, "theta must be"),
+        ("jsma", {"max_pairs": 0}, "max_pairs must be"),
+        ("jsma", {"on": "members"}, "one score per class"),
+        ("jsma", {"goal": "each", "keep": "last"}, "one goal"),
+        ("jsma", {"keep": "none"}, "keep must be"),
+        ("hopskipjump", {"norm": "l1"}, "norm must be linf or l2"),
+        ("hopskipjump", {"steps": -1}, "steps must be"),
+        ("hopskipjump", {"samples": 1}, "samples must be"),
+        ("hopskipjump", {"init_tries": 0}, "init_tries must be"),
+        ("hopskipjump", {"max_batch": 0}, "max_batch must be"),
+        ("hopskipjump", {"precision": "bfloat16"}, "border"),
+        ("hopskipjump", {"keep": "none"}, "keep must be"),
+        ("noise", {"norm": "l0"}, "norm must be"),
+        ("noise", {"eps": -1}, "eps must be"),
+        ("noise", {"samples": 0}, "samples must be"),
+        ("noise", {"kind": "pink"}, "kind must be"),
+        ("noise", {"kind": "corners", "norm": "l2"}, "corners"),
+        ("transfer", {"source": "resnet"}, "source must be"),
+        ("transfer", {"attack": "pgd"}, "attack must be"),
+        ("transfer", {"labels": "all"}, "labels must be"),
+    ],
+)
+def test_bad_settings_are_found_when_the_attack_is_made(
+    name: str, changes: dict[str, Any], sentence: str
+) -> None:
+    make(name)
+    with pytest.raises(InputError, match=sentence):
+        make(name, **changes)

@@ -17,7 +17,6 @@ from toys import Constant, Linear, TanhNet, Undecoded, tiny_ecnn
 
 from ecnn.attacks.draws import Draws
 from ecnn.attacks.jsma import JSMA, best_one, best_pair, worth_pairing
-from ecnn.errors import InputError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -419,25 +418,3 @@ def test_a_model_that_cannot_decode_is_asked_again() -> None:
     assert torch.equal(known.images, asked.images)
     assert torch.equal(known.backwards, asked.backwards)
     assert torch.equal(asked.forwards - known.forwards, known.backwards // 2)
-
-
-@pytest.mark.parametrize(
-    ("changes", "sentence"),
-    [
-        ({"max_pixel_fraction": 1.2}, "max_pixel_fraction must be"),
-        ({"max_pixel_fraction": -0.1}, "max_pixel_fraction must be"),
-        ({"max_pixel_fraction": math.nan}, "max_pixel_fraction must be"),
-        ({"pixels": "three"}, "pixels must be"),
-        ({"goal": "worst"}, "goal must be"),
-        ({"theta": 0.0}, "theta must be"),
-        ({"theta": 1.5}, "theta must be"),
-        ({"theta": math.nan}, "theta must be"),
-        ({"max_pairs": 0}, "max_pairs must be"),
-        ({"on": "members"}, "one score per class"),
-        ({"goal": "each", "keep": "last"}, "one goal"),
-        ({"keep": "none"}, "keep must be"),
-    ],
-)
-def test_bad_settings_are_found_when_the_attack_is_made(changes: dict[str, Any], sentence: str) -> None:
-    with pytest.raises(InputError, match=sentence):
-        JSMA(**{"max_pixel_fraction": 0.1, **changes})

@@ -11,22 +11,7 @@ from toys import TINY, coded_model
 
 from ecnn.attacks import APGD, PGD, Attack, AutoAttack, Cost, HopSkipJump, Transfer
 from ecnn.attacks.views import SCORES, Aim, Averaged, Look, View, WeakestBit
-from ecnn.auditing.adaptive import (
-    CheapestBits,
-    Coded,
-    FeatureDistance,
-    InDouble,
-    InnerScores,
-    LogScores,
-    MeanMembers,
-    OwnTransfer,
-    Relay,
-    ScaledCrossEntropy,
-    Voting,
-    Within,
-    WorstMembers,
-    features_of,
-)
+from ecnn.auditing import adaptive
 from ecnn.auditing.bpda import Passing, can_pass_through, straight_through
 from ecnn.auditing.budgets import BUDGETS, Budget
 from ecnn.auditing.subject import Subject
@@ -123,9 +108,9 @@ CODED: dict[str, Attack] = {
     "members": PGD(on="members", loss="margin", **WALK),
     "tempered": PGD(on="tempered", loss="margin", **WALK),
     "codewords": PGD(on="members", loss="margin", targets=3, **WALK),
-    "cheapest-bits": PGD(on=CheapestBits(), **WALK),
+    "cheapest-bits": PGD(on=adaptive.CheapestBits(), **WALK),
     "min-bit": PGD(on=WeakestBit(), targets=3, **WALK),
-    "relay": Relay(steps=10, views=(CheapestBits(), "linear", "scores"), **BALL),
+    "relay": adaptive.Relay(steps=10, views=(adaptive.CheapestBits(), "linear", "scores"), **BALL),
 }
 
 
@@ -133,7 +118,7 @@ CODED: dict[str, Attack] = {
 def test_members_speak_where_the_decoder_is_saturated(name: str) -> None:
     model = Saturated()
     images, labels = firm_images(model)
-    assert isinstance(model, Coded)
+    assert isinstance(model, adaptive.Coded)
     assert max(broken(attack, model, images, labels) for attack in blind_attacks()) <= 0.6
     assert broken(CODED[name], model, images, labels) == 1
 
@@ -179,15 +164,15 @@ def test_cheapest_bits_counts_half_of_the_difference() -> None:
     # Symbol 0 is right for class 0: margins are minus the logits.
     logits = torch.tensor([[-1.0, -2.0, -3.0, -50.0, -9.0, -9.0]]).view(1, 1, 1, 6)
     labels = torch.tensor([0])
-    look = see(CheapestBits(), Says(), logits, labels)
+    look = see(adaptive.CheapestBits(), Says(), logits, labels)
     assert float(look.losses) == -(1 + 2 + 3)
-    towards = see(CheapestBits(), Says(), logits, labels, torch.tensor([2]))
+    towards = see(adaptive.CheapestBits(), Says(), logits, labels, torch.tensor([2]))
     assert float(towards.losses) == -(2 + 3 + 9)
     assert look.scores is None
     # Three members have changed sides: they are pushed on, but no further than the mean size of all six.
     turned = torch.tensor([[1.0, 2.0, 90.0, -50.0, -9.0, -9.0]]).view(1, 1, 1, 6)
     mean = (1 + 2 + 90 + 50 + 9 + 9) / 6
-    look = see(CheapestBits(), Says(), turned, labels)
+    look = see(adaptive.CheapestBits(), Says(), turned, labels)
     assert float(look.losses) == pytest.approx(1 + 2 + mean)
 
 
@@ -218,11 +203,11 @@ class Vote(Sees):
         return votes - 0.1 * torch.arange(4)
 
 
-@pytest.mark.parametrize("view", [MeanMembers(), WorstMembers()])
+@pytest.mark.parametrize("view", [adaptive.MeanMembers(), adaptive.WorstMembers()])
 def test_a_vote_falls_with_its_members(view: View) -> None:
     model = Vote()
     images, labels = firm_images(model)
-    assert isinstance(model, Voting)
+    assert isinstance(model, adaptive.Voting)
     assert max(broken(attack, model, images, labels) for attack in blind_attacks()) <= 0.3
     assert broken(PGD(on=view, **WALK), model, images, labels) >= 0.9
     assert broken(PGD(on=view, targets=3, **WALK), model, images, labels) >= 0.9
@@ -236,8 +221,8 @@ class Steep(Sees):
 
 
 STEEP: dict[str, Attack] = {
-    "inner-scores": PGD(on=InnerScores(num_classes=4), **WALK),
-    "float64": InDouble(attack=APGD(loss="margin", steps=20, **BALL), **BALL),
+    "inner-scores": PGD(on=adaptive.InnerScores(num_classes=4), **WALK),
+    "float64": adaptive.InDouble(attack=APGD(loss="margin", steps=20, **BALL), **BALL),
     "student": Transfer(source=Sees(), attack=APGD(loss="cross_entropy", steps=20, keep="last", **BALL)),
 }
 
@@ -260,10 +245,10 @@ def test_logarithms_undo_a_softmax() -> None:
     model = Warm()
     images, labels = firm_images(model)
     points = images.clone().requires_grad_(True)
-    look = see(LogScores(), model, points, labels)
+    look = see(adaptive.LogScores(), model, points, labels)
     expected = see(SCORES, Sees(), points, labels).losses * 8
     assert torch.allclose(look.losses, expected, rtol=1e-3)
-    assert broken(PGD(on=LogScores(), **WALK), model, images, labels) == 1
+    assert broken(PGD(on=adaptive.LogScores(), **WALK), model, images, labels) == 1
 
 
 def test_cross_entropy_on_scaled_scores_is_free_of_their_scale() -> None:
@@ -272,7 +257,7 @@ def test_cross_entropy_on_scaled_scores_is_free_of_their_scale() -> None:
             return 1e6 * self.logits(images)
 
     images, labels = firm_images(Sees())
-    view = ScaledCrossEntropy()
+    view = adaptive.ScaledCrossEntropy()
     losses = [see(view, model, images, labels).losses for model in (Sees(), Loud())]
     assert torch.allclose(losses[0], losses[1], rtol=1e-4)
     plain = broken(PGD(loss="cross_entropy", **WALK), Loud(), images, labels)
@@ -415,15 +400,17 @@ def test_features_are_attacked_where_nothing_after_them_speaks() -> None:
     images, labels = firm_images(model)
     assert max(broken(attack, model, images, labels) for attack in blind_attacks()) <= 0.6
     examples = examples_of(model)
-    view = FeatureDistance(means=class_means(all_features(model, examples.images), examples.labels, 4))
+    view = adaptive.FeatureDistance(
+        means=class_means(all_features(model, examples.images), examples.labels, 4)
+    )
     assert broken(PGD(on=view, targets=3, **WALK), model, images, labels) >= 0.9
     craft = APGD(loss="cross_entropy", steps=20, keep="last", **BALL)
     head = train_head(model, all_features(model, examples.images), examples.labels, 4)
     with torch.no_grad():
         assert (head(images).argmax(1) == labels).double().mean() >= 0.8  # a surrogate worth its name
-    assert broken(OwnTransfer(source=head, attack=craft), model, images, labels) >= 0.9
+    assert broken(adaptive.OwnTransfer(source=head, attack=craft), model, images, labels) >= 0.9
     walk = HopSkipJump(norm="linf", steps=8, samples=40)
-    assert broken(Within(attack=walk, **BALL), model, images, labels) >= 0.9
+    assert broken(adaptive.Within(attack=walk, **BALL), model, images, labels) >= 0.9
 
 
 @pytest.mark.slow
@@ -445,7 +432,7 @@ def test_class_means_are_means_and_absent_classes_are_never_aimed_at() -> None:
     assert torch.isnan(means[3]).all()
     points = some.images[:5].clone().requires_grad_(True)
     for goals in (None, torch.full((5,), 3)):
-        look = see(FeatureDistance(means=means), model, points, some.labels[:5], goals)
+        look = see(adaptive.FeatureDistance(means=means), model, points, some.labels[:5], goals)
         (gradient,) = torch.autograd.grad(look.losses.sum(), points)
         assert torch.isfinite(look.losses).all()
         assert torch.isfinite(gradient).all()
@@ -453,21 +440,23 @@ def test_class_means_are_means_and_absent_classes_are_never_aimed_at() -> None:
 
 def test_views_with_other_tensors_are_never_equal() -> None:
     """Recorded passes are found by their view: those of other means must not be replayed."""
-    assert FeatureDistance(means=torch.zeros(2, 3)) != FeatureDistance(means=torch.ones(2, 3))
-    assert InnerScores(num_classes=3) != InnerScores(num_classes=4)
-    assert InnerScores(num_classes=3) == InnerScores(num_classes=3)
+    assert adaptive.FeatureDistance(means=torch.zeros(2, 3)) != adaptive.FeatureDistance(
+        means=torch.ones(2, 3)
+    )
+    assert adaptive.InnerScores(num_classes=3) != adaptive.InnerScores(num_classes=4)
+    assert adaptive.InnerScores(num_classes=3) == adaptive.InnerScores(num_classes=3)
     assert Passing(view="scores") != Passing(view="linear")
 
 
 def test_features_are_found_by_name_or_by_listening() -> None:
     images = torch.rand(3, 2, 6, 6)
     coded = ECNN(random_code(5, 7, seed=0), 2, width=4, depth=8).eval()
-    features, scores = features_of(coded, images)
+    features, scores = adaptive.features_of(coded, images)
     assert features.shape == (3, 8)
     assert scores is not None
     assert torch.equal(scores, coded(images))
     plain = nn.Sequential(nn.Flatten(), nn.Linear(72, 9), nn.ReLU(), nn.Linear(9, 5))
-    features, scores = features_of(plain, images)
+    features, scores = adaptive.features_of(plain, images)
     assert torch.equal(features, plain[:3](images))
     assert all(not module._forward_hooks for model in (coded, plain) for module in model.modules())
 
@@ -496,10 +485,13 @@ def test_a_relay_goes_on_from_the_best_point() -> None:
     labels = torch.zeros(4, dtype=torch.int64)
     for view in ("members", "scores"):
         assert broken(PGD(on=view, start="image", **WALK), Shy(), images, labels) == 0
-    assert broken(Relay(steps=20, views=("members", "scores"), **BALL), Shy(), images, labels) == 1
-    assert broken(Relay(steps=20, views=("scores", "members"), **BALL), Shy(), images, labels) == 0
+    assert broken(adaptive.Relay(steps=20, views=("members", "scores"), **BALL), Shy(), images, labels) == 1
+    assert broken(adaptive.Relay(steps=20, views=("scores", "members"), **BALL), Shy(), images, labels) == 0
     assert (
-        broken(Relay(steps=20, views=("scores", "members"), restarts=2, **BALL), Shy(), images, labels) == 1
+        broken(
+            adaptive.Relay(steps=20, views=("scores", "members"), restarts=2, **BALL), Shy(), images, labels
+        )
+        == 1
     )
 
 
@@ -562,8 +554,10 @@ def whole_suite(model: nn.Module, *, surrogates: bool = True) -> dict[str, Attac
     examples = Examples(images, model(images).argmax(dim=1), are_true=False)
     subject = make_subject(model, "linf", 0.1, TINY)
     attacks = suite(subject, num_classes=5, random=False, examples=examples if surrogates else None)
-    attacks["hopskipjump"] = Within(norm="linf", eps=0.1, attack=HopSkipJump(norm="linf", steps=2, samples=8))
-    attacks["float64"] = InDouble(
+    attacks["hopskipjump"] = adaptive.Within(
+        norm="linf", eps=0.1, attack=HopSkipJump(norm="linf", steps=2, samples=8)
+    )
+    attacks["float64"] = adaptive.InDouble(
         norm="linf", eps=0.1, attack=APGD(norm="linf", eps=0.1, steps=6, loss="margin")
     )
     return attacks

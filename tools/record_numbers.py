@@ -438,22 +438,12 @@ def record_codes(book: Book) -> None:
         book.add(f"code.{name}", {**found, "status": status, "symbols": symbols})
 
 
-SHIPPED = {
-    "cifar10-adp": (3, 32, 32),
-    "cifar10-ecnn30": (3, 32, 32),
-    "cifar10-ecnn30-at": (3, 32, 32),
-    "cifar10-ecnn30-ce": (3, 32, 32),
-    "cifar10-ecnn30-q2": (3, 32, 32),
-    "cifar10-resnet20-at": (3, 32, 32),
-    "mnist-tanh16": (1, 28, 28),
-}
-
-
 def record_shipped(book: Book) -> None:
     """What the shipped models say of noise."""
     _, found = run_command("models", "--json")
     book.add("models", found)
-    for name, shape in SHIPPED.items():
+    for name, entry in found.items():
+        shape = (1, 28, 28) if entry["data"] == "mnist" else (3, 32, 32)
         noise = torch.rand(6, *shape, generator=torch.Generator().manual_seed(7))
         book.add_model(f"models.{name}", ecnn.load_model(name), noise)
 

@@ -356,19 +356,16 @@ class ResNet(nn.Module):
         mean: Mean | None = None,
     ) -> None:
         super().__init__()
-        self.config: dict[str, Any] = {
-            "num_classes": num_classes,
-            "in_channels": in_channels,
+        network: dict[str, Any] = {
             "depth": depth,
             "width": width,
             "batch_norm": batch_norm,
             "activation": activation,
         }
+        self.config: dict[str, Any] = {"num_classes": num_classes, "in_channels": in_channels, **network}
         self.in_channels = in_channels
         self.centre = Centre(mean)
-        self.trunk = Trunk(
-            in_channels, depth=depth, width=width, batch_norm=batch_norm, activation=activation
-        )
+        self.trunk = Trunk(in_channels, **network)
         self.head = nn.Linear(self.trunk.out_channels, num_classes)
         init_he_normal(self.head.weight, self.trunk.out_channels)
         _zero_bias(self.head)

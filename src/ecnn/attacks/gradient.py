@@ -87,8 +87,7 @@ class PGD(ClimbingAttack):
             images=images,
             labels=labels,
             goals=goals,
-            points=points,
-            best=points,
+            **dict.fromkeys(("points", "best"), points),
             best_losses=torch.full(images.shape[:1], -math.inf, device=images.device, dtype=images.dtype),
             broken=torch.zeros_like(labels, dtype=torch.bool),
         )

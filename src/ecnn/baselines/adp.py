@@ -51,26 +51,18 @@ class Ensemble(nn.Module):
         check_count("num_classes", num_classes, least=2)
         check_count("in_channels", in_channels)
         check_count("num_members", num_members)
-        self.config: dict[str, Any] = {
-            "num_classes": num_classes,
-            "in_channels": in_channels,
-            "num_members": num_members,
+        network: dict[str, Any] = {
             "depth": depth,
             "width": width,
             "batch_norm": batch_norm,
             "activation": activation,
         }
+        sizes = {"num_classes": num_classes, "in_channels": in_channels, "num_members": num_members}
+        self.config: dict[str, Any] = {**sizes, **network}
         self.num_members = num_members
         self.in_channels = in_channels
         self.centre = Centre(mean)
-        self.trunk = Trunk(
-            in_channels,
-            depth=depth,
-            width=width,
-            batch_norm=batch_norm,
-            activation=activation,
-            groups=num_members,
-        )
+        self.trunk = Trunk(in_channels, groups=num_members, **network)
         self.head = MemberDense(num_members, self.trunk.out_channels, num_classes)
 
     def member_scores(self, images: Tensor) -> Tensor:

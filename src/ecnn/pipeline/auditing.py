@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from torch import nn
 
@@ -83,21 +84,10 @@ def audit_run(
         out: where records, audit.json, audit.md and audit.png go; None keeps nothing.
         resume: goes on with what an earlier audit left there.
     """
-    table = made.table
+    options: dict[str, Any] = {**asdict(made.table), "limit": made.images, "run_dir": out, "resume": resume}
+    del options["data"]  # those are in made.split
     with suitable_threads(made.model, made.split):
-        found = audit(
-            made.model,
-            made.split,
-            norm=table.norm,  # type: ignore[arg-type]
-            eps=table.eps,
-            claim=table.claim,
-            limit=made.images,
-            budget=table.budget,
-            seed=table.seed,
-            run_dir=out,
-            resume=resume,
-            progress=progress,
-        )
+        found = audit(made.model, made.split, progress=progress, **options)
     if out is not None:
         plot_audit(found, Path(out) / "audit.png")
     return found
