@@ -42,15 +42,11 @@ class MultiScaleCNN(nn.Module):
         mean: Mean | None = None,
     ) -> None:
         super().__init__()
-        for name, value in (("in_channels", in_channels), ("width", width), ("hidden", hidden)):
+        sizes = {"in_channels": in_channels, "width": width, "hidden": hidden}
+        for name, value in sizes.items():
             check_count(name, value)
         check_count("num_classes", num_classes, least=2)
-        self.config: dict[str, Any] = {
-            "num_classes": num_classes,
-            "in_channels": in_channels,
-            "width": width,
-            "hidden": hidden,
-        }
+        self.config: dict[str, Any] = {"num_classes": num_classes, **sizes}
         self.in_channels = in_channels
         self.centre = Centre(mean)
         widths = [in_channels, width, 2 * width, 4 * width]
