@@ -86,8 +86,6 @@ def audit_run(
     """
     options: dict[str, Any] = {**asdict(made.table), "limit": made.images, "run_dir": out, "resume": resume}
     del options["data"]  # those are in made.split
-    options: dict[str, Any] = {**asdict(made.table), "limit": made.images, "run_dir": out, "resume": resume}
-    del options["data"]  # those are in made.split
     with suitable_threads(made.model, made.split):
         found = audit(made.model, made.split, progress=progress, **options)
     if out is not None:
