@@ -5,9 +5,10 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import re
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from ecnn.attacks import PGD, Attack, Attacked
 from ecnn.auditing import Audit, Finding, Stage, audit, load_audit, resolve_budget
 from ecnn.auditing.auditor import judge
+from ecnn.auditing.report import EXIT_CODES, Verdict
 from ecnn.data import Split
 from ecnn.errors import InputError
 
@@ -75,24 +77,23 @@ def robust_share(model: Linear, split: Split, eps: float) -> float:
 
 
 def test_an_honest_model_reaches_the_closed_form() -> None:
-    model, split = Linear(), make_split()
+    model, split = Linear(), make_split(400)  # enough to tell any claim from one five points lower
     truth = robust_share(model, split, EPS)
     assert 0.2 < truth < 0.8
-    found = audit(model, split, claim=truth, budget=TINY, **BALL)
+    found = audit(model, split, claim=truth, limit=400, budget=TINY, **BALL)
     assert found.accuracy == pytest.approx(truth, abs=1e-9)
     assert found.interval[0] < truth < found.interval[1]
     assert found.verdict == "believable", found.markdown()
     assert found.exit_code == 0
     assert found.clean_accuracy == 0.9
-    assert found.images == 150
+    assert found.images == 400
     assert found.claimed == truth
-    assert found.claim_source == "given"
     assert found.stages[0].name == "pgd-ce"
-    assert found.stages[0].attacked == 135
+    assert found.stages[0].attacked == 360
     assert found.stages[-1].accuracy == found.accuracy
-    assert sum(stage.broken for stage in found.stages) == 150 * (0.9 - truth)
-    assert found.broken_by.count(-2) == 15
-    assert found.broken_by.count(-1) == round(150 * truth)
+    assert sum(stage.broken for stage in found.stages) == 400 * (0.9 - truth)
+    assert found.broken_by.count(-2) == 40
+    assert found.broken_by.count(-1) == round(400 * truth)
 
 
 @pytest.mark.usefixtures("_no_diagnostics")
@@ -104,9 +105,10 @@ class Loud(Linear):
 
 
 def test_an_alarm_that_an_attack_has_answered_leaves_an_honest_claim_alone() -> None:
-    split = make_split()
+    split = make_split(400)
     truth = robust_share(Loud(), split, EPS)
-    found = audit(Loud(), split, claim=truth, budget=dataclasses.replace(TINY, probe_images=64), **BALL)
+    budget = dataclasses.replace(TINY, images=400, probe_images=64)
+    found = audit(Loud(), split, claim=truth, budget=budget, **BALL)
     alarms = {finding.name: finding for finding in found.findings if finding.level == "alarm"}
     assert "zero_gradients" in alarms, found.markdown()
     assert not any(finding.is_open for finding in alarms.values())
@@ -121,39 +123,94 @@ def test_a_claim_ten_points_higher_is_not_believed() -> None:
     found = audit(model, split, claim=truth + 0.1, budget=TINY, **BALL)
     assert found.verdict == "not believable"
     assert found.exit_code == 1
-    unclaimed = audit(model, split, budget=TINY, **BALL)
-    assert unclaimed.claim_source == "plain attack"
-    assert unclaimed.claimed == unclaimed.plain_accuracy == unclaimed.stages[0].accuracy
-    assert unclaimed.verdict == "believable"
+
+
+def test_without_a_claim_there_is_nothing_to_believe() -> None:
+    model, split = Linear(), make_split()
+    found = audit(model, split, budget=TINY, **BALL)
+    assert (found.verdict, found.exit_code, found.claimed) == ("trustworthy", 0, None)
+    left = f"{100 * found.accuracy:.1f} %"
+    page = found.markdown()
+    assert page.startswith(f"# Audit: {left} under attack, trustworthy\n\nThe audit finds {left} (95 %: ")
+    assert str(found).startswith(f"audited {left} [")
+    assert "believ" not in page
+    assert "claim" not in page
+
+
+@pytest.mark.usefixtures("_no_diagnostics")
+def test_a_gate_below_which_an_audit_fails() -> None:
+    model, split = Linear(), make_split()
+    truth = robust_share(model, split, EPS)
+    for least, verdict, status in (
+        (truth + 0.001, "below minimum", 1),
+        (truth - 0.2, "trustworthy", 0),
+        (truth, "inconclusive", 3),  # 150 images do not tell it from five points less
+    ):
+        found = audit(model, split, min_accuracy=least, budget=TINY, **BALL)
+        assert (found.verdict, found.exit_code, found.min_accuracy) == (verdict, status, least)
+        assert f"| asked for | {100 * least:.1f} % |" in found.markdown()
 
 
 @pytest.mark.usefixtures("_no_diagnostics")
 @pytest.mark.parametrize("norm", ["linf", "l2"])
 def test_a_ball_of_radius_zero_leaves_the_clean_accuracy(norm: Any) -> None:
-    found = audit(Linear(), make_split(40), norm=norm, eps=0, claim=0.9, budget=TINY)
+    found = audit(Linear(), make_split(40), norm=norm, eps=0, claim=0.8, budget=TINY)
     assert found.accuracy == found.clean_accuracy == 0.9
     assert found.verdict == "believable"
 
 
 @pytest.mark.parametrize(
-    ("claimed", "accuracy", "interval", "alarms", "verdict"),
+    ("claim", "least", "right", "images", "alarms", "verdict"),
     [
-        (0.50, 0.40, (0.37, 0.43), [], "not believable"),
-        (0.50, 0.40, (0.37, 0.43), ["noise"], "not believable"),
-        (0.408, 0.40, (0.399, 0.401), [], "believable"),  # less than a point above
-        (0.43, 0.40, (0.30, 0.50), [], "believable"),  # within sampling error
-        (0.48, 0.40, (0.30, 0.50), [], "inconclusive"),  # more than five points, too few images to tell
-        (0.40, 0.40, (0.37, 0.43), ["noise"], "inconclusive"),
-        (0.10, 0.40, (0.37, 0.43), ["noise"], "inconclusive"),
-        (0.00, 0.40, (0.37, 0.43), ["noise"], "believable"),  # nothing is claimed
-        (0.03, 0.00, (0.0, 0.04), ["noise"], "believable"),  # nothing stands that could be hiding
-        (1.00, 1.00, (0.96, 1.0), [], "believable"),
+        (0.50, None, 400, 1000, [], "not believable"),
+        (0.50, None, 400, 1000, ["noise"], "not believable"),
+        (0.408, None, 40_000, 100_000, [], "believable"),  # less than a point above
+        (0.43, None, 400, 1000, [], "inconclusive"),  # the interval reaches from 37 to 43 %
+        (0.41, None, 400, 1000, [], "believable"),  # within sampling error
+        (0.48, None, 40, 100, [], "inconclusive"),  # too few images
+        (0.40, None, 400, 1000, ["noise"], "inconclusive"),
+        (0.10, None, 400, 1000, ["noise"], "inconclusive"),
+        (0.00, None, 400, 1000, ["noise"], "believable"),  # nothing is claimed
+        (0.03, None, 0, 100, ["noise"], "believable"),  # nothing stands that could be hiding
+        (1.00, None, 100, 100, [], "believable"),
+        (1.00, None, 5, 5, [], "inconclusive"),
+        (None, None, 5, 5, [], "trustworthy"),
+        (None, None, 0, 100, [], "trustworthy"),
+        (None, None, 0, 100, ["noise"], "trustworthy"),
+        (None, None, 1, 100, ["noise"], "inconclusive"),
+        (None, 0.50, 499, 1000, [], "below minimum"),
+        (None, 0.50, 499, 1000, ["noise"], "below minimum"),
+        (None, 0.50, 500, 1000, [], "trustworthy"),
+        (None, 0.50, 900, 1000, ["noise"], "inconclusive"),
+        (None, 0.50, 5, 10, [], "inconclusive"),
+        (0.40, 0.50, 400, 1000, [], "below minimum"),
+        (0.60, 0.30, 400, 1000, [], "not believable"),
+        (0.40, 0.30, 400, 1000, [], "believable"),
     ],
 )
-def test_the_rule(claimed: float, accuracy: float, interval: Any, alarms: list[str], verdict: str) -> None:
-    found, reason = judge(claimed, accuracy, interval, alarms)
+def test_the_rule(
+    claim: float | None, least: float | None, right: int, images: int, alarms: list[str], verdict: str
+) -> None:
+    found, reason = judge(right / images, images, alarms, claim=claim, min_accuracy=least)
     assert found == verdict
     assert reason.endswith(".")
+
+
+@pytest.mark.parametrize("share", [0.0, 0.04, 0.3, 0.5, 0.65, 0.9, 1.0])
+@pytest.mark.parametrize("above", [-0.03, 0.0, 0.02, 0.04])
+def test_too_few_images_says_how_many_would_do(share: float, above: float) -> None:
+    claim = min(1.0, max(0.0, share + above))
+    verdict, reason = judge(share, 3, [], claim=claim)
+    if verdict == "believable":  # claims of nothing need no images
+        assert claim <= 0.05
+        return
+    assert verdict == "inconclusive"
+    enough = int(re.search(r"([\d,]+) images would do", reason)[1].replace(",", ""))  # type: ignore[index]
+    decided = judge(round(share * enough) / enough, enough, [], claim=claim)[0]
+    fewer = judge(round(share * (enough - 9)) / (enough - 9), enough - 9, [], claim=claim)[0]
+    assert decided != "inconclusive"
+    assert fewer == "inconclusive"
+    assert enough < 1700
 
 
 def alarm(subject: Any, progress: Any = None) -> list[Finding]:
@@ -192,7 +249,7 @@ def test_records_and_page(tmp_path: Path) -> None:
     found = audit(Linear(), split, claim=0.85, budget=TINY, run_dir=tmp_path, limit=50, **BALL)
     assert found.images == 50
     kept = json.loads((tmp_path / "audit.json").read_text())
-    assert (kept["format"], kept["version"], kept["exit_code"]) == ("ecnn-audit", 1, 1)
+    assert (kept["format"], kept["version"], kept["exit_code"]) == ("ecnn-audit", 2, 1)
     assert kept == json.loads(json.dumps(found.to_dict()))
     assert load_audit(tmp_path / "audit.json") == load_audit(tmp_path) == found
     page = (tmp_path / "audit.md").read_text()
@@ -209,7 +266,7 @@ def test_records_and_page(tmp_path: Path) -> None:
     ("change", "sentence"),
     [
         ({"format": "else"}, "does not hold an audit"),
-        ({"version": 2}, "version 2"),
+        ({"version": 3}, "version 3"),
         ({"verdict": "maybe"}, "damaged"),
         ({"stages": [{"name": "pgd"}]}, "damaged"),
         ({"interval": [0.1]}, "damaged"),
@@ -235,7 +292,7 @@ def an_audit(**changes: Any) -> Audit:
         "verdict": "believable",
         "reason": "So it is.",
         "claimed": 0.5,
-        "claim_source": "given",
+        "min_accuracy": None,
         "accuracy": 0.5,
         "interval": (0.3, 0.7),
         "clean_accuracy": 0.9,
@@ -256,12 +313,21 @@ def an_audit(**changes: Any) -> Audit:
 
 
 def test_an_audit_survives_the_disk(tmp_path: Path) -> None:
-    for verdict, status in (("believable", 0), ("not believable", 1), ("inconclusive", 3)):
+    assert set(EXIT_CODES) == set(get_args(Verdict))
+    for verdict, status in EXIT_CODES.items():
         given = an_audit(verdict=verdict)
         assert given.exit_code == status
         assert load_audit(given.save(tmp_path / "a.json")) == given
     with pytest.raises(InputError, match="verdict must be one of"):
         an_audit(verdict="maybe")
+
+
+@pytest.mark.parametrize(("source", "claimed"), [("given", 0.5), ("plain attack", None)])
+def test_audits_of_the_first_version_are_read(tmp_path: Path, source: str, claimed: float | None) -> None:
+    values = {**an_audit().to_dict(), "version": 1, "claim_source": source}
+    del values["min_accuracy"]
+    (tmp_path / "audit.json").write_text(json.dumps(values))
+    assert load_audit(tmp_path) == an_audit(claimed=claimed)
 
 
 class StopError(Exception):
@@ -337,7 +403,7 @@ def test_a_random_model_is_judged_by_the_mean_over_passes() -> None:
     split = make_split(60)
     split = Split(split.images, torch.zeros_like(split.labels))
     state = torch.get_rng_state()
-    found = audit(Flicker(0.2), split, claim=0.8, budget=TINY, **BALL)
+    found = audit(Flicker(0.2), split, claim=0.7, budget=TINY, **BALL)
     assert torch.equal(torch.get_rng_state(), state) or found.is_random
     assert found.is_random
     assert found.accuracy == pytest.approx(0.8, abs=0.04)  # 1,200 passes

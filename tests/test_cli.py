@@ -11,11 +11,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 from conftest import ecnn_command
+from typer.testing import CliRunner
 
 import ecnn
 from ecnn.cli import app
+from ecnn.cli.statuses import with_status
 from ecnn.codes import CodeMatrix, load_code
+from ecnn.errors import InputError
 
 
 def run(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
@@ -107,8 +111,75 @@ def test_mistakes_are_one_sentence_and_write_nothing(
 
 def test_debug_shows_the_traceback() -> None:
     done = run("code", "--classes", "9", "--length", "3", "--debug")
-    assert done.returncode != 0
-    assert "Traceback" in done.stderr
+    assert done.returncode == 2
+    assert done.stderr.startswith("Traceback")
+    assert done.stderr.splitlines()[-1].startswith("ecnn: ")
+
+
+class DivergedError(RuntimeError):
+    """One of ours, as far as its name tells."""
+
+    __module__ = "ecnn.training.loop"
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "sentence"),
+    [
+        (InputError("give more."), 2, "give more."),
+        (RuntimeError("no kernel\nand more"), 4, "RuntimeError: no kernel (--debug shows where)."),
+        (RuntimeError(), 4, "the machine or the model failed: RuntimeError (--debug"),
+        (MemoryError(), 4, "MemoryError"),
+        (OSError(28, "No space left on device"), 4, "OSError: [Errno 28] No space left on device"),
+        (RecursionError("x" * 9999), 4, "xxx..."),
+        (SystemExit(1), 4, "SystemExit: 1"),  # a model's file that ends the process
+        (typer.Exit(1), 4, "Exit"),
+        (DivergedError("it diverged."), 4, "ecnn: it diverged."),
+        (BrokenPipeError(), 141, ""),
+        (KeyboardInterrupt(), 130, "interrupted. It is kept."),
+    ],
+)
+def test_how_a_command_can_end(
+    error: BaseException, status: int, sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Only what a command returns is a verdict."""
+
+    def fails() -> int:
+        error.add_note("It is kept.")
+        raise error
+
+    with pytest.raises(typer.Exit) as ended:
+        with_status(fails)()
+    said = capsys.readouterr().err
+    assert ended.value.exit_code == status
+    assert sentence in said
+    assert len(said.splitlines()) == (status != 141)
+    assert ("It is kept." in said) == (status in (4, 130))
+    with pytest.raises(typer.Exit) as ended:
+        with_status(fails)(debug=True)
+    assert ended.value.exit_code == status
+    assert (status == 141) != ("Traceback" in capsys.readouterr().err)
+    for returned, expected in ((None, 0), (0, 0), (3, 3)):
+        with pytest.raises(typer.Exit) as ended:
+            with_status(lambda value=returned: value)()
+        assert ended.value.exit_code == expected
+
+
+def test_the_statuses_are_in_every_help() -> None:
+    for command in flags():
+        shown = CliRunner().invoke(app, [command, "--help"] if command else ["--help"]).stdout
+        assert "4 a fault of the machine or the model" in " ".join(shown.split())
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")
+def test_nobody_reads_and_the_disk_is_full() -> None:
+    """Neither ends in a traceback, nor in a status that means something else."""
+    words = " ".join(ecnn_command("code --show 10x30"))
+    for tail, status, said in (("| true", 141, ""), ("> /dev/full", 4, "No space left on device")):
+        script = f"{words} {tail}; exit ${{PIPESTATUS[0]}}"
+        done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=False)
+        assert done.returncode == status, done.stderr
+        assert said in done.stderr
+        assert len(done.stderr.splitlines()) == bool(said)
 
 
 def test_unknown_options_and_values() -> None:

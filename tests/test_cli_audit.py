@@ -7,9 +7,11 @@ from pathlib import Path
 
 import pytest
 from test_cli import run
-from typer.testing import CliRunner
+from typer.testing import CliRunner, Result
 
 from ecnn.cli import app
+from ecnn.data import load_data
+from ecnn.pipeline import load_module
 
 OWN = """
 import ecnn
@@ -29,6 +31,40 @@ def build():
 
 def number():
     return 7
+
+
+def raises():
+    raise RuntimeError("the weights are gone")
+
+
+def ends():
+    raise SystemExit(1)
+
+
+def for_colour_images():
+    return nn.Sequential(nn.Flatten(), nn.Linear(3 * 32 * 32, 10))
+
+
+def for_five_classes():
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, 5))
+
+
+class Needy(nn.Module):
+    def __init__(self, size):
+        super().__init__()
+
+
+class Answering:
+    def __init__(self):
+        self.network = build()
+
+    def __call__(self, images):
+        return self.network(images)
+
+
+network = build()
+answering = Answering()
+by_function = lambda images: network(images)
 """
 
 
@@ -56,10 +92,12 @@ def test_a_false_claim_about_a_module_of_ones_own(own: Path, tmp_path: Path) -> 
     assert json.loads((written / "audit.json").read_text()) == found
     assert (written / "audit.md").read_text().startswith("# Audit: not believable")
     assert (written / "audit.png").read_bytes().startswith(b"\x89PNG")
-    # The same audit of an honest claim goes on with what is there.
-    again = run(*audit(own, "--claim", str(found["accuracy"]), "--out", "audited"), cwd=tmp_path)
+    # The same audit of an honest claim, that 40 images can tell from a false one, goes on with what is there.
+    modest = max(0.0, found["accuracy"] - 0.15)
+    again = run(*audit(own, "--claim", str(modest), "--out", "audited"), cwd=tmp_path)
     assert again.returncode == 0, again.stdout + again.stderr
     assert again.stdout.startswith("# Audit: believable")
+    assert "auditing: pgd-ce: " in again.stderr  # a line per attack, where there is no terminal
 
 
 def test_the_cost_comes_first(own: Path, tmp_path: Path) -> None:
@@ -74,10 +112,15 @@ def test_the_cost_comes_first(own: Path, tmp_path: Path) -> None:
     [
         ({"--module": None}, "give either a run folder"),
         ({"--data": None}, "needs --data"),
-        ({"--module": "own.py:missing"}, "no function called 'missing'"),
+        ({"--module": "own.py:missing"}, "no function or model called 'missing'"),
         ({"--module": "own.py:number"}, "must return a torch module, not int"),
-        ({"--module": "other.py:build"}, "file.py:function"),
-        ({"--claim": "72"}, "0.72 for 72 %"),
+        ({"--module": "other.py:build"}, "file.py:name"),
+        ({"--module": "own.py:Needy"}, "needs arguments"),
+        ({"--module": "own.py:for_five_classes"}, "a label is"),
+        ({"--claim": "72"}, "claim (such as 0.72 for 72 %)"),
+        ({"--min-accuracy": "50"}, "min_accuracy (such as 0.72 for 72 %)"),
+        ({"--limit": "0"}, "limit must be"),
+        ({"--seed": "-1"}, "seed must be"),
         ({"--budget": "endless"}, "budget must be one of quick, standard, thorough"),
         ({"--eps": "many"}, "eps must be"),
         ({"--norm": "l7"}, "norm must be"),
@@ -86,17 +129,60 @@ def test_the_cost_comes_first(own: Path, tmp_path: Path) -> None:
 def test_what_cannot_be_audited_is_said_in_a_sentence(
     own: Path, change: dict[str, str | None], sentence: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    options: dict[str, str | None] = {
+    monkeypatch.chdir(own.parent)
+    done = dry_run(change)
+    assert done.exit_code == 2, done.output
+    assert done.stderr.splitlines()[-1].startswith("ecnn: ")
+    assert sentence in done.stderr
+
+
+def dry_run(change: dict[str, str | None]) -> Result:
+    """`ecnn audit --dry-run` with options that differ from the usual ones; a value of None leaves one out."""
+    options = {
         "--module": "own.py:build",
         "--data": "digits",
         "--eps": "0.1",
         "--budget": "quick",
         "--limit": "4",
-        **change,
     }
-    given = [part for name, value in options.items() if value is not None for part in (name, value)]
+    given = [
+        part for name, value in {**options, **change}.items() if value is not None for part in (name, value)
+    ]
+    return CliRunner().invoke(app, ["audit", "--dry-run", *given])
+
+
+@pytest.mark.parametrize("name", ["build", "network", "answering", "Answering", "by_function"])
+def test_a_module_is_an_instance_a_function_or_what_returns_one(
+    own: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(own.parent)
-    done = CliRunner().invoke(app, ["audit", *given])
-    assert done.exit_code == 2, done.output
-    assert done.stderr.splitlines()[-1].startswith("ecnn: ")
-    assert sentence in done.stderr
+    done = dry_run({"--module": f"own.py:{name}"})
+    assert done.exit_code == 0, done.output
+    images, labels = load_data("digits").test[:200]
+    right = (load_module(f"own.py:{name}").eval()(images).argmax(dim=1) == labels).double().mean()
+    assert right > 0.8
+
+
+@pytest.mark.parametrize(
+    ("module", "sentence"),
+    [
+        ("own.py:raises", "RuntimeError: the weights are gone"),
+        ("own.py:ends", "SystemExit: 1"),
+        ("own.py:for_colour_images", "RuntimeError: mat1 and mat2 shapes cannot be multiplied"),
+        ("broken.py:build", "SyntaxError"),
+        ("lost.py:build", "ModuleNotFoundError: No module named 'nowhere'"),
+    ],
+)
+def test_a_fault_of_the_model_is_no_verdict(
+    own: Path, module: str, sentence: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is found before the cost is paid."""
+    monkeypatch.chdir(own.parent)
+    Path("broken.py").write_text("def build(:\n")
+    Path("lost.py").write_text("import nowhere\n")
+    done = dry_run({"--module": module})
+    assert done.exit_code == 4
+    assert done.stdout == ""
+    (said,) = done.stderr.splitlines()
+    assert said.startswith("ecnn: the machine or the model failed: ")
+    assert sentence in said

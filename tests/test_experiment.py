@@ -221,11 +221,16 @@ def test_the_official_signs_are_evaluated_as_they_are() -> None:
     assert len(found) == 392
 
 
-def test_the_command(tmp_path: Path) -> None:
+def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     arguments = ["reproduce", "members", "--out", str(tmp_path)]
+    write_experiment(tmp_path / "tiny.toml", {**TINY, "arms": [{"name": "a", "title": "A"}]})
+    assert CliRunner().invoke(app, ["reproduce", str(tmp_path / "tiny.toml"), "--dry-run"]).exit_code == 0
+    tried: list[Any] = []
+    monkeypatch.setattr("ecnn.pipeline.try_plan", lambda spec, **places: tried.append(spec))
     planned = CliRunner().invoke(app, [*arguments, "--dry-run", "--arm", "ecnn10"])
     assert planned.exit_code == 0
     assert planned.stdout.startswith("ecnn10 seed 0: pgd, cw, cw-audited")
+    assert len(tried) == 1  # whatever the number of seeds
     empty = CliRunner().invoke(app, [*arguments, "--table"])
     assert "ecnn30  clean     -" in empty.stdout
     wrong = CliRunner().invoke(app, [*arguments, "--arm", "ecnn11"])
@@ -256,7 +261,7 @@ def test_several_processes_do_the_same(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "ecnn", "reproduce", str(tmp_path / "tiny.toml"), "--device", "cpu"]
     command += ["--out", str(tmp_path / "two"), "--jobs", "2"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 1
+    assert done.returncode == 4
     assert "b with seed 0 failed" in done.stderr
     assert "larger than the training set" in (tmp_path / "two/tiny/b/0/log.txt").read_text()
     run_task(tasks_of(experiment, tmp_path / "one", arms=["a"])[0], device="cpu")

@@ -127,8 +127,12 @@ def test_a_saved_run_is_attacked(digits_run: Path, tmp_path: Path) -> None:
     with np.load(tmp_path / "adv.npz", allow_pickle=False) as arrays:
         assert torch.allclose(torch.from_numpy(arrays["pgd@0.2.images"]), expected.images, atol=1e-6)
         assert arrays["label"].tolist() == labels.tolist()
+    assert done.stderr.startswith("attacking: clean ")  # a line per attack, where there is no terminal
+    assert done.stderr.count("pgd@0.2 ") == 1
+    assert "already finished" not in done.stderr
     again = subprocess.run(command, capture_output=True, text=True, check=True)
     assert json.loads(again.stdout)["attacks"] == found["attacks"]
+    assert again.stderr.splitlines()[-1] == f"already finished: this is what {tmp_path / 'out'} holds"
 
 
 @pytest.mark.parametrize(

@@ -258,7 +258,7 @@ class Book:
         for name, tensors in surrogates_of(run_dir).items():
             self.add(f"{key}.surrogate.{name}", hash_tensors(tensors))
         facts = (
-            "verdict exit_code claimed claim_source accuracy interval clean_accuracy plain_accuracy images norm eps "
+            "verdict exit_code claimed min_accuracy accuracy interval clean_accuracy plain_accuracy images norm eps "
             "budget seed is_random stages broken_by"
         )
         for name in facts.split():

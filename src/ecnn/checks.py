@@ -50,6 +50,13 @@ def check_number(
         raise InputError(f"{name} must be a number {span}, not {value!r}.")
 
 
+def check_shares(**shares: float | None) -> None:
+    """Raises InputError unless each is None or a share from 0 to 1; per cent are a common mistake."""
+    for name, share in shares.items():
+        if share is not None:
+            check_number(f"{name} (such as 0.72 for 72 %)", share, most=1.0)
+
+
 def check_choice(name: str, value: Any, known: Iterable[str]) -> None:
     """Raises InputError unless the value is one of the names; the sentence lists them and guesses which was meant."""
     known = list(known)

@@ -152,9 +152,14 @@ def plot_audit(audit: Audit, path: str | os.PathLike[str]) -> Path:
     height = max(3.4, 1.7 + 0.34 * len(steps))
     figure = Figure(figsize=(10.4 if has_curve else 6.6, height), layout="constrained", facecolor="white")
     axes = figure.subplots(1, 2, width_ratios=[1.5, 1]) if has_curve else [figure.subplots()]
-    colour = {"believable": "#15803d", "not believable": ACCENT, "inconclusive": "#b45309"}[audit.verdict]
+    # Without a claim there is nothing to be green about: 0 % can be trusted too.
+    colours = {"believable": "#15803d", "trustworthy": INK, "inconclusive": "#b45309"}
+    colour = colours.get(audit.verdict, ACCENT)
+    figures = f"audited {100 * audit.accuracy:.1f} %"
+    if audit.claimed is not None:
+        figures = f"claimed {100 * audit.claimed:.1f} %, {figures}"
     figure.suptitle(
-        f"{audit.verdict.capitalize()}: claimed {100 * audit.claimed:.1f} %, audited {100 * audit.accuracy:.1f} %",
+        f"{audit.verdict.capitalize()}: {figures}",
         x=0.01,
         ha="left",
         color=colour,
@@ -183,8 +188,9 @@ def _draw_steps(axes: Axes, audit: Audit, steps: list[tuple[str, float]], colour
         axes.text(share + 1.2, place, f"{share:.1f}", va="center", fontsize=9, color=INK, bbox=box, zorder=4)
     low, high = (100 * bound for bound in audit.interval)
     axes.axvspan(low, high, color=colour, alpha=0.14, lw=0, zorder=1, label="audited, 95 % interval")
-    label = "claim" if audit.claim_source == "given" else "plain attack"
-    axes.axvline(100 * audit.claimed, color=ACCENT, lw=1.6, ls=(0, (4, 2)), zorder=3, label=label)
+    for label, asked in (("claim", audit.claimed), ("minimum", audit.min_accuracy)):
+        if asked is not None:
+            axes.axvline(100 * asked, color=ACCENT, lw=1.6, ls=(0, (4, 2)), zorder=3, label=label)
     quiet = len(audit.stages) + 1 - len(steps)
     others = f"  ({quiet} more attack{'s' if quiet > 1 else ''} broke nothing)" if quiet else ""
     axes.set(yticks=places, yticklabels=names, xlim=(0, 106), xlabel=f"accuracy left, %{others}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -9,9 +10,15 @@ from contextlib import contextmanager
 Progress = Callable[[int, int, str], None]
 
 
+class Milestone(str):
+    """News at the end of an epoch or a stage: worth a line of its own where there is no bar."""
+
+    __slots__ = ()
+
+
 @contextmanager
 def progress_bar(title: str) -> Iterator[Progress]:
-    """A bar on standard error, to be passed as `progress=`; shows nothing where that is not a terminal."""
+    """A bar on standard error, to be passed as `progress=`; where that is no terminal, a line for every milestone."""
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
@@ -28,5 +35,8 @@ def progress_bar(title: str) -> Iterator[Progress]:
 
         def show(done: int, total: int, news: str) -> None:
             bar.update(task, completed=done, total=total, news=news)
+            if not console.is_terminal and isinstance(news, Milestone):
+                sys.stderr.write(f"{title}: {news}\n")
+                sys.stderr.flush()
 
         yield show

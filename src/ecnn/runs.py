@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import platform
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -59,6 +61,26 @@ def is_finished(folder: Path, spec: Spec) -> bool:
 def finish_run(folder: Path) -> None:
     """Marks the run as complete."""
     files.write_text(folder / DONE, "")
+
+
+@contextmanager
+def kept_in(folder: str | os.PathLike[str] | None, *, resume: bool = True) -> Iterator[None]:
+    """Notes on whatever ends the work early, Ctrl-C or a fault, what the folder keeps of it and how to go on.
+
+    Args:
+        folder: where the work writes; None where it keeps nothing.
+        resume: whether the same request goes on with what it finds there.
+    """
+    try:
+        yield
+    except BaseException as error:
+        again = "the same command" if resume else "the same command without --no-resume"
+        error.add_note(
+            "Nothing is kept: with --out it could go on."
+            if folder is None
+            else f"What is finished is kept in {folder}: {again} goes on from there."
+        )
+        raise
 
 
 def environment() -> dict[str, Any]:

@@ -11,7 +11,7 @@ from in spec.toml with every choice spelled out. Keys are the keyword arguments 
     [attacks.NAME] kind, a name of `ecnn.attacks.ATTACKS`, and options of that kind; limit: of so many images;
                    data: on these images in place of the test images; source: crafted on this model, shown to ours;
                    members: on each of the first so many members, shown to all of them
-    [audit]        norm, eps, claim, limit, budget, seed: arguments of `ecnn.audit`; data, likewise
+    [audit]        norm, eps, claim, min_accuracy, limit, budget, seed: arguments of `ecnn.audit`; data, likewise
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from typing import Any
 from ecnn import files
 from ecnn.attacks import ATTACKS, Attack
 from ecnn.attacks.norms import NORMS
-from ecnn.checks import build, check_choice, check_count, check_options, parse_eps
+from ecnn.checks import build, check_choice, check_count, check_options, check_shares, parse_eps
 from ecnn.data import Dataset
 from ecnn.errors import InputError
 from ecnn.models import find_kind
@@ -118,6 +118,7 @@ class AuditTable:
     norm: str = "linf"
     eps: float | str
     claim: float | None = None
+    min_accuracy: float | None = None
     limit: int | None = None
     budget: str = "standard"
     seed: int = 0
@@ -126,6 +127,10 @@ class AuditTable:
     def __post_init__(self) -> None:
         check_choice("norm", self.norm, NORMS)
         parse_eps(self.eps)
+        check_shares(claim=self.claim, min_accuracy=self.min_accuracy)
+        if self.limit is not None:
+            check_count("limit", self.limit)
+        check_count("seed", self.seed, least=0)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -52,6 +52,9 @@ class Cost:
     forwards: int
     backwards: int
 
+    def __str__(self) -> str:
+        return f"{self.forwards:,} images forward and {self.backwards:,} backward"
+
     def __add__(self, other: Cost) -> Cost:
         return Cost(self.forwards + other.forwards, self.backwards + other.backwards)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,7 +25,7 @@ from ecnn.auditing.subject import Subject
 from ecnn.auditing.suite import find_traits, suite
 from ecnn.auditing.surrogates import choose_examples
 from ecnn.backbones import eval_mode, without_tf32
-from ecnn.checks import check_choice, check_number, parse_eps
+from ecnn.checks import check_choice, check_shares, parse_eps
 from ecnn.data import Split
 from ecnn.errors import InputError
 from ecnn.evaluation import Evaluation
@@ -36,7 +37,7 @@ from ecnn.progress import Progress
 FOLDER, RESULT, PAGE = "audit", "audit.json", "audit.md"
 #: A claim this little above the audited accuracy is rounding, not a false claim.
 SLACK = 0.01
-#: A claim this far above it should not pass for want of images.
+#: That the truth lies this far below a claim must be ruled out before the claim is believed.
 RESOLUTION = 0.05
 _FLAGGED = 256
 
@@ -48,6 +49,7 @@ def audit(
     norm: Norm,
     eps: float | str,
     claim: float | None = None,
+    min_accuracy: float | None = None,
     limit: int | None = None,
     budget: str | Budget = "standard",
     seed: int = 0,
@@ -55,16 +57,17 @@ def audit(
     resume: bool = True,
     progress: Progress | None = None,
 ) -> Audit:
-    """Whether to believe that a model keeps a claimed accuracy under attack.
+    """What accuracy a model keeps under attack, and whether to believe a claimed one.
 
     The suite of attacks is made in its order, each on the images that the earlier ones left, and an image counts as
     robust only if it is right when clean and under all of them, by fresh passes in float32. Then the diagnostics look
     for signs that attacks fail for another reason than robustness. The verdict is
 
     - "not believable" when the claim lies above the audited accuracy by more than a point and above its interval;
-    - "inconclusive" when no attack contradicts it but an alarm says that attacks are fooled, or when it lies more than
-      five points above and the images are too few to tell;
-    - "believable" otherwise.
+    - "below minimum" when the audited accuracy is below `min_accuracy`;
+    - "inconclusive" when no attack contradicts the claim, or what was found, but an alarm says that attacks are
+      fooled; or when the images are too few: the interval reaches more than five points below the claim;
+    - "believable" otherwise. Without a claim there is nothing to believe: what was found is then "trustworthy".
 
     A model whose passes differ is judged by the mean over passes: of each image the point is taken at which it is
     wrong most often, and the share of new passes that are right there is its part in the accuracy. Counting an image
@@ -74,8 +77,8 @@ def audit(
         model: pixels in [0, 1] to scores (batch, class), 2 to 1,000 classes, on any device; left as it was.
         split: usually `data.test`; what follows the audited images serves to train surrogates.
         norm, eps: of the ball it is said to be robust in.
-        claim: the accuracy under attack in question, from 0 to 1. Without one, what the plain attack alone leaves
-            stands for it, which a usual evaluation would have reported.
+        claim: the accuracy under attack in question, from 0 to 1; None where nothing is claimed.
+        min_accuracy: the least that is asked for, from 0 to 1; None asks for nothing.
         limit: how many images, the first of the split; the budget's number if not given.
         budget: "quick", "standard", "thorough", or one of your own.
         seed: of all randomness.
@@ -85,8 +88,7 @@ def audit(
     """
     check_choice("norm", norm, NORMS)
     eps, budget = parse_eps(eps), resolve_budget(budget)
-    if claim is not None:
-        check_number("claim (such as 0.72 for 72 %)", claim, most=1.0)
+    check_shares(claim=claim, min_accuracy=min_accuracy)
     chosen = check_request(model, split, budget.images if limit is None else limit, BATCH_SIZE)
     folder = None if run_dir is None else Path(run_dir) / FOLDER
     if run_dir is not None:
@@ -102,9 +104,8 @@ def audit(
         findings = _find(subject, staged.evaluation, folder, resume, progress)
     # One pass of a random model is no evidence.
     evidence = [] if is_random else read_evidence(staged.evaluation)
-    result = _conclude(
-        subject, staged, [*evidence, *_failures(staged.evaluation), *findings], claim, is_random
-    )
+    findings = [*evidence, *_failures(staged.evaluation), *findings]
+    result = _conclude(subject, staged, findings, claim, min_accuracy, is_random)
     if run_dir is not None:
         result.save(Path(run_dir) / RESULT)
         files.write_text(Path(run_dir) / PAGE, result.markdown())
@@ -146,53 +147,84 @@ def _plain(finding: Finding) -> Finding:
     return dataclasses.replace(finding, evidence=describe(finding.evidence))
 
 
-def judge(claimed: float, accuracy: float, interval: Interval, alarms: Sequence[str]) -> tuple[Verdict, str]:
-    """The verdict on a claim, and a sentence that says why.
+def judge(
+    accuracy: float,
+    images: int,
+    alarms: Sequence[str],
+    *,
+    claim: float | None = None,
+    min_accuracy: float | None = None,
+) -> tuple[Verdict, str]:
+    """The verdict on what an audit found, and a sentence that says why.
 
     Args:
-        claimed: the accuracy in question.
-        accuracy, interval: what the audit found.
+        accuracy, images: what the audit found, on how many images.
         alarms: names of the findings that say attacks are fooled. Where nothing stands they have nothing to hide, and
             a claim of nothing cannot be too high.
+        claim, min_accuracy: as `audit` takes them.
     """
-    above, (_, high) = claimed - accuracy, interval
-    figures = f"The claim is {100 * claimed:.1f} %, and the audit finds {100 * accuracy:.1f} %"
-    if above > SLACK and claimed > high:
-        return "not believable", f"{figures}, at most {100 * high:.1f} % allowing for the choice of images."
-    if alarms and accuracy > 0 and claimed > SLACK:
-        names = ", ".join(alarms)
+    low, high = _interval(accuracy, images)
+    found = f"the audit finds {_percent(accuracy)} (95 %: {_percent(low)} to {_percent(high)})"
+    said = found[0].upper() + found[1:] if claim is None else f"The claim is {_percent(claim)}, and {found}"
+    if claim is not None and claim - accuracy > SLACK and claim > high:
+        return "not believable", f"{said}."
+    if min_accuracy is not None and accuracy < min_accuracy:
+        return "below minimum", f"{said}; the least that is asked for is {_percent(min_accuracy)}."
+    asked = max((share for share in (claim, min_accuracy) if share is not None), default=None)
+    if alarms and accuracy > 0 and (asked is None or asked > SLACK):
         return "inconclusive", (
-            f"{figures}, which does not contradict it; but there are signs that attacks fail for another reason than "
-            f"robustness ({names}), so that the truth may be lower."
+            f"{said}; but there are signs that attacks fail for another reason than robustness "
+            f"({', '.join(alarms)}), so that the truth may be lower."
         )
-    if above > RESOLUTION:
-        return (
-            "inconclusive",
-            f"{figures}; on so few images that may be chance (up to {100 * high:.1f} %): take more.",
+    if asked is not None and low < asked - RESOLUTION:
+        return "inconclusive", (
+            f"{said}: too few images to tell whether it is {_percent(asked)} or five points less. "
+            f"{_images_to_tell(asked, accuracy):,} images would do if they go the same way."
         )
-    return "believable", f"{figures}, and nothing says that the attacks were fooled."
+    return "trustworthy" if claim is None else "believable", (
+        f"{said}, and nothing says that the attacks were fooled."
+    )
+
+
+def _images_to_tell(asked: float, accuracy: float) -> int:
+    """How many images with that share of robust ones settle whether a claimed, or asked, accuracy is true."""
+    for images in itertools.count(1):
+        low, high = _interval(accuracy, images)
+        if low >= asked - RESOLUTION or (asked - accuracy > SLACK and asked > high):
+            return images
+    raise AssertionError("the interval shrinks to its share")
+
+
+def _interval(accuracy: float, images: int) -> Interval:
+    """For that share of so many images. Of a random model parts of images are added up, with no more spread."""
+    return wilson_interval(round(accuracy * images), images)
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.1f} %"
 
 
 def _conclude(
-    subject: Subject, staged: Staged, findings: list[Finding], claim: float | None, is_random: bool
+    subject: Subject,
+    staged: Staged,
+    findings: list[Finding],
+    claim: float | None,
+    min_accuracy: float | None,
+    is_random: bool,
 ) -> Audit:
-    n = len(staged.right)
-    accuracy, plain = float(staged.right.mean()), float(staged.right_when_plain.mean())
-    claimed = plain if claim is None else float(claim)
-    # Of a random model shares of images are added up; a share has no more spread than a whole image.
-    interval = wilson_interval(round(float(staged.right.sum())), n)
+    accuracy, images = float(staged.right.mean()), len(staged.right)
     alarms = [finding.name for finding in findings if finding.is_open]
-    verdict, reason = judge(claimed, accuracy, interval, alarms)
+    verdict, reason = judge(accuracy, images, alarms, claim=claim, min_accuracy=min_accuracy)
     return Audit(
         verdict=verdict,
         reason=reason,
-        claimed=claimed,
-        claim_source="plain attack" if claim is None else "given",
+        claimed=None if claim is None else float(claim),
+        min_accuracy=None if min_accuracy is None else float(min_accuracy),
         accuracy=accuracy,
-        interval=interval,
+        interval=_interval(accuracy, images),
         clean_accuracy=float(staged.right_when_clean.mean()),
-        plain_accuracy=plain,
-        images=n,
+        plain_accuracy=float(staged.right_when_plain.mean()),
+        images=images,
         norm=subject.norm,
         eps=subject.eps,
         budget=subject.budget.name,

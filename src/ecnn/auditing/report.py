@@ -14,11 +14,17 @@ from ecnn.checks import check_choice
 from ecnn.errors import InputError
 from ecnn.evaluation.intervals import Interval
 
-FORMAT, VERSION = "ecnn-audit", 1
+FORMAT, VERSION = "ecnn-audit", 2
 #: Of the suite and the diagnostics, raised by hand whenever an audit becomes stronger: then audited values may fall.
 AUDIT_VERSION = 1
-Verdict = Literal["believable", "not believable", "inconclusive"]
-EXIT_CODES: dict[str, int] = {"believable": 0, "not believable": 1, "inconclusive": 3}
+Verdict = Literal["believable", "trustworthy", "not believable", "below minimum", "inconclusive"]
+EXIT_CODES: dict[str, int] = {
+    "believable": 0,
+    "trustworthy": 0,
+    "not believable": 1,
+    "below minimum": 1,
+    "inconclusive": 3,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,11 +54,11 @@ class Audit:
     """Whether to believe a number, and why.
 
     Attributes:
-        verdict: "believable", "not believable" or "inconclusive".
+        verdict: on a claim, "believable" or "not believable"; without one, "trustworthy": nothing says that the
+            audited accuracy is too high; "below minimum"; or "inconclusive".
         reason: one sentence that says why.
-        claimed: the accuracy under attack that is in question, from 0 to 1.
-        claim_source: "given", or "plain attack" when none was given and what a usual evaluation would have reported
-            stands for it.
+        claimed: the accuracy under attack that is in question, from 0 to 1; None where nothing was claimed.
+        min_accuracy: the least that was asked for; None where nothing was.
         accuracy: share of the images that are right when clean and under every attack: the truth is not above it.
         interval: for that share, Wilson's at 95 %.
         clean_accuracy: without an attack.
@@ -71,8 +77,8 @@ class Audit:
 
     verdict: Verdict
     reason: str
-    claimed: float
-    claim_source: Literal["given", "plain attack"]
+    claimed: float | None
+    min_accuracy: float | None
     accuracy: float
     interval: Interval
     clean_accuracy: float
@@ -95,14 +101,21 @@ class Audit:
 
     def __str__(self) -> str:
         low, high = self.interval
-        return (
-            f"{self.verdict}: claimed {_percent(self.claimed)}, audited {_percent(self.accuracy)} "
-            f"[{_percent(low)}, {_percent(high)}] on {self.images} images"
-        )
+        found = f"{_percent(self.accuracy)} [{_percent(low)}, {_percent(high)}] on {self.images} images"
+        if self.claimed is None:
+            return f"audited {found}: {self.verdict}"
+        return f"{self.verdict}: claimed {_percent(self.claimed)}, audited {found}"
+
+    @property
+    def headline(self) -> str:
+        """A few words: the verdict on the claim or, where nothing was claimed, first of all what was found."""
+        if self.claimed is None:
+            return f"{_percent(self.accuracy)} under attack, {self.verdict}"
+        return self.verdict
 
     @property
     def exit_code(self) -> int:
-        """0 believable, 1 not believable, 3 inconclusive."""
+        """0 believable or trustworthy, 1 not believable or below minimum, 3 inconclusive."""
         return EXIT_CODES[self.verdict]
 
     @property
@@ -137,16 +150,16 @@ class Audit:
     def markdown(self) -> str:
         """A page that a person can read: the verdict, what explains it, attack by attack, finding by finding."""
         low, high = self.interval
-        source = "claimed" if self.claim_source == "given" else "what a usual evaluation would report"
         draws = " Accuracies are means over passes: the model is random." if self.is_random else ""
         lines = [
-            f"# Audit: {self.verdict}",
+            f"# Audit: {self.headline}",
             "",
             self.reason,
             "",
             "| | accuracy |",
             "|---|---|",
-            f"| {source} | {_percent(self.claimed)} |",
+            *([] if self.claimed is None else [f"| claimed | {_percent(self.claimed)} |"]),
+            *([] if self.min_accuracy is None else [f"| asked for | {_percent(self.min_accuracy)} |"]),
             f"| **audited** | **{_percent(self.accuracy)}** (95 %: {_percent(low)} to {_percent(high)}) |",
             f"| plain attack alone | {_percent(self.plain_accuracy)} |",
             f"| without an attack | {_percent(self.clean_accuracy)} |",
@@ -215,10 +228,13 @@ def load_audit(path: str | os.PathLike[str]) -> Audit:
     values = files.read_json(source)
     if not isinstance(values, dict) or values.get("format") != FORMAT:
         raise InputError(f"{source} does not hold an audit.")
-    if values.get("version") != VERSION:
+    if values.get("version") not in (1, VERSION):
         raise InputError(
-            f"{source} holds an audit of version {values.get('version')!r}; this ecnn reads version {VERSION}."
+            f"{source} holds an audit of version {values.get('version')!r}; this ecnn reads up to version {VERSION}."
         )
+    if values["version"] == 1:  # without a claim, what a plain attack left stood for it
+        was_given = values.get("claim_source") == "given"
+        values = {**values, "min_accuracy": None, "claimed": values.get("claimed") if was_given else None}
     wanted = {field.name for field in dataclasses.fields(Audit)}
     try:
         kept = {name: values[name] for name in wanted if name != "audit_version"}

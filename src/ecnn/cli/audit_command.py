@@ -9,7 +9,8 @@ from typing import Annotated
 import typer
 
 import ecnn
-from ecnn.cli.options import NORM_HELP, DebugFlag, Device, JsonFlag, Root
+from ecnn.cli.options import NORM_HELP, Device, JsonFlag, Root
+from ecnn.cli.statuses import telling_if_finished
 
 
 def audit(
@@ -19,12 +20,18 @@ def audit(
     ] = None,
     module: Annotated[
         str | None,
-        typer.Option(help="file.py:function that returns a torch module from [0, 1] pixels to scores."),
+        typer.Option(
+            help="file.py:name of a torch module from [0, 1] pixels to scores, or of a function that returns one. Runs "
+            "the file's code."
+        ),
     ] = None,
     norm: Annotated[str, typer.Option(help=NORM_HELP)] = "linf",
     claim: Annotated[
         float | None,
-        typer.Option(help="The accuracy in question, 0.72.  [default: what a plain attack would report]"),
+        typer.Option(help="The accuracy in question, 0.72; without it only what is found is judged."),
+    ] = None,
+    min_accuracy: Annotated[
+        float | None, typer.Option(help="The least to ask for, 0.5: exit status 1 below it.")
     ] = None,
     budget: Annotated[str, typer.Option(help="quick, standard or thorough.")] = "standard",
     limit: Annotated[
@@ -45,27 +52,25 @@ def audit(
     ] = None,
     resume: Annotated[bool, typer.Option(help="Go on with what --out holds.")] = True,
     device: Device = "auto",
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what it would cost.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Only try the model on one image and say what it would cost.")
+    ] = False,
     as_json: JsonFlag = False,
-    debug: DebugFlag = False,
-) -> None:
-    """Say whether to believe a robustness number; exit status 0 believable, 1 not believable, 3 inconclusive."""
+) -> int:
+    """Find the accuracy that is left under attack, and say whether to believe a claimed one."""
     from ecnn import pipeline
     from ecnn.spec import AuditTable
 
-    table = AuditTable(norm=norm, eps=eps, claim=claim, limit=limit, budget=budget, seed=seed)
+    table = AuditTable(
+        norm=norm, eps=eps, claim=claim, min_accuracy=min_accuracy, limit=limit, budget=budget, seed=seed
+    )
     made = pipeline.plan_audit(
         table, source=model, module=module, data=data, root=root, image_size=image_size, device=device
     )
-    cost = made.cost
-    typer.echo(
-        f"at most {cost.forwards:,} images forward and {cost.backwards:,} backward for {made.images:,} images, and "
-        "diagnostics",
-        err=True,
-    )
+    typer.echo(f"at most {made.cost} for {made.images:,} images, and diagnostics", err=True)
     if dry_run:
-        return
-    with ecnn.progress_bar("auditing") as progress:
+        return 0
+    with telling_if_finished(out, "audit.json"), ecnn.progress_bar("auditing") as progress:
         found = pipeline.audit_run(made, out=out, resume=resume, progress=progress)
     typer.echo(json.dumps(found.to_dict()) if as_json else found.markdown(), nl=as_json)
-    raise typer.Exit(found.exit_code)
+    return found.exit_code

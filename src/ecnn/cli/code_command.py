@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 
 import ecnn
-from ecnn.cli.options import DebugFlag, JsonFlag
+from ecnn.cli.options import JsonFlag
 from ecnn.errors import InputError
 
 
@@ -44,7 +44,6 @@ def code(
     plot: Annotated[Path | None, typer.Option(help="Draw the code here: .png, .pdf or .svg.")] = None,
     show: Annotated[str | None, typer.Option(help="Show a code instead: a file or a shipped name.")] = None,
     as_json: JsonFlag = False,
-    debug: DebugFlag = False,
 ) -> None:
     """Design a code and print its distances beside the bounds, or show one (--show)."""
     from ecnn import files, plots

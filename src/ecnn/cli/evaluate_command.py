@@ -9,7 +9,8 @@ from typing import Annotated, Any
 import typer
 
 import ecnn
-from ecnn.cli.options import NORM_HELP, DebugFlag, Device, JsonFlag, Root, SavedModel
+from ecnn.cli.options import NORM_HELP, Device, JsonFlag, Root, SavedModel
+from ecnn.cli.statuses import telling_if_finished
 from ecnn.errors import InputError
 
 
@@ -41,8 +42,10 @@ def evaluate(
     save_images: Annotated[Path | None, typer.Option(help="Write the attacked images to this .npz.")] = None,
     resume: Annotated[bool, typer.Option(help="Go on with what --out holds.")] = True,
     device: Device = "auto",
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Only try the model on one image and say what it would cost.")
+    ] = False,
     as_json: JsonFlag = False,
-    debug: DebugFlag = False,
 ) -> None:
     """Attack a saved model and count, image by image, what survives."""
     from ecnn import pipeline, runs
@@ -58,17 +61,17 @@ def evaluate(
     spec = runs.read_spec(model).changed(
         {"attacks": pipeline.attack_tables(attack, options, eps or ()), "data.test_limit": limit}
     )
-    with ecnn.progress_bar("attacking") as progress:
+    made = pipeline.plan_evaluation(model, spec, data=data, root=root, device=device)
+    if dry_run:
+        typer.echo(f"about {made.cost}", err=True)
+        return
+    with telling_if_finished(out, runs.RESULTS), ecnn.progress_bar("attacking") as progress:
         found = pipeline.evaluate_run(
-            model,
-            spec,
-            data=data,
-            root=root,
+            made,
             seed=seed,
             batch_size=batch_size,
             out=out,
             save_images=save_images,
-            device=device,
             resume=resume,
             progress=progress,
         )

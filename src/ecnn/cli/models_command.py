@@ -6,10 +6,10 @@ import json
 
 import typer
 
-from ecnn.cli.options import DebugFlag, JsonFlag
+from ecnn.cli.options import JsonFlag
 
 
-def models(as_json: JsonFlag = False, debug: DebugFlag = False) -> None:
+def models(as_json: JsonFlag = False) -> None:
     """List the models that come with the package."""
     from ecnn import runs
 

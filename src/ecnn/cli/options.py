@@ -12,4 +12,3 @@ Device = Annotated[str, typer.Option(help="auto, cpu, cuda, mps.")]
 SavedModel = Annotated[str, typer.Argument(help="A run folder or the name of a shipped model.")]
 NORM_HELP = "linf, l2 or l1."
 JsonFlag = Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output.")]
-DebugFlag = Annotated[bool, typer.Option("--debug", help="Show where an error comes from.")]

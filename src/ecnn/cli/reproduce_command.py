@@ -8,7 +8,8 @@ from typing import Annotated
 import typer
 
 import ecnn
-from ecnn.cli.options import DebugFlag, Device, Root
+from ecnn.cli.options import Device, Root
+from ecnn.cli.statuses import FAULT
 
 
 def reproduce(
@@ -22,10 +23,11 @@ def reproduce(
     root: Root = Path("data"),
     out: Annotated[Path, typer.Option(help="Folder of all experiments.")] = Path("runs"),
     device: Device = "auto",
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be run.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Only say what would be run, and try each model on one image.")
+    ] = False,
     table: Annotated[bool, typer.Option("--table", help="Only print the table of what is there.")] = False,
-    debug: DebugFlag = False,
-) -> None:
+) -> int:
     """Run every arm, seed and attack of an experiment, then print its table; what is finished is not run again."""
     from ecnn import pipeline
     from ecnn.checks import check_choice
@@ -38,7 +40,9 @@ def reproduce(
     if dry_run:
         for task in tasks:
             typer.echo(f"{task.arm.name} seed {task.seed}: {', '.join(task.spec.attacks)}  -> {task.folder}")
-        return
+        for task in {task.arm.name: task for task in tasks}.values():
+            pipeline.try_plan(task.network, root=root, device=device)
+        return 0
     failed = []
     if jobs > 1 and not table:
         flags = [("--stage", name) for name in stage or ()]
@@ -55,5 +59,4 @@ def reproduce(
         typer.echo(
             f"ecnn: {task.arm.name} with seed {task.seed} failed: {task.folder}/log.txt says why.", err=True
         )
-    if failed:
-        raise typer.Exit(1)
+    return FAULT if failed else 0

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 import ecnn
-from ecnn.cli.options import DebugFlag, Device, JsonFlag, Root
+from ecnn.cli.options import Device, JsonFlag, Root
 from ecnn.errors import InputError
 
 if TYPE_CHECKING:
@@ -76,14 +76,14 @@ def train(
     compile_parts: Annotated[
         bool, typer.Option("--compile", help="torch.compile the parts: starts later, then runs faster.")
     ] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the resolved spec and stop.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print the resolved spec, try the model on one image and stop.")
+    ] = False,
     as_json: JsonFlag = False,
-    debug: DebugFlag = False,
 ) -> None:
     """Train a model and write a run folder. Started by torchrun, the processes share the work."""
     from ecnn import files, pipeline
     from ecnn.spec import Spec, parse_settings, with_values
-    from ecnn.training import TrainingError
 
     if data is None and spec is None:
         raise InputError("give --data, the name of a dataset or a folder of images, or --spec, a spec.toml.")
@@ -108,7 +108,7 @@ def train(
         values["train.objective_options." + name[10:] if name.startswith("objective.") else name] = value
     whole = Spec.from_dict(with_values({} if spec is None else files.read_toml(spec), values))
     if dry_run:
-        made = pipeline.plan(whole, pipeline.load_spec_data(whole, root))
+        made = pipeline.try_plan(whole, root=root, device=device)
         typer.echo(json.dumps(made.spec.to_dict(), indent=1))
         return
     pipeline.join_processes()
@@ -123,8 +123,6 @@ def train(
                 compile_parts=compile_parts,
                 progress=progress,
             )
-    except TrainingError as error:
-        raise InputError(str(error)) from error
     finally:
         pipeline.leave_processes()
     if os.environ.get("RANK", "0") == "0":

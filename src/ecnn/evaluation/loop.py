@@ -35,7 +35,7 @@ from ecnn.evaluation.outcomes import Outcomes, join
 from ecnn.evaluation.provenance import Fingerprint, describe, describe_environment, now
 from ecnn.evaluation.records import Records, check_names, prepare_folder, write_summary
 from ecnn.evaluation.results import CLEAN, Evaluation
-from ecnn.progress import Progress
+from ecnn.progress import Milestone, Progress
 
 #: Called with the outcomes of a finished attack and the attacked images (image, channel, height, width), on the CPU.
 Watcher = Callable[[Outcomes, Tensor], None]
@@ -229,6 +229,7 @@ class _Evaluator:
         if records is not None and self.run_dir is not None:
             records.finish(whole, is_new=bool(len(missing) or left_alone))
             write_summary(self.run_dir)
+        self._report(job, wanted, found, is_end=True, is_known=not len(missing))
         return whole.take(whole.index < len(self.chosen))
 
     def _records(self, job: _Job) -> Records | None:
@@ -328,8 +329,21 @@ class _Evaluator:
             images[torch.tensor(index[inside])] = torch.tensor(part[inside])
         return images
 
-    def _report(self, job: _Job, wanted: np.ndarray, found: Sequence[Outcomes]) -> None:
-        """Tells the accuracies so far: of this attack, or in a cascade what stands after it and all before it."""
+    def _report(
+        self,
+        job: _Job,
+        wanted: np.ndarray,
+        found: Sequence[Outcomes],
+        *,
+        is_end: bool = False,
+        is_known: bool = False,
+    ) -> None:
+        """Tells the accuracies so far: of this attack, or in a cascade what stands after it and all before it.
+
+        Args:
+            is_end: the attack is finished.
+            is_known: it was before.
+        """
         if self.progress is None:
             return
         if self.cascade and self.clean is not None:
@@ -337,10 +351,13 @@ class _Evaluator:
             for part in found:
                 inside = part.index < len(stands)
                 stands[part.index[inside]] &= part.robust[inside]
-            self.progress(self.done, self.total, f"{job.name}: {100 * stands.mean():.1f} % stand")
-            return
-        notes = [] if self.clean is None else [f"{CLEAN} {100 * self.clean.rate().accuracy:.1f} %"]
-        robust = [part.robust[part.index < len(self.chosen)] for part in found]
-        if sum(map(len, robust)):
-            notes.append(f"{job.name} {100 * float(np.concatenate(robust).mean()):.1f} %")
-        self.progress(self.done, self.total, ", ".join(notes))
+            news = f"{job.name}: {100 * stands.mean():.1f} % stand"
+        else:
+            notes = [] if self.clean is None else [f"{CLEAN} {100 * self.clean.rate().accuracy:.1f} %"]
+            robust = [part.robust[part.index < len(self.chosen)] for part in found]
+            if sum(map(len, robust)):
+                notes.append(f"{job.name} {100 * float(np.concatenate(robust).mean()):.1f} %")
+            news = ", ".join(notes)
+        if is_end:
+            news = Milestone(f"{news}, already finished" if is_known else news)
+        self.progress(self.done, self.total, news)

@@ -2,7 +2,7 @@
 
 from ecnn.pipeline.auditing import AuditPlan, audit_run, load_module, plan_audit
 from ecnn.pipeline.cells import Cell, read_cells, table_text
-from ecnn.pipeline.evaluating import attack_tables, evaluate_run
+from ecnn.pipeline.evaluating import EvaluationPlan, attack_tables, evaluate_run, plan_evaluation
 from ecnn.pipeline.reporting import draw_results, results_page
 from ecnn.pipeline.reproducing import STAGES, Task, audit_again, run_task, tasks_of
 from ecnn.pipeline.spreading import run_tasks
@@ -15,11 +15,13 @@ from ecnn.pipeline.training import (
     plan,
     train_run,
     training_attack,
+    try_plan,
 )
 
 __all__ = [
     "AuditPlan",
     "Cell",
+    "EvaluationPlan",
     "Plan",
     "STAGES",
     "Task",
@@ -35,6 +37,7 @@ __all__ = [
     "load_spec_data",
     "plan",
     "plan_audit",
+    "plan_evaluation",
     "read_cells",
     "results_page",
     "run_task",
@@ -43,4 +46,5 @@ __all__ = [
     "tasks_of",
     "train_run",
     "training_attack",
+    "try_plan",
 ]

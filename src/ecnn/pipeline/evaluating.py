@@ -5,18 +5,22 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 
 from ecnn import files, runs
 from ecnn.attacks import Attack, Transfer
+from ecnn.attacks.base import Cost
 from ecnn.checks import did_you_mean
+from ecnn.data import Split
 from ecnn.errors import InputError
 from ecnn.evaluation import Evaluation, evaluate, load_images
-from ecnn.evaluation.batch import BATCH_SIZE
+from ecnn.evaluation.batch import BATCH_SIZE, check_request
 from ecnn.pipeline.devices import find_device, suitable_threads
 from ecnn.pipeline.training import AnyPath, load_test_images
 from ecnn.progress import Progress
@@ -45,37 +49,67 @@ def attack_tables(
     }
 
 
-def evaluate_run(
-    source: str,
-    spec: Spec,
-    *,
-    data: str | None = None,
-    root: AnyPath = "data",
-    seed: int = 0,
-    batch_size: int | None = None,
-    out: AnyPath | None = None,
-    save_images: AnyPath | None = None,
-    device: str = "auto",
-    resume: bool = True,
-    progress: Progress | None = None,
-) -> Evaluation:
-    """Makes the spec's attacks on a saved model, on the first `data.test_limit` test images.
+@dataclass(frozen=True, eq=False)
+class EvaluationPlan:
+    """An evaluation that is ready to run: the model has classified one image, and every attack is made.
+
+    Attributes:
+        split: the test images.
+        attacks: by how many images they see and by the radii they are repeated at (None: their own).
+        cost: what the attacks ask at most, so far as they can say.
+    """
+
+    model: nn.Module
+    split: Split
+    attacks: Mapping[tuple[int | None, tuple[float | str, ...] | None], Mapping[str, Attack]]
+    cost: Cost
+
+
+def plan_evaluation(
+    source: str, spec: Spec, *, data: str | None = None, root: AnyPath = "data", device: str = "auto"
+) -> EvaluationPlan:
+    """Loads model and images, makes the spec's attacks, and tries the model on one image.
 
     Args:
         source: a run folder or the name of a shipped model.
         spec: the run's own, with the attacks to be made.
         data: another dataset than the model was trained on, or "optprojtran".
+    """
+    place = find_device(device)
+    model, split = runs.load_model(source, device=place), load_test_images(spec, root, data)
+    attacks, cost = _groups(spec, place), Cost(0, 0)
+    for (limit, eps), group in attacks.items():
+        images = len(check_request(model, split, limit, BATCH_SIZE))
+        for attack in group.values():
+            cost += attack.cost(spec.data.num_classes or 0) * (images * len(eps or (None,)))
+    return EvaluationPlan(model, split, attacks, cost)
+
+
+def evaluate_run(
+    made: EvaluationPlan,
+    *,
+    seed: int = 0,
+    batch_size: int | None = None,
+    out: AnyPath | None = None,
+    save_images: AnyPath | None = None,
+    resume: bool = True,
+    progress: Progress | None = None,
+) -> Evaluation:
+    """Makes the attacks that were planned, on the first `data.test_limit` test images.
+
+    Args:
         out: where outcomes are kept, image by image; None keeps nothing.
         save_images: an .npz to write the attacked images to.
     """
-    place = find_device(device)
-    model = runs.load_model(source, device=place)
-    images = load_test_images(spec, root, data)
-    with _folder_for(out, save_images) as folder, suitable_threads(model, images):
+    with (
+        runs.kept_in(out, resume=resume),
+        _folder_for(out, save_images) as folder,
+        suitable_threads(made.model, made.split),
+    ):
         parts = [
             evaluate(
-                model,
-                images,
+                made.model,
+                made.split,
                 attacks,
                 limit=limit,
                 seed=seed,
@@ -86,7 +120,7 @@ def evaluate_run(
                 batch_size=BATCH_SIZE if batch_size is None else batch_size,
                 progress=progress,
             )
-            for (limit, eps), attacks in _groups(spec, place).items()
+            for (limit, eps), attacks in made.attacks.items()
         ]
         result = _join(parts)
         if save_images is not None and folder is not None:

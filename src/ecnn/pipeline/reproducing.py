@@ -20,7 +20,7 @@ from ecnn.experiment import AUDIT, Arm, Experiment
 from ecnn.pipeline.adopting import adopt
 from ecnn.pipeline.auditing import audit_run, plan_audit
 from ecnn.pipeline.devices import find_device
-from ecnn.pipeline.evaluating import evaluate_run
+from ecnn.pipeline.evaluating import evaluate_run, plan_evaluation
 from ecnn.pipeline.recording import (
     AUDIT_RESULT,
     AUDITS,
@@ -167,16 +167,8 @@ def _attack(
     one = dataclasses.replace(
         trained, attacks={name: table}, data=dataclasses.replace(trained.data, test_limit=limit)
     )
-    evaluate_run(
-        str(task.folder),
-        one,
-        data=table.get("data"),
-        root=root,
-        seed=task.seed,
-        out=place_of(task.folder, table.get("data")),
-        device=device,
-        progress=progress,
-    )
+    made = plan_evaluation(str(task.folder), one, data=table.get("data"), root=root, device=device)
+    evaluate_run(made, seed=task.seed, out=place_of(task.folder, table.get("data")), progress=progress)
 
 
 def _transfer(

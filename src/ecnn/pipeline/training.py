@@ -21,6 +21,7 @@ from ecnn.checks import parse_eps
 from ecnn.codes import CodeMatrix, codebook, load_code
 from ecnn.data import NAMES, Dataset, Split, load_adversarial_signs, load_data
 from ecnn.errors import InputError
+from ecnn.evaluation.batch import BATCH_SIZE, check_request
 from ecnn.kinds import ModelKind
 from ecnn.models import build_model, find_kind, resolve_recipe, spell_out
 from ecnn.pipeline.devices import find_device, suitable_threads
@@ -115,6 +116,14 @@ def plan(spec: Spec, data: Dataset) -> Plan:
     return Plan(Spec.from_dict(resolved.to_dict()), recipe, code, model, *made)
 
 
+def try_plan(spec: Spec, *, root: AnyPath = "data", device: str = "auto") -> Plan:
+    """The plan of a spec whose model has classified one training image, so that training can begin."""
+    place, data = find_device(device), load_spec_data(spec, root)
+    made = plan(spec, data)
+    check_request(made.model.to(place), data.train, 1, BATCH_SIZE)
+    return made
+
+
 def _recipe_for(spec: Spec, kind: ModelKind, data: Dataset) -> Recipe:
     """The recipe with the objective that fits the model, every setting of which is spelled out."""
     suited = kind.suited_to(data.in_channels, data.image_size)
@@ -197,6 +206,10 @@ def _code_for(spec: Spec, kind: ModelKind, data: Dataset) -> tuple[CodeMatrix | 
         table = dataclasses.replace(table, arity=arity, objective=objective, seed=seed)
         options: Any = {"arity": arity, "objective": objective, "steps": table.steps, "seed": seed}
         code = design_code(data.num_classes, int(table.code_length or 0), **options)
+        if (
+            code.provenance["stopped_by"] == "interrupt"
+        ):  # the best so far is not the code that the spec describes
+            raise KeyboardInterrupt
     if table.doubled:
         code = constructions.doubled(code)
     if table.content_hash not in (None, code.content_hash):
@@ -243,7 +256,7 @@ def train_run(
     if _is_first_process():
         runs.start_run(folder, made.spec, made.code)
     started = time.monotonic()
-    with suitable_threads(model, data.train):
+    with runs.kept_in(folder, resume=resume), suitable_threads(model, data.train):
         history = fit(
             model,
             data.train,
@@ -293,7 +306,7 @@ def _finished_run(folder: Path, model: nn.Module) -> TrainedRun:
         test_accuracy=result["test_accuracy"],
         test_images=result["images"],
         seconds=0.0,
-        notes=("finished before",),
+        notes=("already finished: nothing was trained",),
         was_finished=True,
     )
 

@@ -25,7 +25,7 @@ from ecnn.data import Split
 from ecnn.errors import InputError
 from ecnn.models import objective_of, resolve_recipe
 from ecnn.objectives import Objective
-from ecnn.progress import Progress
+from ecnn.progress import Milestone, Progress
 from ecnn.recipes import Recipe
 from ecnn.training.checkpoints import (
     load_checkpoint,
@@ -242,7 +242,7 @@ class _Loop:
             if key in record:
                 shown.append(f"{title} {100 * record[key]:.1f} %")
         self.news = f"{record['images_per_second']:,.0f} images/s, " + ", ".join(shown)
-        self._report(epoch, self.engine.steps_per_epoch)
+        self._report(epoch, self.engine.steps_per_epoch, is_end=True)
 
     def _validate(self) -> dict[str, float]:
         if self.val is None:
@@ -284,10 +284,11 @@ class _Loop:
                 self.state.alarms.append(alarm)
                 _logger.warning(alarm)
 
-    def _report(self, epoch: int, step: int) -> None:
+    def _report(self, epoch: int, step: int, *, is_end: bool = False) -> None:
         if self.progress:
-            total = self.engine.steps_per_epoch
-            self.progress(epoch * total + step, self.settings.epochs * total, self.news)
+            total, epochs = self.engine.steps_per_epoch, self.settings.epochs
+            news = Milestone(f"epoch {epoch + 1} of {epochs}: {self.news}") if is_end else self.news
+            self.progress(epoch * total + step, epochs * total, news)
 
     def _save(self, fingerprint: str) -> None:
         """Copies everything now and writes it while the next epoch runs; the epoch before is then safely on disk."""

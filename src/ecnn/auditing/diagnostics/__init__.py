@@ -41,7 +41,7 @@ from ecnn.auditing.diagnostics.sanity import (
 )
 from ecnn.auditing.findings import Finding
 from ecnn.auditing.subject import Subject
-from ecnn.progress import Progress
+from ecnn.progress import Milestone, Progress
 
 #: By name, in the order in which a reader wants them: is there a gradient, does it help, do attacks keep their order.
 CHECKS: dict[str, Callable[[Subject], Finding]] = {
@@ -77,7 +77,8 @@ def diagnose(subject: Subject, *, progress: Progress | None = None) -> list[Find
             progress(done, len(CHECKS), name)
         findings.append(check(subject))
     if progress is not None:
-        progress(len(CHECKS), len(CHECKS), "")
+        alarms = sum(finding.level == "alarm" for finding in findings)
+        progress(len(CHECKS), len(CHECKS), Milestone(f"{len(CHECKS)} diagnostics, {alarms} alarms"))
     return findings
 
 

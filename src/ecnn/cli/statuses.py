@@ -1,0 +1,113 @@
+"""How every command ends: its exit status and, where something went wrong, one sentence on standard error."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from ecnn.errors import InputError
+
+#: A mistake in the request; a fault of the machine or the model; Ctrl-C; nobody reads what is printed.
+MISTAKE, FAULT, INTERRUPTED, UNREAD = 2, 4, 130, 141
+#: The end of every command's help.
+STATUSES = (
+    "Exit status: 0 done; 2 a mistake in the request; 4 a fault of the machine or the model; 130 Ctrl-C. The status of "
+    "an audit is its verdict: 0 believable or trustworthy, 1 not believable or below the minimum, 3 inconclusive."
+)
+_DEBUG = inspect.Parameter(
+    "debug",
+    inspect.Parameter.KEYWORD_ONLY,
+    default=False,
+    annotation=Annotated[bool, typer.Option("--debug", help="Show where an error comes from.")],
+)
+_LONGEST = 400  # characters of somebody else's message
+
+
+def with_status(command: Callable[..., int | None]) -> Callable[..., None]:
+    """The command with an option --debug; what it returns, or what it raises, decides its exit status.
+
+    Only a returned status is a verdict: whatever a model raises, SystemExit too, is a fault.
+    """
+
+    @functools.wraps(command)
+    def ending(*args: Any, debug: bool = False, **kwargs: Any) -> None:
+        raise typer.Exit(_run(functools.partial(command, *args, **kwargs), debug))
+
+    signature = inspect.signature(command, eval_str=True)
+    parameters = [*signature.parameters.values(), _DEBUG]
+    ending.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    ending.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return ending
+
+
+@contextlib.contextmanager
+def telling_if_finished(out: Path | None, result: str) -> Iterator[None]:
+    """Says "already finished" if the work leaves the result in its folder as it found it: all was on the disk."""
+
+    def read() -> bytes | None:
+        return (out / result).read_bytes() if out is not None and (out / result).is_file() else None
+
+    before = read()
+    yield
+    if before is not None and before == read():
+        _say(f"already finished: this is what {out} holds")
+
+
+def _run(command: Callable[[], int | None], debug: bool) -> int:
+    """Runs the command, says what went wrong, and returns the exit status."""
+    is_own_process = signal.getsignal(signal.SIGINT) is signal.SIG_DFL  # as `ecnn.__main__` left it
+    if is_own_process:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        status = command() or 0
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError:
+        return UNREAD
+    except BaseException as error:
+        status, sentence = _explain(error)
+        _say(("".join(traceback.format_exception(error)) if debug else "") + f"ecnn: {sentence}")
+        return status
+    finally:
+        if is_own_process:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+        _let_go_of_outputs()
+
+
+def _explain(error: BaseException) -> tuple[int, str]:
+    """The exit status of an error, and a sentence for a person; notes on the error say what is kept."""
+    text = (str(error).strip().splitlines() or [""])[0]
+    notes = getattr(error, "__notes__", [])
+    if isinstance(error, InputError):
+        return MISTAKE, str(error)
+    if isinstance(error, KeyboardInterrupt):
+        return INTERRUPTED, " ".join(["interrupted.", *notes])
+    if not type(error).__module__.startswith("ecnn."):  # ours are sentences already
+        text = f"{text[:_LONGEST]}..." if len(text) > _LONGEST else text.rstrip(".")
+        text = f"{type(error).__name__}: {text}" if text else type(error).__name__
+        text = f"the machine or the model failed: {text} (--debug shows where)."
+    return FAULT, " ".join([text, *notes])
+
+
+def _say(text: str) -> None:
+    with contextlib.suppress(OSError):  # nobody reads, or the disk is full; the status says it
+        typer.echo(text, err=True)
+
+
+def _let_go_of_outputs() -> None:
+    """Points what can no longer be written at nothing: Python tries once more at its end, with a status of its own."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
