@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from ecnn import files
-from ecnn.errors import InputError
+from ecnn.errors import DiskError, InputError
 
 
 def test_json_round_trip_stays_readable(tmp_path: Path) -> None:
@@ -44,7 +44,7 @@ def test_a_failing_writer_leaves_the_old_file_and_no_litter(tmp_path: Path) -> N
         path.write_text("half of the new")
         raise OSError(28, "No space left on device")
 
-    with pytest.raises(InputError, match="No space left on device"):
+    with pytest.raises(DiskError, match="No space left on device"):
         files.write_atomically(target, fail_midway)
 
     def crash_midway(path: Path) -> None:
@@ -67,7 +67,9 @@ def test_a_full_disk_is_one_sentence(tmp_path: Path) -> None:
         with full.open("wb", buffering=0) as device:
             device.write(b"x")
 
-    with pytest.raises(InputError, match=r"cannot write .*x\.json: No space left on device"):
+    with pytest.raises(
+        DiskError, match=r"cannot write .*x\.json: No space left on device; what .* is kept: make room"
+    ):
         files.write_atomically(tmp_path / "x.json", write)
     assert list(tmp_path.iterdir()) == []
 

@@ -3,3 +3,7 @@
 
 class InputError(ValueError):
     """Something the caller gave cannot be used; the message says what was expected, what came, what to do."""
+
+
+class DiskError(OSError):
+    """The disk or the system failed: full, unreadable, a folder moved away; the message says what is kept."""

@@ -5,13 +5,13 @@ from __future__ import annotations
 import importlib
 import logging
 import tarfile
-import tempfile
 import zipfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import IO, Any
 
+from ecnn import files
 from ecnn.errors import InputError
 from ecnn.progress import Progress
 
@@ -87,10 +87,7 @@ def unpack(archive: Path, folder: Path) -> None:
 
     Only plain files whose names stay inside the folder are accepted: no links, devices, absolute names or "..".
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder, prefix=".unpacking-") as name:
-        # Resolved, as the check below compares with where a name really leads.
-        temporary = Path(name).resolve()
+    with files.temporary_folder(folder / "unpacked") as temporary:
         written = []
         left = _MAX_UNPACKED_BYTES
         try:

@@ -189,7 +189,8 @@ def _read_image(path: Path, image_size: tuple[int, int] | None) -> np.ndarray:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error", Image.DecompressionBombWarning)
-            with Image.open(path) as image:
+            content = files.read_bytes(path, most=files.MAX_IMAGE_BYTES)
+            with Image.open(io.BytesIO(content)) as image:
                 if image.mode.startswith(_DEEP_MODES):
                     raise InputError(
                         f"{path} has more than 8 bits per value (mode {image.mode}): convert it first."

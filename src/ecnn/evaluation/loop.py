@@ -6,6 +6,7 @@ import dataclasses
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from ecnn import files
 from ecnn.attacks import NORMS, Attack
 from ecnn.backbones import eval_mode, without_tf32
 from ecnn.checks import check_count, parse_eps
@@ -98,8 +100,6 @@ def evaluate(
     if save_images and run_dir is None:
         raise InputError("save_images=True needs a run_dir to keep them in.")
     fingerprint = Fingerprint(model, split)
-    if run_dir is not None:
-        prepare_folder(run_dir, fingerprint, () if resume else [job.name for job in jobs])
     evaluator = _Evaluator(
         model=model,
         chosen=chosen,
@@ -113,7 +113,13 @@ def evaluate(
         progress=progress,
         total=(1 + len(jobs)) * len(chosen),
     )
-    with eval_mode(model), without_tf32():
+    with (
+        nullcontext() if run_dir is None else files.locked(run_dir, "evaluation"),
+        eval_mode(model),
+        without_tf32(),
+    ):
+        if run_dir is not None:
+            prepare_folder(run_dir, fingerprint, () if resume else [job.name for job in jobs])
         return evaluator.run(jobs)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -165,8 +164,8 @@ def _folder_for(out: AnyPath | None, save_images: AnyPath | None) -> Iterator[Pa
         yield None if out is None else Path(out)
         return
     files.check_writable(save_images)
-    with tempfile.TemporaryDirectory() as name:
-        yield Path(name)
+    with files.temporary_folder(save_images) as folder:
+        yield folder
 
 
 def _write_images(path: AnyPath, folder: Path, found: Evaluation) -> None:

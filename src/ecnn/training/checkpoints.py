@@ -85,7 +85,7 @@ def copied_to_cpu(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def load_model_tensors(model: nn.Module, tensors: dict[str, Tensor], source: Path, prefix: str = "") -> None:
-    """Loads what `model_tensors` gave; a name or a shape that the model does not have is an InputError."""
+    """Loads what `model_tensors` gave; a name, shape or type that the model does not have is an InputError."""
     found = {key.removeprefix(prefix): value for key, value in tensors.items() if key.startswith(prefix)}
     expected = model.state_dict()
     for key in sorted({*found, *expected}):
@@ -96,5 +96,12 @@ def load_model_tensors(model: nn.Module, tensors: dict[str, Tensor], source: Pat
             raise InputError(
                 f"{source} was made for another model: {key!r} has shape {tuple(found[key].shape)}, not "
                 f"{tuple(expected[key].shape)}."
+            )
+        if found[key].dtype != expected[key].dtype:
+            kinds = " instead of ".join(
+                str(one.dtype).removeprefix("torch.") for one in (found[key], expected[key])
+            )
+            raise InputError(
+                f"{source} holds {key!r} as {kinds}: it was converted, and would give other numbers."
             )
     model.load_state_dict(found)

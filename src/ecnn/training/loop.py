@@ -37,7 +37,7 @@ from ecnn.training.checkpoints import (
 )
 from ecnn.training.engine import Craft, Engine, craft
 
-LAST, BEST, LOG = "last.safetensors", "model.safetensors", "train.jsonl"
+LAST, PREVIOUS, BEST, LOG = "last.safetensors", "previous.safetensors", "model.safetensors", "train.jsonl"
 _ROBUST_VAL_IMAGES = 1000
 _logger = logging.getLogger("ecnn")
 
@@ -55,7 +55,8 @@ class History:
         best_epoch: the epoch whose weights the model has now (-1 when nothing was trained).
         best_accuracy: its validation accuracy (under attack when there is one), None without validation data.
         alarms: sentences about robust or catastrophic overfitting.
-        note: why the step ran eagerly although a graph was wanted; empty otherwise.
+        note: why the step ran eagerly although a graph was wanted, or which checkpoint could not be read; empty
+            otherwise.
         resumed_from: how many epochs a checkpoint contributed.
     """
 
@@ -148,9 +149,11 @@ def fit(
         compile_parts=compile_parts,
     )
     val_attack = attack if val_attack is None else val_attack
-    loop = _Loop(engine, val, settings, val_attack, Path(run_dir) if run_dir is not None else None, progress)
+    folder = None if run_dir is None else Path(run_dir)
+    loop = _Loop(engine, val, settings, val_attack, folder, progress)
     fingerprint = _fingerprint(model, train, settings, loss, (attack, val_attack), seed)
-    return loop.run(resume=resume, fingerprint=fingerprint)
+    with nullcontext() if folder is None or engine.rank else files.locked(folder, "training"):
+        return loop.run(resume=resume, fingerprint=fingerprint)
 
 
 def accuracy(
@@ -194,7 +197,7 @@ class _Loop:
         self.progress = progress if engine.rank == 0 else None
         self.state = _LoopState()
         self.best: dict[str, Tensor] | None = None
-        self.news = ""
+        self.news, self.note = "", ""
         self.best_is_new = False
         self.writer = ThreadPoolExecutor(max_workers=1)
         self.writing: Future[None] | None = None
@@ -217,7 +220,7 @@ class _Loop:
             best_epoch=self.state.best_epoch,
             best_accuracy=self.state.best_accuracy,
             alarms=tuple(self.state.alarms),
-            note=self.engine.note,
+            note=" ".join(filter(None, (self.note, self.engine.note))),
             resumed_from=start,
         )
 
@@ -302,11 +305,10 @@ class _Loop:
             tensors |= {f"best.{key}": value for key, value in self.best.items()}
         state = {**vars(self.state), "epochs": [*self.state.epochs], "alarms": [*self.state.alarms]}
         facts = {"fingerprint": fingerprint, **state}
-        log = "".join(json.dumps(record) + "\n" for record in self.state.epochs)
         best = self.best if self.best_is_new else None
         self.best_is_new = False
         self._wait_for_writer()
-        self.writing = self.writer.submit(_write, self.run_dir, tensors, facts, log, best)
+        self.writing = self.writer.submit(_write, self.run_dir, tensors, facts, best)
 
     def _wait_for_writer(self) -> None:
         if self.writing is not None:
@@ -315,10 +317,9 @@ class _Loop:
 
     def _resume(self, fingerprint: str) -> int:
         """How many epochs are done already, with everything put back as it was after them."""
-        if self.run_dir is None or not (self.run_dir / LAST).exists():
+        if self.run_dir is None or not any((self.run_dir / name).exists() for name in (LAST, PREVIOUS)):
             return 0
-        path = self.run_dir / LAST
-        tensors, facts = load_checkpoint(path)
+        path, tensors, facts = self._read_checkpoint(self.run_dir)
         if facts.get("fingerprint") != fingerprint:
             raise InputError(
                 f"{path} belongs to a run with other settings, data or code: choose another folder, or resume=False."
@@ -331,7 +332,24 @@ class _Loop:
         self.state = _LoopState(**facts)
         best = {key.removeprefix("best."): value for key, value in tensors.items() if key.startswith("best.")}
         self.best = best or None
+        if self.engine.rank == 0:  # whatever became of them since
+            if path.name == PREVIOUS:
+                files.keep(path, self.run_dir / LAST)
+            _write_products(self.run_dir, vars(self.state), self.best)
         return len(self.state.epochs)
+
+    def _read_checkpoint(self, run_dir: Path) -> tuple[Path, dict[str, Tensor], dict[str, Any]]:
+        """The last checkpoint, or the one before it where the last cannot be read."""
+        path, previous = run_dir / LAST, run_dir / PREVIOUS
+        try:
+            return path, *load_checkpoint(path)
+        except InputError as error:
+            if not previous.exists():
+                raise InputError(f"{error} Move it away to begin anew.") from error
+            tensors, facts = load_checkpoint(previous)
+            self.note = f"{error} Training went on from {PREVIOUS}, the checkpoint before it."
+            _logger.warning(self.note)
+            return previous, tensors, facts
 
     def _finish(self) -> None:
         model = self.engine.model
@@ -341,13 +359,23 @@ class _Loop:
 
 
 def _write(
-    run_dir: Path, tensors: dict[str, Tensor], facts: dict[str, Any], log: str, best: dict[str, Tensor] | None
+    run_dir: Path, tensors: dict[str, Tensor], facts: dict[str, Any], best: dict[str, Tensor] | None
 ) -> None:
+    _write_products(run_dir, facts, best)
+    if len(facts["epochs"]) > 1:  # otherwise what is there belongs to another run
+        files.keep(run_dir / LAST, run_dir / PREVIOUS)
+    else:
+        (run_dir / PREVIOUS).unlink(missing_ok=True)
+    save_checkpoint(run_dir / LAST, tensors, facts)
+    with files.naming(run_dir / "tensorboard", "write"):
+        _show_on_board(run_dir, facts["epochs"][-1])
+
+
+def _write_products(run_dir: Path, facts: dict[str, Any], best: dict[str, Tensor] | None) -> None:
+    """Writes what a checkpoint holds for others: the best weights, if they are given, and the log."""
     if best is not None:
         save_checkpoint(run_dir / BEST, best, {key: facts[key] for key in ("best_epoch", "best_accuracy")})
-    files.write_text(run_dir / LOG, log)
-    save_checkpoint(run_dir / LAST, tensors, facts)
-    _show_on_board(run_dir, facts["epochs"][-1])
+    files.write_text(run_dir / LOG, "".join(json.dumps(record) + "\n" for record in facts["epochs"]))
 
 
 def _show_on_board(run_dir: Path, record: dict[str, Any]) -> None:
