@@ -1,10 +1,14 @@
-"""Writing all or nothing."""
+"""Writing all or nothing, reading only what is whole, one user of a folder at a time."""
 
 from __future__ import annotations
 
 import json
 import os
 import random
+import subprocess
+import sys
+import threading
+import tomllib
 import zipfile
 from io import BytesIO
 from pathlib import Path
@@ -231,3 +235,229 @@ def test_a_damaged_array_file_is_refused_or_unharmed(tmp_path: Path, damage: str
         else:
             assert all(np.array_equal(arrays[name], ARRAYS[name]) for name in arrays)
     assert refused > 100
+
+
+def test_a_link_stays_and_what_it_leads_to_is_replaced(tmp_path: Path) -> None:
+    (tmp_path / "there").mkdir()
+    for link, target in (("old", "there/old.txt"), ("new", "there/new.txt")):
+        (tmp_path / link).symlink_to(target)
+    (tmp_path / "there" / "old.txt").write_text("before")
+    for link in ("old", "new"):
+        files.check_writable(tmp_path / link)
+        files.write_text(tmp_path / link, "after")
+        assert (tmp_path / link).is_symlink()
+        assert (tmp_path / "there" / f"{link}.txt").read_text() == "after"
+
+
+@pytest.mark.parametrize("what", ["pipe", "device", "folder", "loop"])
+def test_only_files_are_replaced(tmp_path: Path, what: str) -> None:
+    path = tmp_path / "x.json"
+    if what == "pipe":
+        os.mkfifo(path)
+    elif what == "device":
+        path.symlink_to("/dev/null")
+    elif what == "folder":
+        path.mkdir()
+    else:
+        path.symlink_to(path)
+    before = path.lstat()
+    for act in (files.check_writable, lambda path: files.write_json(path, {})):
+        with pytest.raises(InputError, match=r"cannot write .*x\.json: "):
+            act(path)
+    assert path.lstat() == before
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_pipes_devices_and_endless_files_are_not_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each reader would wait for ever, or fill the memory."""
+    pipe, endless, big = tmp_path / "pipe", tmp_path / "endless", tmp_path / "big"
+    os.mkfifo(pipe)
+    endless.symlink_to("/dev/zero")
+    big.touch()
+    os.truncate(big, 2**37)
+    readers = (files.read_bytes, files.read_json, files.read_toml, files.read_npz, files.read_tensors)
+    for read in (*readers, files.file_sum):
+        for path, sentence in ((pipe, "it is a pipe, not a file"), (endless, "a device"), (big, "too large")):
+            with pytest.raises(InputError, match=sentence):
+                read(path)
+    for name in ("x\0y", "x" * 5000, tmp_path / "none", tmp_path):
+        with pytest.raises(InputError):
+            files.read_bytes(name)
+    own = Path("/proc/self/status")  # of the system, and of a length that nobody knows
+    if own.exists():
+        with pytest.raises(InputError, match="no plain file"):
+            files.read_bytes(own)
+
+
+HOLD = """
+import sys, time
+from pathlib import Path
+from ecnn import files
+def write(temporary):
+    temporary.write_bytes(b"half")
+    print("writing", flush=True)
+    sys.stdin.read()
+with files.locked(sys.argv[1], "test"):
+    files.write_atomically(Path(sys.argv[1]) / "x.json", write)
+"""
+
+
+def start_holder(folder: Path) -> subprocess.Popen[str]:
+    """A process that has locked the folder and is writing a file in it."""
+    command = [sys.executable, "-c", HOLD, str(folder)]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "writing\n"
+    return process
+
+
+def test_a_folder_has_one_user_and_a_killed_one_leaves_nothing(tmp_path: Path) -> None:
+    with start_holder(tmp_path) as process:
+        sentence = rf"in use \(test by process {process.pid} on .+ since 20.*\): wait until that has ended"
+        with pytest.raises(InputError, match=sentence), files.locked(tmp_path, "test"):
+            pass
+        files.remove_stale(tmp_path)
+        assert len(list(tmp_path.glob(".ecnn-tmp-*.json"))) == 1  # its writer lives
+        process.kill()
+        process.wait()
+    assert len(list(tmp_path.iterdir())) == 2
+    with files.locked(tmp_path, "test"), files.locked(tmp_path, "test again"):
+        assert [path.name for path in tmp_path.iterdir()] == [".ecnn-lock"]
+        files.write_text(tmp_path / "sub" / "x", "text")
+    assert [path.name for path in tmp_path.iterdir()] == ["sub"]
+    with start_holder(tmp_path) as process:
+        process.kill()
+        process.wait()
+    files._tidied.clear()  # as a new process
+    files.write_text(tmp_path / "y", "text")
+    assert {path.name for path in tmp_path.iterdir()} == {"sub", "y", ".ecnn-lock"}
+
+
+def test_another_thread_is_another_user(tmp_path: Path) -> None:
+    said: list[str] = []
+
+    def work() -> None:
+        try:
+            with files.locked(tmp_path / "run", "test"):
+                said.append("in")
+        except InputError as error:
+            said.append(str(error))
+
+    with files.locked(tmp_path / "run", "test"):
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+    work()
+    assert "in use" in said[0]
+    assert said[1:] == ["in"]
+    assert list(tmp_path.iterdir()) == []  # a folder in which nothing came to be goes too
+
+
+def test_a_folder_that_is_moved_away_gets_nothing_more(tmp_path: Path) -> None:
+    with files.locked(tmp_path / "run", "test"):
+        files.write_text(tmp_path / "run" / "a", "text")
+        (tmp_path / "run").rename(tmp_path / "moved")
+        for act in (files.write_text, lambda path, text: files.keep(text, path)):
+            with pytest.raises(DiskError, match="was moved, deleted or replaced during the work"):
+                act(tmp_path / "run" / "b", "text")
+        assert not (tmp_path / "run").exists()
+    with files.locked(tmp_path / "moved", "test"):
+        pass
+    assert [path.name for path in (tmp_path / "moved").iterdir()] == ["a"]
+
+
+def test_a_file_keeps_a_second_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    last, previous = tmp_path / "last", tmp_path / "previous"
+    for has_links in (True, False):
+        if not has_links:
+            monkeypatch.delattr(os, "link")
+            monkeypatch.setattr(
+                os, "link", lambda *names: (_ for _ in ()).throw(OSError(95, "no links")), False
+            )
+        files.write_text(last, "one")
+        files.keep(last, previous)
+        files.keep(last, previous)
+        files.write_text(last, "two")
+        assert (previous.read_text(), last.read_text()) == ("one", "two")
+        files.keep(last, previous)
+        assert previous.read_text() == "two"
+    assert sorted(tmp_path.iterdir()) == [last, previous]
+
+
+def test_a_temporary_folder_of_a_killed_process_goes_with_the_next(tmp_path: Path) -> None:
+    with files.temporary_folder(tmp_path / "x.npz") as folder:
+        files.write_text(folder / "deep" / "y", "text")
+        left = tmp_path / ".ecnn-tmp-left"
+        left.mkdir()
+        (left / "z").write_text("text")
+        files.remove_stale(tmp_path)
+        assert list(tmp_path.iterdir()) == [folder]
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["\U0001f600 é", "a\x7fb", 'quote " and \\', "tab\tline\n", "\U0010ffff"])
+def test_toml_holds_every_name(tmp_path: Path, name: str) -> None:
+    path = files.write_toml(tmp_path / name.replace("\n", "") / "x.toml", {name: {"x": name}, "y": [name]})
+    assert files.read_toml(path) == {name: {"x": name}, "y": [name]}
+    assert tomllib.loads(path.read_text(encoding="utf-8")) == files.read_toml(path)
+
+
+def test_toml_refuses_bytes_that_are_no_text(tmp_path: Path) -> None:
+    name = os.fsdecode(b"caf\xe9")
+    with pytest.raises(InputError, match=r"'caf\\udce9' is not UTF-8.*rename"):
+        files.write_toml(tmp_path / "x.toml", {"name": name})
+    assert files.read_json(files.write_json(tmp_path / name, {"name": name})) == {"name": name}
+
+
+def test_a_changed_table_is_refused(tmp_path: Path) -> None:
+    path = files.write_json(
+        tmp_path / "x.json", {"accuracy": 0.725, "list": [1, 2], "number": {"3": 1}, 4: 5}
+    )
+    content, rng, refused = path.read_bytes(), random.Random(0), 0
+    value = files.read_json(path)
+    assert value == {"accuracy": 0.725, "list": [1, 2], "number": {"3": 1}, "4": 5}
+    for place in range(len(content)):
+        path.write_bytes(
+            content[:place] + bytes([content[place] ^ (1 << rng.randrange(7))]) + content[place + 1 :]
+        )
+        try:
+            found = files.read_json(path)
+        except InputError:
+            refused += 1
+        else:  # white space, or the name of the checksum
+            assert {key: found[key] for key in value} == value
+    assert refused > 0.8 * len(content)
+    path.write_text(content.decode().replace("0.725", "0.925"))
+    with pytest.raises(InputError, match=r'damaged or changed .* remove its entry "sha256" to accept'):
+        files.read_json(path)
+    path.write_text('{"accuracy": 0.925}')  # as files of before
+    assert files.read_json(path) == {"accuracy": 0.925}
+
+
+def test_same_tensors_same_bytes_and_every_bit_counts(tmp_path: Path) -> None:
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    tensors = {"weight": torch.arange(12.0).reshape(3, 4), "count": torch.tensor(3)}
+    header = {key: key * 3 for key in ("format", "version", "facts", "name")}
+    first = files.write_tensors(tmp_path / "a", tensors, header).read_bytes()
+    for _ in range(5):
+        assert (
+            files.write_tensors(tmp_path / "b", dict(reversed(tensors.items())), header).read_bytes() == first
+        )
+    assert torch.equal(load_file(tmp_path / "a")["weight"], tensors["weight"])  # others can read it
+    path = tmp_path / "c"
+    for place in range(len(first)):
+        path.write_bytes(first[:place] + bytes([first[place] ^ (1 << place % 8)]) + first[place + 1 :])
+        try:
+            found, head = files.read_tensors(path)
+        except InputError:
+            continue
+        # The name of the header or of all metadata: what is read then is no file of ours.
+        assert not head.get("format")
+    save_file(tensors, path, header)  # as files of before, and of others
+    found, head = files.read_tensors(path)
+    assert head == header
+    assert torch.equal(found["weight"], tensors["weight"])

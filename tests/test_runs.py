@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -13,7 +15,7 @@ from ecnn.codes import load_code
 from ecnn.data import load_data
 from ecnn.errors import InputError
 from ecnn.pipeline import train_run
-from ecnn.spec import DataTable, Spec
+from ecnn.spec import DataTable, Spec, load_spec
 from ecnn.training.loop import accuracy
 
 # name: parameters, test accuracy as recorded when it was trained (10,000 images)
@@ -108,8 +110,90 @@ def test_weights_of_another_model_are_refused(tmp_path: Path) -> None:
     train_run(tiny(), out=tmp_path / "a")
     train_run(tiny(**{"model.width": 8}), out=tmp_path / "b")
     (tmp_path / "b" / "model.safetensors").replace(tmp_path / "a" / "model.safetensors")
+    with pytest.raises(InputError, match=r"model\.safetensors was damaged or changed .* or delete DONE"):
+        runs.load_model(tmp_path / "a")
+    (tmp_path / "a" / "DONE").unlink()
     with pytest.raises(InputError, match="was made for another model"):
         runs.load_model(tmp_path / "a")
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.int64])
+def test_weights_of_another_type_are_refused(tmp_path: Path, dtype: torch.dtype) -> None:
+    folder = tmp_path / "run"
+    shutil.copytree(runs.zoo_folder("mnist-tanh16"), folder, ignore=shutil.ignore_patterns("DONE"))
+    assert runs.load_model(folder)  # files of before have neither DONE nor a checksum
+    tensors, header = files.read_tensors(folder / "model.safetensors")
+    name = sorted(tensors)[-1]
+    files.write_tensors(folder / "model.safetensors", {**tensors, name: tensors[name].to(dtype)}, header)
+    with pytest.raises(InputError, match=rf"holds '{name}' as {str(dtype)[6:]} instead of float32"):
+        runs.load_model(folder)
+
+
+def test_a_finished_run_is_whole_repaired_or_refused(tmp_path: Path) -> None:
+    """Every file that decides a number, deleted, cut short or with one bit changed."""
+    first = train_run(tiny(), out=tmp_path)
+    whole = {path.name: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()}
+    done = subprocess.run(["sha256sum", "-c", "DONE"], cwd=tmp_path, capture_output=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert train_run(tiny(), out=tmp_path).was_finished
+    for name in ("model.safetensors", "train.jsonl", "code.json", "env.json", "DONE"):
+        for content in (
+            None,
+            whole[name][:-20],
+            bytes([*whole[name][:40], whole[name][40] ^ 1, *whole[name][41:]]),
+        ):
+            (tmp_path / name).unlink()
+            if content is not None:
+                (tmp_path / name).write_bytes(content)
+                assert not runs.is_finished(tmp_path, load_spec(tmp_path / "spec.toml"))
+            if name == "model.safetensors":
+                with pytest.raises(InputError, match=r"model\.safetensors"):
+                    runs.load_model(tmp_path)
+            again = train_run(tiny(), out=tmp_path)
+            assert not again.was_finished
+            if name != "DONE":
+                assert again.notes == (f"damaged or gone, and made again by this run: {name}",)
+            assert again.test_accuracy == first.test_accuracy
+            assert {path.name: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()} == whole
+    for name, act in (
+        ("spec.toml", runs.read_spec),
+        ("eval.json", lambda folder: train_run(tiny(), out=folder)),
+    ):
+        changed = whole[name].replace(b"0", b"1").replace(b"2", b"1")
+        (tmp_path / name).write_bytes(changed)
+        with pytest.raises(InputError, match=rf"{name} was damaged or changed"):
+            act(tmp_path)
+        (tmp_path / name).write_bytes(whole[name])
+
+
+def test_two_identical_runs_have_the_same_bytes(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        train_run(tiny(), out=tmp_path / name)
+    for name in ("model.safetensors", "spec.toml", "code.json", "eval.json"):
+        assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
+
+
+def test_a_run_of_before_is_repaired_too(tmp_path: Path) -> None:
+    train_run(tiny(), out=tmp_path)
+    (tmp_path / "DONE").write_text("")  # without checksums
+    assert train_run(tiny(), out=tmp_path).was_finished
+    weights = (tmp_path / "model.safetensors").read_bytes()
+    (tmp_path / "model.safetensors").write_bytes(weights[:-1])
+    assert not train_run(tiny(), out=tmp_path).was_finished
+    assert (tmp_path / "model.safetensors").read_bytes() == weights
+
+
+def test_shipped_models_are_checked(tmp_path: Path) -> None:
+    for name in runs.models():
+        assert not runs.damaged_files(runs.zoo_folder(name))
+        assert len((runs.zoo_folder(name) / "DONE").read_text().splitlines()) >= 4
+    folder = tmp_path / "run"
+    shutil.copytree(runs.zoo_folder("mnist-tanh16"), folder)
+    content = bytearray((folder / "model.safetensors").read_bytes())
+    content[-1000] ^= 1
+    (folder / "model.safetensors").write_bytes(content)
+    with pytest.raises(InputError, match=r"model\.safetensors was damaged or changed"):
+        runs.load_model(folder)
 
 
 def test_toml_round_trip(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from ecnn.attacks import PGD
 from ecnn.backbones import ResNet
 from ecnn.constructions import random_code
 from ecnn.data import Split
-from ecnn.errors import InputError
+from ecnn.errors import DiskError, InputError
 from ecnn.model import ECNN
 from ecnn.models import resolve_recipe
 from ecnn.training import RECIPES, Recipe, TrainingError, fit
@@ -333,16 +333,68 @@ def test_a_full_disk_keeps_the_last_checkpoint(tmp_path: Path, monkeypatch: pyte
     def full_after_three(path: Any, tensors: Any, header: Any) -> Path:
         calls.append(path)
         if len(calls) > 3:
-            raise InputError(f"cannot write {path}: No space left on device.")
+            raise DiskError(f"cannot write {path}: No space left on device.")
         return real(path, tensors, header)
 
     monkeypatch.setattr(files, "write_tensors", full_after_three)
-    with pytest.raises(InputError, match="No space left"):
+    with pytest.raises(DiskError, match="No space left"):
         fit(tiny_model(), tiny_data(), **arguments)
     monkeypatch.undo()
     straight, resumed = tiny_model(), tiny_model(seed=5)
     fit(straight, tiny_data(), val=None, recipe=TINY, seed=0)
     assert fit(resumed, tiny_data(), **arguments).resumed_from == 1
+    assert same(straight, resumed)
+
+
+@pytest.mark.parametrize("damage", ["cut", "flip", "gone"])
+def test_the_checkpoint_before_the_last_steps_in(
+    tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    arguments: dict[str, Any] = {"val": None, "recipe": TINY, "seed": 0}
+    straight = tiny_model()
+    fit(straight, tiny_data(), **arguments, run_dir=tmp_path)
+    last, previous = tmp_path / "last.safetensors", tmp_path / "previous.safetensors"
+    epochs = TINY.epochs
+    content = bytearray(last.read_bytes())
+    content[-1] ^= damage == "flip"
+    last.write_bytes(content[:-10] if damage == "cut" else content)
+    if damage == "gone":
+        last.unlink()
+    for name in ("model.safetensors", "train.jsonl"):
+        (tmp_path / name).unlink()
+
+    def stop(done: int, total: int, news: str) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):  # at once: by then both checkpoints are good again
+        fit(tiny_model(), tiny_data(), **arguments, run_dir=tmp_path, progress=stop)
+    assert "went on from previous.safetensors, the checkpoint before it" in caplog.text
+    assert last.read_bytes() == previous.read_bytes()
+    resumed = tiny_model(seed=5)
+    history = fit(resumed, tiny_data(), **arguments, run_dir=tmp_path)
+    assert (history.resumed_from, len(history.epochs)) == (epochs - 1, epochs)
+    assert same(straight, resumed)
+    assert len((tmp_path / "train.jsonl").read_text().splitlines()) == epochs
+    previous.write_bytes(b"")
+    last.write_bytes(b"")
+    with pytest.raises(InputError, match=r"previous\.safetensors is not a whole safetensors file"):
+        fit(tiny_model(), tiny_data(), **arguments, run_dir=tmp_path)
+
+
+def test_a_run_folder_that_is_moved_away_is_no_run(tmp_path: Path) -> None:
+    arguments: dict[str, Any] = {"val": None, "recipe": TINY, "seed": 0}
+    run, moved = tmp_path / "run", tmp_path / "moved"
+
+    def move(done: int, total: int, news: str) -> None:
+        if (run / "last.safetensors").exists():
+            run.rename(moved)
+
+    with pytest.raises(DiskError, match="was moved, deleted or replaced during the work"):
+        fit(tiny_model(), tiny_data(), **arguments, run_dir=run, progress=move)
+    assert not run.exists()
+    straight, resumed = tiny_model(), tiny_model(seed=5)
+    fit(straight, tiny_data(), **arguments)
+    assert fit(resumed, tiny_data(), **arguments, run_dir=moved).resumed_from >= 1
     assert same(straight, resumed)
 
 

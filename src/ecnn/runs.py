@@ -22,9 +22,11 @@ from ecnn.errors import InputError
 from ecnn.models import build_model
 from ecnn.spec import Spec, load_spec, save_spec
 from ecnn.training.checkpoints import load_checkpoint, load_model_tensors
-from ecnn.training.loop import BEST
+from ecnn.training.loop import BEST, LOG
 
 SPEC, CODE, ENVIRONMENT, RESULTS, DONE = "spec.toml", "code.json", "env.json", "eval.json", "DONE"
+_SUMMED = (SPEC, CODE, ENVIRONMENT, BEST, LOG)
+_REPAIR = "start the same training again to have it repaired, or delete DONE to use the files as they are"
 
 
 def describe_model(kind: str, model: nn.Module) -> dict[str, Any]:
@@ -51,16 +53,62 @@ def start_run(folder: Path, spec: Spec, code: CodeMatrix | None) -> None:
 
 
 def is_finished(folder: Path, spec: Spec) -> bool:
-    """Whether the folder holds a complete run of that spec."""
-    needed = (DONE, SPEC, BEST, RESULTS)
+    """Whether the folder holds a complete and undamaged run of that spec."""
     return (
-        all((folder / name).exists() for name in needed) and files.read_toml(folder / SPEC) == spec.to_dict()
+        all((folder / name).exists() for name in (DONE, SPEC, RESULTS))
+        and files.read_toml(folder / SPEC) == spec.to_dict()
+        and not damaged_files(folder)
     )
 
 
 def finish_run(folder: Path) -> None:
-    """Marks the run as complete."""
-    files.write_text(folder / DONE, "")
+    """Marks the run as complete: DONE holds the SHA-256 of its files, as `sha256sum -c` reads them."""
+    found = [name for name in _SUMMED if (folder / name).exists() or name != CODE]
+    files.write_text(folder / DONE, "".join(f"{files.file_sum(folder / name)}  {name}\n" for name in found))
+
+
+def damaged_files(folder: Path) -> tuple[str, ...]:
+    """The files of a finished run that are gone or not as they were when it ended; none of an unfinished run."""
+    if not (folder / DONE).exists():
+        return ()
+    try:
+        sums = _read_sums(folder)
+    except InputError:
+        return (DONE,)
+    # Runs of before have an empty DONE.
+    return tuple(name for name in sums or (BEST, LOG) if not _is_whole(folder / name, sums.get(name)))
+
+
+def _is_whole(path: Path, expected: str | None) -> bool:
+    try:
+        if expected is None and path.name == BEST:
+            load_checkpoint(path)
+        return files.file_sum(path) == expected or expected is None
+    except InputError:
+        return False
+
+
+def _read_sums(folder: Path) -> dict[str, str]:
+    """SHA-256 by file, as DONE holds them; empty for a run that has not ended, or ended when none were kept."""
+    if not (folder / DONE).exists():
+        return {}
+    content = files.read_bytes(folder / DONE, most=files.MAX_JSON_BYTES)
+    lines = [line.split("  ") for line in content.decode(errors="replace").splitlines()]
+    sums = {line[-1]: line[0] for line in lines if len(line) == 2}
+    if lines and (len(sums) != len(lines) or not {SPEC, BEST, LOG} <= {*sums} <= {*_SUMMED}):
+        raise InputError(f"{folder / DONE} is damaged: {_REPAIR}.")
+    return sums
+
+
+def _check_whole(folder: Path, *names: str) -> None:
+    """Raises InputError if one of these files of a finished run is not as it was when the run ended."""
+    sums = _read_sums(folder)
+    for name in names:
+        if name in sums and files.file_sum(folder / name) != sums[name]:
+            raise InputError(
+                f"{folder / name} was damaged or changed after the run had ended (its SHA-256 is not the one in "
+                f"{DONE}): {_REPAIR}."
+            )
 
 
 @contextmanager
@@ -105,6 +153,7 @@ def load_model(source: str | os.PathLike[str], *, device: str | torch.device = "
         raise InputError(
             f"{folder / SPEC} does not say num_classes, in_channels and image_size of its [data]."
         )
+    _check_whole(folder, CODE, BEST)
     options = dict(spec.model)
     model = build_model(
         options.pop("kind"),
@@ -121,7 +170,9 @@ def load_model(source: str | os.PathLike[str], *, device: str | torch.device = "
 
 def read_spec(source: str | os.PathLike[str]) -> Spec:
     """The spec of a run folder or of a shipped model."""
-    return load_spec(run_folder(source) / SPEC)
+    folder = run_folder(source)
+    _check_whole(folder, SPEC)
+    return load_spec(folder / SPEC)
 
 
 def run_folder(source: str | os.PathLike[str]) -> Path:

@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import os
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -96,19 +97,20 @@ def audit(
     images = place(model, chosen[:][0])
     labels = chosen.labels.to(images.device)
     subject = Subject(model=model, images=images, labels=labels, norm=norm, eps=eps, budget=budget, seed=seed)
-    with eval_mode(model), without_tf32():
-        attacks, is_random = _choose_attacks(subject, split, folder, resume)
-        staged = run_stages(
-            subject, split, attacks, is_random=is_random, folder=folder, resume=resume, progress=progress
-        )
-        findings = _find(subject, staged.evaluation, folder, resume, progress)
-    # One pass of a random model is no evidence.
-    evidence = [] if is_random else read_evidence(staged.evaluation)
-    findings = [*evidence, *_failures(staged.evaluation), *findings]
-    result = _conclude(subject, staged, findings, claim, min_accuracy, is_random)
-    if run_dir is not None:
-        result.save(Path(run_dir) / RESULT)
-        files.write_text(Path(run_dir) / PAGE, result.markdown())
+    with nullcontext() if run_dir is None else files.locked(run_dir, "audit"):
+        with eval_mode(model), without_tf32():
+            attacks, is_random = _choose_attacks(subject, split, folder, resume)
+            staged = run_stages(
+                subject, split, attacks, is_random=is_random, folder=folder, resume=resume, progress=progress
+            )
+            findings = _find(subject, staged.evaluation, folder, resume, progress)
+        # One pass of a random model is no evidence.
+        evidence = [] if is_random else read_evidence(staged.evaluation)
+        findings = [*evidence, *_failures(staged.evaluation), *findings]
+        result = _conclude(subject, staged, findings, claim, min_accuracy, is_random)
+        if run_dir is not None:
+            result.save(Path(run_dir) / RESULT)
+            files.write_text(Path(run_dir) / PAGE, result.markdown())
     return result
 
 

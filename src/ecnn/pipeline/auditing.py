@@ -6,13 +6,14 @@ import importlib.util
 import inspect
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
 
-from ecnn import runs
+from ecnn import files, runs
 from ecnn.auditing import Audit, Cost, audit, estimate_cost, resolve_budget
 from ecnn.data import NAMES, Split, load_data
 from ecnn.errors import InputError
@@ -91,7 +92,8 @@ def audit_run(
     """
     options: dict[str, Any] = {**asdict(made.table), "limit": made.images, "run_dir": out, "resume": resume}
     del options["data"]  # those are in made.split
-    with runs.kept_in(out, resume=resume), suitable_threads(made.model, made.split):
+    lock = nullcontext() if out is None else files.locked(out, "audit")
+    with runs.kept_in(out, resume=resume), lock, suitable_threads(made.model, made.split):
         found = audit(made.model, made.split, progress=progress, **options)
         if out is not None:
             plot_audit(found, Path(out) / "audit.png")

@@ -160,8 +160,12 @@ def _join(parts: Sequence[Evaluation]) -> Evaluation:
 @contextmanager
 def _folder_for(out: AnyPath | None, save_images: AnyPath | None) -> Iterator[Path | None]:
     """Where outcomes go: the folder asked for, one for the moment if only images are wanted, or none."""
-    if save_images is None or out is not None:
-        yield None if out is None else Path(out)
+    if out is not None:
+        with files.locked(out, "evaluation"):
+            yield Path(out)
+        return
+    if save_images is None:
+        yield None
         return
     files.check_writable(save_images)
     with files.temporary_folder(save_images) as folder:

@@ -117,6 +117,13 @@ def run_task(
     """Trains, attacks and audits one run; whatever its folder holds already is not done again."""
     if task.is_done():
         return
+    with files.locked(task.folder, "reproduction"):
+        _run_stages(task, root, device, stages, progress)
+
+
+def _run_stages(
+    task: Task, root: AnyPath, device: str, stages: Sequence[str], progress: Progress | None
+) -> None:
     spec, folder = task.spec, task.folder
     if "train" in stages:
         if not task.is_trained():
@@ -125,7 +132,7 @@ def run_task(
                 return
         run = train_run(task.network, out=folder, root=root, device=device, progress=progress)
         if not run.was_finished:  # else it took its time before, or in another arm
-            epochs = (json.loads(line) for line in (folder / LOG).read_text().splitlines())
+            epochs = (json.loads(line) for line in files.read_bytes(folder / LOG).splitlines())
             _note_time(folder, "train", sum(epoch["seconds"] for epoch in epochs))
     if "attack" in stages:
         for name, table in spec.attacks.items():

@@ -6,6 +6,7 @@ import dataclasses
 import os
 import time
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,7 @@ from ecnn.spec import CodeTable, Spec, attack_options, make_attack
 from ecnn.training.checkpoints import load_checkpoint, model_tensors, save_checkpoint
 from ecnn.training.loop import BEST, LOG, accuracy, fit
 
-AnyPath = str | os.PathLike[str]
+AnyPath = files.AnyPath
 #: Images that are attacked already, to be evaluated and audited by this name.
 SIGNS = "optprojtran"
 
@@ -251,8 +252,24 @@ def train_run(
     folder = usual if out is None else Path(out)
     files.check_writable(folder / runs.SPEC)
     if resume and runs.is_finished(folder, made.spec):
+        files.remove_stale(folder)
         return _finished_run(folder, made.model)
+    with files.locked(folder, "training") if _is_first_process() else nullcontext():
+        return _train(made, data, folder, place, resume, compile_parts, progress)
+
+
+def _train(
+    made: Plan,
+    data: Dataset,
+    folder: Path,
+    place: torch.device,
+    resume: bool,
+    compile_parts: bool,
+    progress: Progress | None,
+) -> TrainedRun:
+    """Trains what was planned and completes the run folder, DONE last."""
     model = made.model.to(place)
+    damaged = runs.damaged_files(folder) if resume else ()
     if _is_first_process():
         runs.start_run(folder, made.spec, made.code)
     started = time.monotonic()
@@ -264,7 +281,7 @@ def train_run(
             recipe=made.recipe,
             attack=made.attack,
             val_attack=made.val_attack,
-            seed=spec.seed,
+            seed=made.spec.seed,
             run_dir=folder,
             resume=resume,
             compile_parts=compile_parts,
@@ -272,6 +289,7 @@ def train_run(
         )
         _set_threshold(model, data.val.to(place), folder)
         test_accuracy = accuracy(model, data.test)
+    repaired = f"damaged or gone, and made again by this run: {', '.join(damaged)}" if damaged else ""
     result = TrainedRun(
         folder=folder,
         parameters=sum(parameter.numel() for parameter in model.parameters()),
@@ -281,7 +299,7 @@ def train_run(
         test_accuracy=test_accuracy,
         test_images=len(data.test),
         seconds=time.monotonic() - started,
-        notes=tuple(note for note in (history.note, *history.alarms) if note),
+        notes=tuple(note for note in (repaired, history.note, *history.alarms) if note),
     )
     if _is_first_process():
         known = files.read_json(folder / runs.RESULTS) if (folder / runs.RESULTS).exists() else {}
@@ -300,7 +318,7 @@ def _finished_run(folder: Path, model: nn.Module) -> TrainedRun:
     return TrainedRun(
         folder=folder,
         parameters=sum(parameter.numel() for parameter in model.parameters()),
-        epochs=len((folder / LOG).read_text().splitlines()),
+        epochs=len(files.read_bytes(folder / LOG).splitlines()),
         best_epoch=facts["best_epoch"],
         val_accuracy=facts["best_accuracy"],
         test_accuracy=result["test_accuracy"],
