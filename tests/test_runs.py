@@ -155,14 +155,13 @@ def test_a_finished_run_is_whole_repaired_or_refused(tmp_path: Path) -> None:
                 assert again.notes == (f"damaged or gone, and made again by this run: {name}",)
             assert again.test_accuracy == first.test_accuracy
             assert {path.name: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()} == whole
-    for name, act in (
-        ("spec.toml", runs.read_spec),
-        ("eval.json", lambda folder: train_run(tiny(), out=folder)),
-    ):
-        changed = whole[name].replace(b"0", b"1").replace(b"2", b"1")
-        (tmp_path / name).write_bytes(changed)
+    for name, old, new in (("spec.toml", b"seed = 0", b"seed = 1"), ("eval.json", b": 360", b": 361")):
+        assert old in whole[name]
+        (tmp_path / name).write_bytes(whole[name].replace(old, new))
         with pytest.raises(InputError, match=rf"{name} was damaged or changed"):
-            act(tmp_path)
+            runs.describe_run(tmp_path)
+        with pytest.raises(InputError, match=r"eval.json was damaged|another spec\.toml"):
+            train_run(tiny(), out=tmp_path)
         (tmp_path / name).write_bytes(whole[name])
 
 

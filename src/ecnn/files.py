@@ -86,7 +86,7 @@ def _kind_of(path: AnyPath) -> str | None:
     """What lies at a path, links followed: "" for a file, None for nothing, else a word for it."""
     try:
         mode = os.stat(path).st_mode
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
     except ValueError as error:  # a zero byte
         raise InputError(f"{path!r} cannot be the name of a file.") from error
