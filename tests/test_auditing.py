@@ -15,6 +15,7 @@ import torch
 import toys
 from torch import Tensor, nn
 
+from ecnn import files
 from ecnn.attacks import PGD, Attack, Attacked
 from ecnn.auditing import Audit, Finding, Stage, audit, load_audit, resolve_budget
 from ecnn.auditing.auditor import judge
@@ -248,7 +249,7 @@ def test_records_and_page(tmp_path: Path) -> None:
     split = make_split(60)
     found = audit(Linear(), split, claim=0.85, budget=TINY, run_dir=tmp_path, limit=50, **BALL)
     assert found.images == 50
-    kept = json.loads((tmp_path / "audit.json").read_text())
+    kept = files.read_json(tmp_path / "audit.json")
     assert (kept["format"], kept["version"], kept["exit_code"]) == ("ecnn-audit", 2, 1)
     assert kept == json.loads(json.dumps(found.to_dict()))
     assert load_audit(tmp_path / "audit.json") == load_audit(tmp_path) == found

@@ -9,6 +9,7 @@ import pytest
 from test_cli import run
 from typer.testing import CliRunner, Result
 
+from ecnn import files
 from ecnn.cli import app
 from ecnn.data import load_data
 from ecnn.pipeline import load_module
@@ -89,7 +90,7 @@ def test_a_false_claim_about_a_module_of_ones_own(own: Path, tmp_path: Path) -> 
     assert (found["verdict"], found["claimed"], found["exit_code"]) == ("not believable", 0.9, 1)
     assert found["accuracy"] < 0.6 < 0.8 < found["clean_accuracy"]
     written = tmp_path / "audited"
-    assert json.loads((written / "audit.json").read_text()) == found
+    assert files.read_json(written / "audit.json") == found
     assert (written / "audit.md").read_text().startswith("# Audit: not believable")
     assert (written / "audit.png").read_bytes().startswith(b"\x89PNG")
     # The same audit of an honest claim, that 40 images can tell from a false one, goes on with what is there.
