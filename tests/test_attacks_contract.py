@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import random
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -14,6 +16,7 @@ from toys import coded_model, distance
 from ecnn.attacks import ATTACKS, PGD, Attack, Transfer
 from ecnn.constructions import random_code
 from ecnn.errors import InputError
+from ecnn.evaluation.batch import predict
 from ecnn.model import ECNN
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -214,22 +217,111 @@ def test_a_row_knows_nothing_of_the_others(name: str) -> None:
         assert torch.equal(apart.backwards, together.backwards[rows])
 
 
+class Restless(nn.Module):
+    """Disturbs whatever a pass can disturb, and fails after some passes.
+
+    Args:
+        bears: how many passes it bears.
+    """
+
+    seen: Tensor
+
+    def __init__(self, bears: float = math.inf) -> None:
+        super().__init__()
+        self.inner, self.norm, self.drop = coded_model(), nn.BatchNorm2d(2).double(), nn.Dropout(0.1)
+        self.code, self.bears, self.passes = self.inner.code, bears, 0
+        self.register_buffer("seen", torch.zeros(()))
+        self.inner.trunk.requires_grad_(False)
+
+    def member_logits(self, images: Tensor) -> Tensor:
+        self.passes += 1
+        self.seen += len(images)
+        torch.rand(3), np.random.rand(), random.random()
+        self.requires_grad_(True)
+        with torch.enable_grad():
+            self.norm(images.detach()).sum().backward()
+        if self.passes > self.bears:
+            raise RuntimeError("not once more")
+        return self.inner.member_logits(self.norm(self.drop(images)))
+
+    def decode(self, member_logits: Tensor) -> Tensor:
+        return self.inner.decode(member_logits)
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.decode(self.member_logits(images))
+
+
+def snapshot(model: nn.Module) -> list[Any]:
+    """Everything that a pass could change, as values that can be compared."""
+    return [
+        {name: value.tolist() for name, value in model.state_dict().items()},
+        {name: module.training for name, module in model.named_modules()},
+        {
+            name: (value.requires_grad, id(value.grad), repr(value.grad))
+            for name, value in model.named_parameters()
+        },
+        [(*module._forward_hooks, *module._forward_pre_hooks) for module in model.modules()],
+        (torch.get_rng_state().tolist(), repr(np.random.get_state()), random.getstate()),
+        torch.is_grad_enabled(),
+    ]
+
+
+@pytest.mark.parametrize("state", ["train", "raises", "eval"])
 @pytest.mark.parametrize("name", VARIED)
-def test_what_is_left_alone(name: str) -> None:
-    model, (images, labels) = coded_model(), batch(3)
-    model.train()
-    model.trunk.eval()
-    modes = {part: module.training for part, module in model.named_modules()}
-    for parameter in model.parameters():
-        parameter.grad = torch.ones_like(parameter)
-    state, flags = torch.get_rng_state(), torch.is_grad_enabled()
-    make(name).run(model, images, labels)
-    assert {part: module.training for part, module in model.named_modules()} == modes
-    assert all(torch.equal(p.grad, torch.ones_like(p)) for p in model.parameters() if p.grad is not None)
-    assert all(parameter.requires_grad and parameter.grad is not None for parameter in model.parameters())
-    assert all(not module._forward_hooks and not module._backward_hooks for module in model.modules())
-    assert torch.equal(torch.get_rng_state(), state)
-    assert torch.is_grad_enabled() == flags
+def test_what_is_left_alone(name: str, state: str) -> None:
+    images, labels = batch(3)
+    model, attack = Restless(1 if state == "raises" else math.inf), make(name)
+    if isinstance(attack, Transfer):
+        attack = dataclasses.replace(attack, source=Restless())
+    models: list[Any] = [model, *([attack.source] if isinstance(attack, Transfer) else [])]
+    for one in models:
+        one.train(state != "eval")
+        one.inner.branches.eval()
+        for parameter in one.norm.parameters():
+            parameter.grad = torch.ones_like(parameter)
+    before = [snapshot(one) for one in models]
+    if state == "raises":
+        with pytest.raises(RuntimeError, match="not once more"):
+            attack.run(model, images, labels)
+    else:
+        attack.run(model, images, labels)
+    assert [snapshot(one) for one in models] == before
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_scores_that_are_infinite_or_no_numbers(name: str) -> None:
+    """What an attack calls broken is what the evaluator counts, and the search goes on wherever scores are odd."""
+    images, labels = batch()
+    for odd in (math.inf, -math.inf, math.nan):
+        model = Odd(odd)
+        found = make(name).run(model, images, labels)
+        assert torch.equal(found.predictions, predict(model, found.images))
+        assert torch.equal(found.success, found.predictions != labels)
+        assert 0 <= found.images.min() <= found.images.max() <= 1
+        assert found.success[1]  # wrong from the start
+        if odd is math.nan:
+            assert (found.predictions == -1).any() or found.success.all() or name in ("noise", "none")
+
+
+class Odd(Constant):
+    """A coded model whose highest score is inf, or its lowest -inf, or whose scores are NaN where it is not sure."""
+
+    def __init__(self, odd: float) -> None:
+        super().__init__()
+        self.inner, self.odd = coded_model(), odd
+        self.code = self.inner.code
+
+    def member_logits(self, images: Tensor) -> Tensor:
+        return self.inner.member_logits(images)
+
+    def decode(self, member_logits: Tensor) -> Tensor:
+        scores = self.inner.decode(member_logits)
+        if math.isnan(self.odd):
+            best = scores.detach().topk(2, dim=1).values
+            return torch.where(best[:, :1] - best[:, 1:] < 0.07, math.nan, scores)
+        highest, lowest = scores.amax(dim=1, keepdim=True), scores.amin(dim=1, keepdim=True)
+        is_odd = scores == (highest if self.odd > 0 else lowest)
+        return torch.where(is_odd, self.odd, scores)
 
 
 @pytest.mark.parametrize("name", EVERY)
@@ -419,3 +511,41 @@ def test_bad_settings_are_found_when_the_attack_is_made(
     make(name)
     with pytest.raises(InputError, match=sentence):
         make(name, **changes)
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        ({"labels": torch.tensor([0, 1, 5])}, "classes of the model, 0 to 4, but one is 5"),
+        ({"labels": torch.tensor([0, 1, -1])}, "but one is -1"),
+        (
+            {"labels": torch.zeros(3)},
+            r"int64 of shape \(3,\), one per image, not torch.float32 of \(3,\)",
+        ),
+        ({"labels": torch.zeros(2, dtype=torch.int64)}, r"not torch.int64 of \(2,\)"),
+        ({"labels": [0, 1, 2]}, "not a list"),
+        ({"images": torch.full((3, 2, 6, 6), 255.0)}, "divide bytes by 255"),
+        ({"images": torch.full((3, 2, 6, 6), math.nan)}, r"pixels in \[0, 1\]"),
+        ({"images": torch.zeros(3, 2, 6, 6, dtype=torch.uint8)}, "torch.uint8 of .*: convert them"),
+        ({"images": torch.zeros(3, 2, 6, 6).half()}, "float32 or float64"),
+        ({"images": np.zeros((3, 2, 6, 6))}, "not a ndarray"),
+        ({"index": torch.zeros(4, dtype=torch.int64)}, "index must be int64"),
+    ],
+)
+@pytest.mark.parametrize("name", ["fgsm", "square", "hopskipjump", "cw"])
+def test_what_is_refused(name: str, change: dict[str, Any], complaint: str) -> None:
+    images, labels = batch(3)
+    given = {"images": images, "labels": labels, **change}
+    with pytest.raises(InputError, match=complaint):
+        make(name).run(coded_model(), **given)
+    if "index" not in change and "classes" not in complaint and "-1" not in complaint:
+        with pytest.raises(InputError, match=complaint):
+            make(name)(coded_model(), **given, generator=torch.Generator())
+
+
+@pytest.mark.parametrize("name", [name for name in IN_A_BALL if name != "autoattack"])
+def test_a_radius_that_cannot_be_meant(name: str) -> None:
+    with pytest.raises(InputError, match=r'eps=8: .* did you mean "8/255"'):
+        make(name, eps=8)
+    make(name, eps=1)
+    make(name, norm="l2", eps=8)

@@ -456,8 +456,107 @@ def test_an_attack_that_fails_is_told_and_the_others_go_on(monkeypatch: pytest.M
     found = audit(Linear(), make_split(40), budget=TINY, **BALL)
     assert [stage.name for stage in found.stages] == ["pgd"]
     assert found.accuracy < found.clean_accuracy
-    (note,) = [finding for finding in found.findings if finding.name == "attacks_not_made"]
-    assert note.evidence == {"fails": "no such kernel"}
+    assert found.plain_accuracy == found.clean_accuracy  # the first attack is the plain one, and it failed
+    (alarm,) = [finding for finding in found.findings if finding.name == "attacks_not_made"]
+    assert (alarm.level, alarm.kind) == ("alarm", "not_made")
+    assert alarm.evidence["attacks"] == {"fails": "no such kernel"}
+    assert alarm.evidence["standing"] == round(40 * found.accuracy)
+    claimed = audit(Linear(), make_split(40), claim=found.accuracy, budget=TINY, **BALL)
+    assert claimed.verdict == "inconclusive"
+    strong = PGD(norm="linf", eps=0.5, steps=10, step_size=0.2)
+    monkeypatch.setattr(HALL, "suite", lambda *args, **settings: {"fails": Fails(), "pgd": strong})
+    fallen = audit(Linear(), make_split(40), claim=0, budget=TINY, norm="linf", eps=0.5)
+    assert not any(
+        finding.is_open for finding in fallen.findings
+    )  # nothing stands that could have been missed
+
+
+class Stepped(Linear):
+    """Has an operation that autograd refuses."""
+
+    def forward(self, images: Tensor) -> Tensor:
+        return super().forward(torch.heaviside(images - 0.5, torch.tensor(0.5)))
+
+
+class Refuses(Linear):
+    """Does not want to be differentiated."""
+
+    def forward(self, images: Tensor) -> Tensor:
+        if images.requires_grad:
+            raise ValueError("only for inference")
+        return super().forward(images)
+
+
+class Detached(Linear):
+    def forward(self, images: Tensor) -> Tensor:
+        return super().forward(images).detach()
+
+
+class Rooted(Linear):
+    """The root of a product that is 0 for half of the pixels: its derivative there is no number."""
+
+    def forward(self, images: Tensor) -> Tensor:
+        return super().forward(images + (images * (images < 0.5)).sqrt())
+
+
+class Certain(Linear):
+    """The log odds of a probability that rounds to 1: infinite, and not differentiable there."""
+
+    def forward(self, images: Tensor) -> Tensor:
+        probabilities = torch.softmax(30 * super().forward(images), dim=1)
+        return torch.log(probabilities / (1 - probabilities))
+
+
+SHORT = dataclasses.replace(
+    TINY, images=16, steps=5, probe_images=4, probe_steps=4, queries=40, eot=2, targets=1
+)
+
+
+@pytest.mark.parametrize(
+    ("model", "kinds"),
+    [
+        (Stepped(), {"attacks_not_made": "not_made", "differentiable": "differentiable"}),
+        (Refuses(), {"attacks_not_made": "not_made", "differentiable": "differentiable"}),
+        (Detached(), {"differentiable": "differentiable"}),
+        (Rooted(), {"nan_gradients": "nan_gradients"}),
+        (Certain(), {"finite_scores": "infinite", "nan_gradients": "nan_gradients"}),
+        (Linear().half(), {"precision": "float16"}),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+@pytest.mark.parametrize("norm", ["linf", "l2"])
+def test_a_model_of_an_odd_kind_is_audited_all_the_same(
+    model: nn.Module, kinds: dict[str, str], norm: Any
+) -> None:
+    split = make_split(40)
+    with torch.no_grad():
+        scores = model(split[:16][0].to(next(model.parameters()).dtype)).float()
+    found = audit(model, split, norm=norm, eps=EPS if norm == "linf" else 0.1, claim=0.5, budget=SHORT)
+    assert found.clean_accuracy == float((scores.argmax(dim=1) == split.labels[:16]).double().mean())
+    assert {finding.name: finding.kind for finding in found.findings}.items() >= kinds.items()
+    assert "square" in {stage.name for stage in found.stages}
+    if type(model) is not Linear:
+        assert found.verdict != "believable" or found.accuracy == 0, found.markdown()
+
+
+@pytest.mark.usefixtures("_no_diagnostics")
+def test_an_audit_of_other_code_is_not_taken_over(tmp_path: Path) -> None:
+    """The same weights, and forward turned from net(x) to net(1 - x)."""
+
+    class Turned(Linear):
+        turned = False
+
+        def forward(self, images: Tensor) -> Tensor:
+            return super().forward(1 - images if self.turned else images)
+
+    model, split = Turned(), make_split(40)
+    first = audit(model, split, budget=SHORT, run_dir=tmp_path, **BALL)
+    assert audit(model, split, budget=SHORT, run_dir=tmp_path, **BALL).to_dict() == first.to_dict()
+    model.turned = True
+    with pytest.raises(InputError, match="its code has changed"):
+        audit(model, split, budget=SHORT, run_dir=tmp_path, **BALL)
+    anew = audit(model, split, budget=SHORT, run_dir=tmp_path, resume=False, **BALL)
+    assert anew.clean_accuracy < 0.5 < first.clean_accuracy
 
 
 @pytest.mark.usefixtures("_no_diagnostics")

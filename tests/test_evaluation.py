@@ -8,6 +8,7 @@ import json
 import math
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +24,7 @@ from sklearn.metrics import brier_score_loss, log_loss
 from torch import Tensor, nn
 
 from ecnn import files
-from ecnn.attacks import FGSM, PGD, Attack, AutoAttack
+from ecnn.attacks import FGSM, PGD, Attack, AutoAttack, RandomNoise
 from ecnn.attacks.base import Target
 from ecnn.attacks.draws import Draws
 from ecnn.codes import CodeMatrix
@@ -268,14 +269,15 @@ class Strange(nn.Module):
 
 
 def test_scores_that_are_not_numbers_are_confidently_wrong() -> None:
+    inf = math.inf
     rows = torch.tensor(
-        [[math.nan, 0], [0, math.nan], [math.inf, 0], [-math.inf, -math.inf], [0, -math.inf], [9, 0]]
+        [[math.nan, inf], [0, math.nan], [inf, inf], [-inf, -inf], [0, -inf], [inf, 0], [0, inf], [9, 0]]
     )
     model = Strange(lambda images: rows[(images[:, 0, 0, 0] * 255).round().long()])
-    found = evaluate(model, numbered([0] * 6), {}, limit=None)
-    assert found.clean.prediction.tolist() == [-1, -1, -1, -1, 0, 0]
-    assert found.clean.nll.tolist()[:5] == [math.inf] * 4 + [0.0]
-    assert found.clean.brier.tolist()[:5] == [2.0] * 4 + [0.0]
+    found = evaluate(model, numbered([0] * 8), {}, limit=None)
+    assert found.clean.prediction.tolist() == [-1, -1, -1, -1, 0, 0, 1, 0]
+    assert found.clean.nll.tolist()[:7] == [inf] * 4 + [0.0, 0.0, inf]
+    assert found.clean.brier.tolist()[:7] == [2.0] * 4 + [0.0, 0.0, 2.0]
     assert json.loads(json.dumps(found.to_json(), allow_nan=False))["clean"]["calibration"]["nll"] == "inf"
 
 
@@ -1376,3 +1378,92 @@ def test_transfer_between_models() -> None:
     assert news[-1] == (12, 12, "liar on itself 0.0 %")
     with pytest.raises(InputError, match="at least one model"):
         model_transfer({}, split, TRANSFER_PGD, limit=None)
+
+
+class Coded(nn.Module):
+    """A linear model whose code, but no weight, can be changed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 12, generator=torch.Generator().manual_seed(1)))
+        self.change: Callable[[Tensor], Tensor] = lambda images: images
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.change(images).flatten(1) @ self.weight.T
+
+
+def coded_split() -> Split:
+    images = torch.randint(256, (20, 3, 2, 2), generator=torch.Generator().manual_seed(2), dtype=torch.uint8)
+    return Split(images, torch.arange(20) % 4)
+
+
+@pytest.mark.parametrize(
+    ("first", "then", "is_same"),
+    [
+        (lambda x: x, lambda x: x, True),
+        (lambda x: x, lambda x: x * (1 + 1e-5), True),
+        (lambda x: x, lambda x: 1 - x, False),
+        (lambda x: x, lambda x: x.flip(3), False),
+        (lambda x: x, lambda x: (x * 16).round() / 16, False),
+        (lambda x: x, lambda x: x + 0.3 * (x != (x * 255).round() / 255), False),  # other beside the images
+        (lambda x: x + torch.rand_like(x), lambda x: x + torch.rand_like(x), True),
+        (lambda x: x + torch.rand_like(x), lambda x: 1 - x + torch.rand_like(x), False),
+        (lambda x: x + np.random.rand(), lambda x: x + np.random.rand(), True),
+        (lambda x: x + time.perf_counter(), lambda x: x + time.perf_counter(), True),  # nothing can be said
+        (lambda x: x / (x < 0.2), lambda x: x / (x < 0.2), True),
+        (lambda x: x.half().float(), lambda x: x.half().float(), True),
+    ],
+)
+def test_a_record_is_of_what_the_model_does(tmp_path: Path, first: Any, then: Any, is_same: bool) -> None:
+    model, noise = Coded(), RandomNoise(norm="linf", eps=0.1, samples=2)
+    settings: dict[str, Any] = {"limit": None, "run_dir": tmp_path, "batch_size": 7}
+    model.change = first
+    before = evaluate(model, coded_split(), {"noise": noise}, **settings)
+    model.change = then
+    if is_same:
+        again = evaluate(model, coded_split(), {"noise": noise}, **settings)
+        assert_same(again.outcomes["noise"], before.outcomes["noise"])
+        return
+    for attacks in ({"noise": noise}, {"other": noise}, {}):
+        with pytest.raises(InputError, match=r"another model .* its code has changed"):
+            evaluate(model, coded_split(), attacks, **settings)
+    evaluate(model, coded_split(), {"noise": noise}, **settings, resume=False)
+
+
+def test_what_cannot_be_attacked_together_is_attacked_in_parts(tmp_path: Path) -> None:
+    """Image 3 fails alone, and nothing fails because of it; other attacks go on, and a later run tries again."""
+    seen: list[list[int]] = []
+
+    def touchy(model: nn.Module, images: Tensor, labels: Tensor) -> Tensor:
+        numbers = (images[:, 0, 0, 0] * 255).round().int().tolist()
+        seen.append(numbers)
+        if 3 in numbers:
+            raise ValueError("not this one")
+        return switch(1)(model, images, labels)
+
+    attacks: dict[str, Any] = {"touchy": touchy, "two": switch(2)}
+    for _ in range(2):
+        seen.clear()
+        found = run_cascade(attacks, keep_going=True, run_dir=tmp_path)
+        assert found.failures == {"touchy": "1 of 4 images: not this one"}
+        assert found.undone["touchy"].tolist() == [3]
+        assert found.outcomes["touchy"].attacked.tolist() == [True, True, True, False, False, False]
+        assert found.broken_by.tolist() == [1, 0, 0, -1, -2, -2]
+    assert seen == [[3]]
+    with pytest.raises(ValueError, match="not this one"):
+        run_cascade({"touchy": touchy})
+
+
+def test_an_attack_that_always_fails_is_soon_given_up() -> None:
+    tried: list[int] = []
+
+    def fails(model: nn.Module, images: Tensor, labels: Tensor) -> Tensor:
+        tried.append(len(images))
+        raise KeyError
+
+    found = evaluate(Coded(), coded_split(), {"fails": fails}, limit=None, keep_going=True)
+    assert found.failures == {"fails": "KeyError"}
+    assert found.undone["fails"].tolist() == list(range(20))
+    assert not found.outcomes
+    assert tried.count(1) == 8
+    assert len(tried) < 20

@@ -58,6 +58,50 @@ def eval_mode(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
+def undisturbed(model: nn.Module) -> Iterator[None]:
+    """The model in eval mode; afterwards its modes, buffers, gradients and `requires_grad` are what they were.
+
+    Inside, a model whose numbers are all float16 or bfloat16 takes images of any precision and rounds them itself.
+    """
+    gradients = [(parameter, parameter.grad, parameter.requires_grad) for parameter in model.parameters()]
+    buffers = [
+        (module, name, value, value._version, value.clone())
+        for module in model.modules()
+        for name, value in module._buffers.items()
+        if value is not None and not value.is_inference()
+    ]
+    for parameter, _, _ in gradients:
+        parameter.grad = None  # a backward pass inside would add to what is there
+    hooks = [] if half_precision_of(model) is None else [model.register_forward_pre_hook(_round_images)]
+    try:
+        with eval_mode(model):
+            yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+        for parameter, gradient, flag in gradients:
+            parameter.grad = gradient
+            parameter.requires_grad_(flag)
+        with torch.no_grad():
+            for module, name, value, version, kept in buffers:
+                module._buffers[name] = value
+                if value._version != version:
+                    value.copy_(kept)
+
+
+def half_precision_of(model: nn.Module) -> torch.dtype | None:
+    """float16 or bfloat16 if all floating parameters and buffers of the model are of that type; None otherwise."""
+    kinds = {tensor.dtype for tensor in (*model.parameters(), *model.buffers()) if tensor.is_floating_point()}
+    return kinds.pop() if len(kinds) == 1 and kinds <= {torch.float16, torch.bfloat16} else None
+
+
+def _round_images(model: nn.Module, given: tuple[Any, ...]) -> tuple[Any, ...]:
+    # A copy in float64 has this hook too, so that the precision is that of the moment.
+    own = next(tensor for tensor in (*model.parameters(), *model.buffers()) if tensor.is_floating_point())
+    return given[0].to(own.dtype), *given[1:]
+
+
+@contextmanager
 def without_tf32() -> Iterator[None]:
     """Inside, CUDA multiplies float32 as float32: TF32 would round to ten bits, which can change a verdict."""
     before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32

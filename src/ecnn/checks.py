@@ -101,8 +101,12 @@ def check_has(owner: str, model: Any, attribute: str) -> None:
         )
 
 
-def parse_eps(value: float | str, name: str = "eps") -> float:
-    """A length on the [0, 1] scale as a number; `"8/255"` and `"0.5/255"` are accepted as people write them."""
+def parse_eps(value: float | str, name: str = "eps", *, most: float = math.inf) -> float:
+    """A length on the [0, 1] scale as a number; `"8/255"` and `"0.5/255"` are accepted as people write them.
+
+    Args:
+        most: the longest that means anything.
+    """
     try:
         above, slash, below = value.partition("/") if isinstance(value, str) else (value, "", "")
         length = math.nan if isinstance(value, bool) else float(above) / (float(below) if slash else 1.0)
@@ -110,6 +114,10 @@ def parse_eps(value: float | str, name: str = "eps") -> float:
         raise InputError(f'{name} must be a number or a fraction such as "8/255", not {value!r}.') from None
     if not 0 <= length < math.inf:
         raise InputError(f"{name} must be a number from 0 up, not {value!r}.")
+    if length > most:
+        raise InputError(
+            f'{name}={value}: lengths are on the [0, 1] scale of pixels; did you mean "{length:g}/255"?'
+        )
     return length
 
 

@@ -245,7 +245,7 @@ def score_cross_entropy(scores: Tensor, labels: Tensor) -> Tensor:
         scores: (batch, class).
         labels: (batch,) class indices.
     """
-    return _cross_entropy(full_precision(scores), labels)
+    return _cross_entropy(bounded(scores), labels)
 
 
 def member_margin(member_logits: Tensor, targets: Tensor) -> Tensor:
@@ -260,8 +260,38 @@ def member_margin(member_logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def score_margin(scores: Tensor, labels: Tensor) -> Tensor:
-    """(batch,) score of the true class minus the best other; negative when the image is misclassified."""
-    return _lead(full_precision(scores), labels)
+    """(batch,) score of the true class minus the best other; negative when the image is misclassified.
+
+    Infinite scores count as very large ones (`bounded`), so that only scores that are no numbers have no margin.
+    """
+    return _lead(bounded(scores), labels)
+
+
+def predicted_classes(scores: Tensor) -> Tensor:
+    """(batch,) the class of the highest score; -1, which is no class, where the scores give no answer.
+
+    This is what every room means by an answer. A row with a score that is no number gives none, and neither does one
+    whose highest score is infinite and not the only one; a single +inf wins. Of equal finite scores the first counts.
+
+    Args:
+        scores: (batch, class).
+    """
+    highest, classes = scores.max(dim=1, keepdim=True)  # the highest is NaN if one of them is
+    # What has no difference from the highest: itself if it is infinite, all others as high, and everything from NaN.
+    is_answer = (scores - highest).isnan().sum(dim=1) < 2
+    return torch.where(is_answer, classes.squeeze(1), -1)
+
+
+def bounded(scores: Tensor) -> Tensor:
+    """The scores in float32 or better, infinite ones as numbers whose sums and differences are numbers too."""
+    scores = full_precision(scores)
+    limit = largest_score(scores.dtype)
+    return scores.clamp(-limit, limit)
+
+
+def largest_score(dtype: torch.dtype) -> float:
+    """What `bounded` makes of infinity: about 1e27 in float32."""
+    return float(torch.finfo(dtype).max ** 0.7)
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from ecnn.attacks.images import per_image
 from ecnn.attacks.norms import NORMS, Norm, share_step
 from ecnn.attacks.views import Aim, Look, Loss, View, find_view
 from ecnn.checks import check_count
+from ecnn.objectives import predicted_classes
 
 _MOMENTUM = 0.75  # the paper's alpha, the share of a step that is new
 _RISES_WANTED = 0.75  # the paper's rho
@@ -114,7 +115,7 @@ class APGD(ClimbingAttack):
             return whole.best, torch.zeros_like(whole.broken), whole.best_losses
         if look.scores is None:
             # The view does not find out what the model says, so that it is asked in the end.
-            broken = target.scores(whole.best).argmax(dim=1) != labels
+            broken = predicted_classes(target.scores(whole.best)) != labels
             return whole.best, broken, whole.best_losses
         points = torch.where(per_image(whole.broken, images), whole.found, whole.best)
         return points, whole.broken, torch.where(whole.broken, whole.found_losses, whole.best_losses)
@@ -217,7 +218,7 @@ class _APGDState(Rows):
     def note_broken(self, look: Look) -> None:
         if look.scores is None:
             return
-        broken = look.scores.argmax(dim=1) != self.labels
+        broken = predicted_classes(look.scores) != self.labels
         better = broken & (~self.broken | (self.losses > self.found_losses))
         self.found = torch.where(per_image(better, self.found), self.points, self.found)
         self.found_losses = torch.where(better, self.losses, self.found_losses)

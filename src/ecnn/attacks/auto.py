@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -138,14 +139,17 @@ def examine(target: Target, images: Tensor, on: str | View = "scores") -> tuple[
         scores = target.scores(images)
     again, num_classes = target.scores(images), scores.shape[1]
     doubts: list[Doubt] = []
-    apart = float((l2_norm(scores - again) / l2_norm(scores).clamp_min(1e-10)).amax())
+    apart = float(passes_apart(scores, again).amax())
     if apart > _DIFFERENCE:
         doubts.append(Doubt.of("random", apart))
     if _are_probabilities(scores):
         doubts.append(Doubt.of("probabilities"))
     if taken:
         doubts.append(Doubt.of("dynamic"))
-    blind = _share_of_zero_gradients(target, images, scores.argmax(dim=1), on)
+    try:
+        blind = _share_of_zero_gradients(target, images, scores.argmax(dim=1), on)
+    except Exception:  # autograd, or the model that does not want to be differentiated
+        blind = None
     if blind is None:
         doubts.append(Doubt.of("no_gradient"))
     elif blind:
@@ -153,6 +157,16 @@ def examine(target: Target, images: Tensor, on: str | View = "scores") -> tuple[
     if num_classes < 4:
         doubts.append(Doubt.of("few_classes", num_classes))
     return num_classes, tuple(doubts)
+
+
+def passes_apart(scores: Tensor, again: Tensor) -> Tensor:
+    """(batch,) how far two passes differ, relative to the length of the scores; what is infinite in one alone is inf.
+
+    Scores that are no number, or infinite, in both passes are the same.
+    """
+    same = (scores == again) | (scores.isnan() & again.isnan())
+    differences = torch.where(same, 0.0, scores - again).nan_to_num(nan=math.inf)
+    return l2_norm(differences) / l2_norm(torch.where(scores.isfinite(), scores, 0.0)).clamp_min(1e-10)
 
 
 @contextmanager

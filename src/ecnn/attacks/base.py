@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -10,15 +11,18 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
-from ecnn.attacks.draws import Draws
-from ecnn.attacks.images import check_unit_range, per_image
+from ecnn.attacks.draws import Draws, forked_generators
+from ecnn.attacks.images import check_pixels, per_image
 from ecnn.attacks.norms import NORMS, Norm
 from ecnn.attacks.speed.quick_copy import quick_copy
 from ecnn.attacks.speed.replay import Recorder, Values, run_in_pieces
 from ecnn.attacks.views import Aim, Look, View
-from ecnn.backbones import full_precision, without_tf32
+from ecnn.backbones import full_precision, undisturbed, without_tf32
 from ecnn.checks import check_choice, parse_eps
 from ecnn.errors import InputError
+from ecnn.objectives import largest_score, predicted_classes
+
+_STEEP = 1e15  # an infinite slope, as a number whose square float32 still holds
 
 
 @dataclass(frozen=True)
@@ -27,10 +31,11 @@ class Attacked:
 
     Attributes:
         images: (batch, channel, height, width).
-        predictions: (batch,) the model's class for each, from a fresh pass in float32.
+        predictions: (batch,) the model's class for each, from a fresh pass in float32; -1 where it gives no answer.
         success: (batch,) whether that differs from the attacked label.
         forwards: (batch,) how many passes each image cost, the final check included.
         backwards: (batch,) how many gradients.
+        nan_gradients: how many of all these gradients had entries that are not numbers; they counted as zero.
     """
 
     images: Tensor
@@ -38,6 +43,7 @@ class Attacked:
     success: Tensor
     forwards: Tensor
     backwards: Tensor
+    nan_gradients: int = 0
 
 
 @dataclass(frozen=True)
@@ -88,6 +94,7 @@ class Target:
         self._rows: Tensor | None = None
         self._counts = torch.zeros(2, batch, dtype=torch.int64)
         self._all_counts = [0, 0]  # of questions about every row, kept apart: they need no work on the device
+        self._nan_gradients = torch.zeros((), dtype=torch.int64, device=device)
         self._root = self
 
     def narrow(self, rows: Tensor) -> Target:
@@ -108,6 +115,11 @@ class Target:
         """(batch,) gradients asked for each image so far, on the CPU."""
         return self._root._counts[1] + self._root._all_counts[1]
 
+    @property
+    def nan_gradients(self) -> int:
+        """How many of the gradients so far had entries that are not numbers."""
+        return int(self._root._nan_gradients)
+
     def count(self, forwards: int | Tensor, backwards: int | Tensor = 0) -> None:
         """Books questions that an attack asked of the model by itself: a number for all images, or (n,) of each."""
         for kind, number in enumerate((forwards, backwards)):
@@ -125,14 +137,21 @@ class Target:
             points = points.detach().requires_grad_(True)
             with torch.enable_grad(), self.autocast():
                 look = view.look(self.model, points, Aim(labels, goals, aim.loss, aim.slack))
-                gradient = gradient_of(look.losses, points)
-            return look.losses.detach(), look.scores, gradient
+                gradient = raw_gradient(look.losses, points)
+            if _all_finite(gradient):
+                spoiled = torch.zeros_like(labels, dtype=torch.bool)
+            else:
+                spoiled, gradient = gradient.flatten(1).amax(dim=1).isnan(), _usable(gradient)
+            return _rank(look).detach(), look.scores, gradient, spoiled
 
         name = ("ascend", view, aim.loss, aim.slack)
-        losses, scores, gradient = self._compute(name, compute, points, aim.labels, aim.goals)
+        values = self._compute(name, compute, points, aim.labels, aim.goals)
         self.count(view.passes_per_look, view.passes_per_look)
+        losses, scores, gradient, spoiled = values
         assert losses is not None
         assert gradient is not None
+        assert spoiled is not None
+        self._root._nan_gradients = self._root._nan_gradients + spoiled.sum()
         return Look(losses, scores), gradient
 
     def look(self, view: View, points: Tensor, aim: Aim) -> Look:
@@ -141,7 +160,7 @@ class Target:
         def compute(points: Tensor, labels: Tensor, goals: Tensor | None) -> Values:
             with torch.no_grad(), self.autocast():
                 look = view.look(self.model, points, Aim(labels, goals, aim.loss, aim.slack))
-            return look.losses, look.scores
+            return _rank(look), look.scores
 
         name = ("look", view, aim.loss, aim.slack)
         losses, scores = self._compute(name, compute, points, aim.labels, aim.goals)
@@ -166,10 +185,13 @@ class Target:
 
     def verdict(self, points: Tensor) -> Tensor:
         """(batch,) the model's classes, always in full precision: the only question whose answer counts."""
-        with torch.no_grad(), torch.autocast(self.device.type, enabled=False):
-            predictions: Tensor = self.judge(points).argmax(dim=1)
+        return self.verdict_and_classes(points)[0]
+
+    def verdict_and_classes(self, points: Tensor) -> tuple[Tensor, int]:
+        """The verdict, and of how many classes the model knows."""
+        scores = read_model(self.judge, points)
         self.count(1)
-        return predictions
+        return predicted_classes(scores), scores.shape[1]
 
     def autocast(self) -> AbstractContextManager[Any]:
         """What questions are computed under; a caller's own autocast, as in training, stays as it is."""
@@ -178,12 +200,60 @@ class Target:
         return torch.autocast(self.device.type, dtype=torch.bfloat16)
 
 
+def read_model(model: nn.Module, images: Tensor) -> Tensor:
+    """(batch, class) the model's scores in float32 or better, without a gradient or a caller's autocast."""
+    with torch.no_grad(), torch.autocast(images.device.type, enabled=False):
+        scores = model(images)
+    if (
+        not isinstance(scores, Tensor)
+        or scores.ndim != 2
+        or len(scores) != len(images)
+        or scores.shape[1] < 2
+    ):
+        came = f"shape {tuple(scores.shape)}" if isinstance(scores, Tensor) else type(scores).__name__
+        raise InputError(
+            f"the model must return scores (batch, class) for at least 2 classes, but {len(images)} images gave {came}."
+        )
+    return full_precision(scores)
+
+
+def _rank(look: Look) -> Tensor:
+    """(batch,) the losses with a number in place of each that is none.
+
+    It is the lowest where the model gives an answer all the same, so that a search prefers any other point; and the
+    highest where it gives none, which is misclassified, or where the view does not say.
+    """
+    losses = full_precision(look.losses)
+    if _all_finite(losses):
+        return losses
+    limit = largest_score(losses.dtype)
+    if look.scores is None:
+        return losses.nan_to_num(nan=limit, posinf=limit, neginf=-limit)
+    answered = (predicted_classes(look.scores) >= 0).to(losses.dtype)
+    return torch.where(losses.isnan(), (1 - 2 * answered) * limit, losses.clamp(-limit, limit))
+
+
 def gradient_of(losses: Tensor, points: Tensor, *, again: bool = False) -> Tensor:
-    """Gradient of the summed losses in the points; zero where they do not depend on them.
+    """Gradient of the summed losses in the points; zero where they do not depend on them, and where it is no number.
 
     Args:
         again: keeps what another gradient of the same losses needs.
     """
+    return _usable(raw_gradient(losses, points, again=again))
+
+
+def _all_finite(values: Tensor) -> bool:
+    """Whether all values are finite numbers, so that nothing need be done; not asked on CUDA, which would wait."""
+    return not values.is_cuda and math.isfinite(float(values.detach().sum()))
+
+
+def _usable(gradient: Tensor) -> Tensor:
+    """The gradient in numbers that can be squared and summed: those that are not one become zero."""
+    return gradient.nan_to_num(nan=0.0, posinf=_STEEP, neginf=-_STEEP)
+
+
+def raw_gradient(losses: Tensor, points: Tensor, *, again: bool = False) -> Tensor:
+    """`gradient_of`, with what is no number in it."""
     if not losses.requires_grad:
         return torch.zeros_like(points)
     (gradient,) = torch.autograd.grad(losses.sum(), points, retain_graph=again, allow_unused=True)
@@ -255,7 +325,7 @@ class Attack:
         """The attacked images.
 
         Args:
-            images: (batch, channel, height, width) in [0, 1].
+            images: (batch, channel, height, width) in [0, 1], float32 or float64.
             labels: (batch,) the classes to move away from.
             seed: of all randomness, together with
             index: (batch,) each image's position in its dataset; the position in the batch if not given.
@@ -264,23 +334,34 @@ class Attack:
         """
         if generator is None:
             return self.run(model, images, labels, seed=seed, index=index).images
+        check_batch(images, labels)
         images = images.detach()
-        check_unit_range(images)
         target = Target(model, len(images), images.device, self.precision)
         whole = replace(self, early_exit=False)
-        points = whole.search(target, images, labels, Draws.from_generator(generator, len(images)))
-        if self.keep == "best":
-            broken = target.scores(points).argmax(dim=1) != labels
-            points = torch.where(per_image(broken, images), points, images)
+        is_training = any(module.training for module in model.modules())
+        with undisturbed(model) if is_training else nullcontext():
+            points = whole.search(target, images, labels, Draws.from_generator(generator, len(images)))
+            if self.keep == "best":
+                broken = predicted_classes(target.scores(points)) != labels
+                points = torch.where(per_image(broken, images), points, images)
         return points
 
     def run(
         self, model: nn.Module, images: Tensor, labels: Tensor, *, seed: int = 0, index: Tensor | None = None
     ) -> Attacked:
-        """The attacked images with the verdict and the cost; a batch too large for memory is halved."""
-        check_batch(images, labels)
+        """The attacked images with the verdict and the cost; a batch too large for memory is halved.
+
+        The model is asked in eval mode. It is left as it was, and so are the generators that it may draw from, also
+        when it raises an error.
+        """
+        check_batch(images, labels, index)
+        with undisturbed(model), forked_generators(images.device):
+            return self._run_in_memory(model, images, labels, seed, index)
+
+    def _run_in_memory(
+        self, model: nn.Module, images: Tensor, labels: Tensor, seed: int, index: Tensor | None
+    ) -> Attacked:
         images = images.detach()
-        check_unit_range(images)
         index = torch.arange(len(images), device=images.device) if index is None else index.to(images.device)
         try:
             with without_tf32():
@@ -291,12 +372,12 @@ class Attack:
         torch.cuda.empty_cache()
         half = len(images) // 2
         parts = [
-            self.run(model, images[part], labels[part], seed=seed, index=index[part])
+            self._run_in_memory(model, images[part], labels[part], seed, index[part])
             for part in (slice(half), slice(half, None))
         ]
-        return Attacked(
-            *(torch.cat([getattr(part, name) for part in parts]) for name in Attacked.__annotations__)
-        )
+        names = [name for name in Attacked.__annotations__ if name != "nan_gradients"]
+        joined = {name: torch.cat([getattr(part, name) for part in parts]) for name in names}
+        return Attacked(**joined, nan_gradients=sum(part.nan_gradients for part in parts))
 
     def _target(self, model: nn.Module, images: Tensor) -> Target:
         if not self.quick:
@@ -306,9 +387,10 @@ class Attack:
 
     def _run(self, model: nn.Module, images: Tensor, labels: Tensor, draws: Draws) -> Attacked:
         target = self._target(model, images)
-        predictions = target.verdict(images)
+        predictions, num_classes = target.verdict_and_classes(images)
         if self.labels == "predicted":
-            labels = predictions
+            labels = predictions.clamp_min(0)  # an image without an answer has nothing to be moved away from
+        check_labels(labels, num_classes)
         if self.keep == "last":
             points = self.search(target, images, labels, draws)
         else:
@@ -324,7 +406,8 @@ class Attack:
             points = torch.where(per_image(success, images), points, images)
             if not bool(success.all()):  # a clean image has come back in place of a failure
                 predictions = torch.where(success, predictions, labels)
-        return Attacked(points, predictions, success, target.forwards, target.backwards)
+        asked = target.forwards, target.backwards
+        return Attacked(points, predictions, success, *asked, nan_gradients=target.nan_gradients)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -342,7 +425,7 @@ class BallAttack(Attack):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_choice("norm", self.norm, NORMS)
-        parse_eps(self.eps)
+        parse_eps(self.eps, most=NORMS[self.norm].longest)
 
     @property
     def radius(self) -> float:
@@ -350,10 +433,32 @@ class BallAttack(Attack):
         return parse_eps(self.eps)
 
 
-def check_batch(images: Tensor, labels: Tensor) -> None:
-    """Raises InputError unless there is one label, a whole number, for each image."""
-    if labels.shape != images.shape[:1] or labels.dtype != torch.int64:
+def check_batch(images: Tensor, labels: Tensor, index: Tensor | None = None) -> None:
+    """Raises InputError unless these are pixels in [0, 1] with a label, a whole number, for each image."""
+    check_pixels(images)
+    check_tensor("labels", labels, len(images))
+    if index is not None:
+        check_tensor("index", index, len(images))
+
+
+def check_tensor(name: str, values: Any, count: int) -> None:
+    """Raises InputError unless the values are an int64 tensor of that many."""
+    if not isinstance(values, Tensor) or values.shape != (count,) or values.dtype != torch.int64:
+        came = (
+            f"{values.dtype} of {tuple(values.shape)}"
+            if isinstance(values, Tensor)
+            else f"a {type(values).__name__}"
+        )
+        raise InputError(f"{name} must be int64 of shape ({count},), one per image, not {came}.")
+
+
+def check_labels(labels: Tensor, num_classes: int) -> None:
+    """Raises InputError unless all labels are classes of the model."""
+    if not len(labels):
+        return
+    low, high = (int(bound) for bound in labels.aminmax())
+    if low < 0 or high >= num_classes:
         raise InputError(
-            f"labels must be int64 of shape ({len(images)},), one per image, not {labels.dtype} of "
-            f"{tuple(labels.shape)}."
+            f"labels must be classes of the model, 0 to {num_classes - 1}, but one is {low if low < 0 else high}: an "
+            "image with any other label would count as broken."
         )

@@ -15,9 +15,10 @@ from ecnn.attacks.draws import Draws
 from ecnn.attacks.images import per_image
 from ecnn.attacks.norms import NORMS, Norm, l2_norm
 from ecnn.attacks.views import score_loss
-from ecnn.backbones import full_precision
+from ecnn.backbones import undisturbed
 from ecnn.checks import check_choice, check_count
 from ecnn.errors import InputError
+from ecnn.objectives import predicted_classes
 
 _BLEND_HALVINGS = 10
 #: Of a bisection, per bit of the number of pixels.
@@ -143,8 +144,7 @@ class _Border:
     def _ask(self, points: Tensor, labels: Tensor) -> Tensor:
         with torch.no_grad():
             answers = [
-                full_precision(self.target.model(part)).argmax(dim=1)
-                for part in torch.split(points, self.max_batch)
+                predicted_classes(self.target.model(part)) for part in torch.split(points, self.max_batch)
             ]
         return torch.cat(answers) != labels
 
@@ -257,8 +257,8 @@ class RandomNoise(BallAttack):
         for sample, part, rows in attempts.each(range(self.samples)):
             points = self._draw(images[rows], draws.take(rows).fold(sample))
             scores = part.scores(points)
-            broken = scores.argmax(dim=1) != labels[rows]
-            attempts.keep(points, broken, score_loss(scores, labels[rows], "margin"))
+            broken = predicted_classes(scores) != labels[rows]
+            attempts.keep(points, broken, score_loss(scores, labels[rows], "margin").nan_to_num(nan=0.0))
         return attempts.points
 
     def _draw(self, images: Tensor, draws: Draws) -> Tensor:
@@ -280,7 +280,7 @@ class Transfer(Attack):
     asked is counted by `craft`.
 
     Attributes:
-        source: the model to craft on, as it is: mode, device and all.
+        source: the model to craft on, where it is; asked in eval mode.
         attack: how.
     """
 
@@ -307,7 +307,8 @@ class Transfer(Attack):
         return self.attack.run(self.source, images, labels, seed=seed, index=index)
 
     def search(self, target: Target, images: Tensor, labels: Tensor, draws: Draws) -> Tensor:
-        return self.attack._run(self.source, images, labels, draws).images
+        with undisturbed(self.source):
+            return self.attack._run(self.source, images, labels, draws).images
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import math
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
+_FORKED: ContextVar[bool] = ContextVar("forked", default=False)
 # Constants of SplitMix64 (Steele, Lea & Flood 2014), written as the signed numbers that torch has.
 _GOLDEN = 0x9E3779B97F4A7C15 - 2**64
 _FIRST = 0xBF58476D1CE4E5B9 - 2**64
@@ -65,6 +71,31 @@ class Draws:
         """(batch, *shape) int64 from 0 to high - 1."""
         whole: Tensor = (self.uniform(*shape, dtype=torch.float64) * high).to(torch.int64)
         return whole
+
+
+@contextmanager
+def forked_generators(device: torch.device, seed: int | None = None) -> Iterator[None]:
+    """Torch's, NumPy's and Python's own generators are in the end what they were; meanwhile seeded, if a seed is given.
+
+    Random models draw from them; attacks have `Draws`. Without a seed it does nothing inside of another: their stream
+    goes on, and whoever began it puts it back.
+    """
+    if seed is None and _FORKED.get():
+        yield
+        return
+    token = _FORKED.set(True)
+    python, numpy = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+            if seed is not None:
+                torch.manual_seed(seed % 2**63)
+                np.random.seed(seed % 2**32)
+                random.seed(seed)
+            yield
+    finally:
+        _FORKED.reset(token)
+        random.setstate(python)
+        np.random.set_state(numpy)
 
 
 def _shift(values: Tensor, count: int) -> Tensor:

@@ -17,7 +17,7 @@ from ecnn.attacks.images import per_image
 from ecnn.attacks.norms import NORMS, Norm
 from ecnn.attacks.views import Aim, View, find_score_view
 from ecnn.checks import check_count, check_number
-from ecnn.objectives import score_margin
+from ecnn.objectives import largest_score, predicted_classes, score_margin
 
 _FINAL_STEPS = 3
 _FINAL_OVERSHOOT = 1e-5  # a point on the border itself may be on either side of it
@@ -159,8 +159,10 @@ class _Hunt(Rows):
 
     def note(self, scores: Tensor, norm: Norm, eps: float) -> Tensor:
         """(batch,) whether the points are misclassified; the nearest such points are remembered."""
-        wrong = scores.argmax(dim=1) != self.labels
-        self.leads = -score_margin(scores, self.labels).to(self.leads.dtype)
+        wrong = predicted_classes(scores) != self.labels
+        # Without an answer a wrong class leads by far.
+        leads = -score_margin(scores, self.labels).to(self.leads.dtype)
+        self.leads = leads.nan_to_num(nan=largest_score(leads.dtype))
         distances = NORMS[norm].length(self.points - self.images)
         nearer = wrong & (distances < self.distances)
         self.found = torch.where(per_image(nearer, self.found), self.points, self.found)

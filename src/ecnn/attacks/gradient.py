@@ -18,6 +18,7 @@ from ecnn.attacks.images import per_image
 from ecnn.attacks.norms import NORMS
 from ecnn.attacks.views import SCORES, Aim, Look, Loss, ScoreView, View, find_view
 from ecnn.checks import check_choice, parse_eps
+from ecnn.objectives import predicted_classes
 
 _ODI_STEPS = 2
 _SCHEDULES: dict[str, Callable[[float], float]] = {
@@ -102,7 +103,7 @@ class PGD(ClimbingAttack):
                 state.points = self._move(state.points, gradient, state.images, step)
             knows_scores = look.scores is not None
         if not knows_scores:  # then the model is asked in the end
-            whole.broken = target.scores(whole.best).argmax(dim=1) != labels
+            whole.broken = predicted_classes(target.scores(whole.best)) != labels
         return whole.best, whole.broken, whole.best_losses
 
     def _last_iterate(self, target: Target, images: Tensor, labels: Tensor, draws: Draws) -> Tensor:
@@ -168,7 +169,7 @@ class _PGDState(Rows):
         losses = look.losses.to(self.best_losses.dtype)
         now = torch.zeros_like(self.broken)
         if look.scores is not None:
-            now = look.scores.argmax(dim=1) != self.labels
+            now = predicted_classes(look.scores) != self.labels
         wins = (now & ~self.broken) | ((now == self.broken) & (losses > self.best_losses))
         if early_exit:  # whenever a broken row is dropped, it has the same result
             wins = wins & ~self.broken

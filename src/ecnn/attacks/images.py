@@ -8,8 +8,18 @@ from torch import Tensor
 from ecnn.errors import InputError
 
 
-def check_unit_range(images: Tensor) -> None:
-    """Raises InputError unless all pixels lie in [0, 1]; not while a CUDA graph is recorded, which must not wait."""
+def check_pixels(images: Tensor) -> None:
+    """Raises InputError unless these are float32 or float64 pixels in [0, 1].
+
+    The values are not looked at while a CUDA graph is recorded, which must not wait.
+    """
+    is_tensor = isinstance(images, Tensor)
+    if not is_tensor or images.ndim < 2 or images.dtype not in (torch.float32, torch.float64):
+        came = f"{images.dtype} of {tuple(images.shape)}" if is_tensor else f"a {type(images).__name__}"
+        raise InputError(
+            f"images must be a float32 or float64 tensor (batch, channel, height, width), not {came}: convert them, "
+            "and divide bytes by 255."
+        )
     if images.numel() == 0 or (images.is_cuda and torch.cuda.is_current_stream_capturing()):
         return
     low, high = (float(bound) for bound in images.aminmax())

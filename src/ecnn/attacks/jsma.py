@@ -16,6 +16,7 @@ from ecnn.attacks.images import per_image
 from ecnn.attacks.views import View, find_score_view
 from ecnn.checks import check_choice, check_count, check_number
 from ecnn.errors import InputError
+from ecnn.objectives import predicted_classes
 
 _CUDA_DROPS_EVERY = 8
 
@@ -97,7 +98,7 @@ class JSMA(Attack):
         for move in range(moves + 1):
             current = points[rows]
             if move == moves:
-                predictions = target.scores(current).argmax(dim=1)
+                predictions = predicted_classes(target.scores(current))
             else:
                 predictions, toward, away = self._slopes(target, current, goals[rows])
             wrong = predictions != labels[rows]
@@ -135,13 +136,12 @@ class JSMA(Attack):
         if own is None:
             own = target.scores(points.detach())
         sign = math.copysign(1.0, self.theta)
-        return own.argmax(dim=1), sign * alpha.flatten(1), -sign * beta.flatten(1)
+        return predicted_classes(own), sign * alpha.flatten(1), -sign * beta.flatten(1)
 
     def _move(self, points: Tensor, toward: Tensor, away: Tensor) -> tuple[Tensor, Tensor]:
         """The points with their most salient features moved, and (batch,) whether there were none."""
         features = points.flatten(1)
         room = features < 1 if self.theta > 0 else features > 0
-        room = room & ~toward.isnan() & ~away.isnan()
         toward, away = toward.masked_fill(~room, -math.inf), away.masked_fill(~room, -math.inf)
         if self.pixels == "pair":
             chosen, saliency = best_pair(toward, away, self.max_pairs)

@@ -16,7 +16,7 @@ from ecnn.attacks.norms import NORMS, Norm
 from ecnn.attacks.views import Aim, View, find_score_view
 from ecnn.checks import check_choice, check_count, check_number
 from ecnn.errors import InputError
-from ecnn.objectives import score_margin
+from ecnn.objectives import bounded, predicted_classes, score_margin
 
 # A lead below this share of the largest score may not survive a pass with other neighbours or in full precision.
 _ROUNDING = {torch.float32: 4e-6, torch.float64: 1e-14}
@@ -66,13 +66,17 @@ class NearestInNorm(MinimumNormAttack):
 def rounding(target: Target, scores: Tensor) -> Tensor:
     """(batch,) a lead that another pass over the same image may not confirm: a share of its largest score."""
     share = _ROUNDING_BFLOAT16 if target.precision == "bfloat16" else _ROUNDING[scores.dtype]
-    return share * scores.abs().amax(dim=1)
+    return share * torch.where(torch.isfinite(scores), scores.abs(), 0.0).amax(dim=1)
 
 
 def misclassified(target: Target, scores: Tensor | None, points: Tensor, labels: Tensor) -> Tensor:
-    """(batch,) whether a wrong class leads by more than rounding; asks the model where its scores are not at hand."""
+    """(batch,) whether a wrong class leads by more than rounding, or the scores give no answer.
+
+    Asks the model where its scores are not at hand.
+    """
     scores = target.scores(points) if scores is None else scores
-    return -score_margin(scores, labels) > rounding(target, scores)
+    leads = -score_margin(scores, labels) > rounding(target, scores)
+    return leads | (predicted_classes(scores) < 0)
 
 
 def possible(direction: Tensor, points: Tensor) -> Tensor:
@@ -137,7 +141,7 @@ class DeepFool(NearestInNorm):
         """The shortest step to the border with a candidate, and the wrong candidates (batch, rank)."""
         points = points.detach().requires_grad_(True)
         with torch.enable_grad(), target.autocast():
-            scores, _ = find_score_view(self.on).read(target.model, points)
+            scores = bounded(find_score_view(self.on).read(target.model, points)[0])
         if candidates is None:
             rivals = scores.detach().scatter(1, labels[:, None], -math.inf)
             candidates = rivals.topk(min(self.num_candidates, scores.shape[1]) - 1, dim=1).indices

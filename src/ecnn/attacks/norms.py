@@ -29,11 +29,13 @@ class Geometry(ABC):
         is_box: whether the ball is a box, so that it has corners where every pixel is moved by eps.
         is_sparse: whether the best moves are those of few pixels, so that attacks make such.
         power: to which the sizes of the moves of single pixels are added up; for a ball that is no box.
+        longest: no move within [0, 1] is longer, however many pixels there are.
     """
 
     is_box: ClassVar[bool] = False
     is_sparse: ClassVar[bool] = False
     power: ClassVar[int] = 2
+    longest: ClassVar[float] = math.inf
 
     @abstractmethod
     def length(self, moves: Tensor) -> Tensor:
@@ -89,6 +91,7 @@ class Geometry(ABC):
 
 class _Linf(Geometry):
     is_box = True
+    longest = 1.0
 
     def length(self, moves: Tensor) -> Tensor:
         return moves.flatten(1).abs().amax(dim=1)

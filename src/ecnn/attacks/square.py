@@ -17,6 +17,7 @@ from ecnn.attacks.images import per_image
 from ecnn.attacks.norms import NORMS, Norm, l2_norm
 from ecnn.attacks.views import Aim, Loss, View, find_score_view
 from ecnn.checks import check_choice, check_count, check_number
+from ecnn.objectives import predicted_classes
 
 # After these queries of 10,000 the share of pixels in a square is halved.
 _HALVINGS = (10, 50, 200, 500, 1000, 2000, 4000, 6000, 8000)
@@ -141,7 +142,7 @@ class _Walk(Rows):
         """Keeps the proposals that raise the loss or that the model misclassifies."""
         look = target.look(view, proposals, Aim(self.labels, loss=loss))
         scores = target.scores(proposals) if look.scores is None else look.scores
-        losses, broken = look.losses.to(self.losses.dtype), scores.argmax(dim=1) != self.labels
+        losses, broken = look.losses.to(self.losses.dtype), predicted_classes(scores) != self.labels
         # Without early exit a broken point is left only for another broken one.
         better = (broken & ~self.broken) | ((broken == self.broken) & (losses > self.losses))
         self.points = torch.where(per_image(better, proposals), proposals, self.points)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from ecnn.backbones import full_precision
 from ecnn.checks import check_choice, check_count
 from ecnn.errors import InputError
-from ecnn.objectives import member_margin, member_targets, score_cross_entropy, score_margin
+from ecnn.objectives import bounded, member_margin, member_targets, score_cross_entropy, score_margin
 
 Loss = Literal["margin", "cross_entropy", "dlr"]
 #: A loss of your own: (model, images, labels) -> (batch,), to be raised.
@@ -109,15 +109,15 @@ def score_loss(
 
     Departs: the printed hinge attack minimises minus a maximum, which helps the defender; this is its negative.
     """
-    scores = full_precision(scores)
     if loss == "cross_entropy":
         return score_cross_entropy(scores, labels) if goals is None else -score_cross_entropy(scores, goals)
     if goals is None:
         lead = -score_margin(scores, labels)
     else:
+        scores = bounded(scores)
         lead = (scores.gather(1, goals[:, None]) - scores.gather(1, labels[:, None])).squeeze(1)
     if loss == "dlr":
-        lead = lead / _spread(scores, targeted=goals is not None)
+        lead = lead / _spread(bounded(scores), targeted=goals is not None)
     return lead.clamp(max=slack)
 
 
@@ -363,7 +363,7 @@ class Averaged(WrappedView):
     def look(self, model: nn.Module, images: Tensor, aim: Aim) -> Look:
         view = find_view(self.view)
         looks = [view.look(model, images, aim) for _ in range(self.passes)]
-        scores = [look.scores for look in looks if look.scores is not None]
+        scores = [bounded(look.scores) for look in looks if look.scores is not None]
         losses = torch.stack([look.losses for look in looks]).mean(dim=0)
         return Look(losses, torch.stack(scores).mean(dim=0) if scores else None)
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ecnn.attacks import NORMS, PGD, Attack, Draws, Transfer
-from ecnn.attacks.base import BallAttack, Cost, Target, gradient_of
+from ecnn.attacks.base import BallAttack, Cost, Target, raw_gradient
 from ecnn.attacks.images import per_image
 from ecnn.attacks.norms import l2_norm
 from ecnn.attacks.views import (
@@ -31,11 +31,11 @@ from ecnn.attacks.views import (
     members_of,
     score_loss,
 )
-from ecnn.backbones import full_precision
+from ecnn.backbones import full_precision, undisturbed
 from ecnn.checks import check_count
 from ecnn.codes import CodeMatrix
 from ecnn.errors import InputError
-from ecnn.objectives import member_margin, member_targets
+from ecnn.objectives import bounded, member_margin, member_targets, predicted_classes
 
 
 @runtime_checkable
@@ -144,7 +144,7 @@ class ScaledCrossEntropy(View):
     name: str = "scaled cross-entropy"
 
     def look(self, model: nn.Module, images: Tensor, aim: Aim) -> Look:
-        scores = full_precision(model(images))
+        scores = bounded(model(images))
         spread = (scores - scores.mean(dim=1, keepdim=True)).detach().abs().amax(dim=1, keepdim=True)
         scaled = scores / spread.clamp_min(torch.finfo(scores.dtype).tiny)
         return Look(score_loss(scaled, aim.labels, "cross_entropy", goals=aim.goals), scores.detach())
@@ -157,7 +157,7 @@ class MeanProbability(UntargetedView):
     name: str = "mean probability"
 
     def look(self, model: nn.Module, images: Tensor, aim: Aim) -> Look:
-        probabilities = torch.softmax(full_precision(model(images)), dim=1)
+        probabilities = torch.softmax(bounded(model(images)), dim=1)
         return Look(-probabilities.gather(1, aim.labels[:, None]).squeeze(1), None)
 
 
@@ -308,7 +308,7 @@ class Relay(BallAttack):
             part, given, own = target.narrow(rows), images[rows], labels[rows]
             found, _, _ = self._leg(view).climb(part, given, own, None, best[rows])
             losses = part.look(yardstick, found, Aim(own)).losses
-            broken = part.scores(found).argmax(dim=1) != own
+            broken = predicted_classes(part.scores(found)) != own
             better = broken | (losses >= worth[rows])
             best[rows] = torch.where(per_image(better, found), found, best[rows])
             worth[rows] = torch.where(better, losses, worth[rows])
@@ -357,7 +357,8 @@ class OwnTransfer(Transfer):
     """`Transfer` from a source that contains the model: what is asked of the source is asked of the model."""
 
     def search(self, target: Target, images: Tensor, labels: Tensor, draws: Draws) -> Tensor:
-        crafted = self.attack._run(self.source, images, labels, draws)
+        with undisturbed(self.source):
+            crafted = self.attack._run(self.source, images, labels, draws)
         target.count(crafted.forwards, crafted.backwards)
         return crafted.images
 
@@ -384,10 +385,16 @@ class Within(BallAttack):
 
 
 def gradient_lengths(model: nn.Module, images: Tensor) -> Tensor:
-    """(batch,) Euclidean length of the gradient of the margin between the two best scores; 0 where there is none."""
+    """(batch,) Euclidean length of the gradient of the margin between the two best scores.
+
+    It is 0 where there is none, also because the model cannot be differentiated, and not finite where an entry is not.
+    """
     points = images.detach().clone().requires_grad_(True)
-    with torch.enable_grad():
-        scores = full_precision(model(points))
-        losses = score_loss(scores, scores.detach().argmax(dim=1), "margin")
-        gradient = gradient_of(losses, points)
+    try:
+        with torch.enable_grad():
+            scores = full_precision(model(points))
+            losses = score_loss(scores, scores.detach().argmax(dim=1), "margin")
+            gradient = raw_gradient(losses, points)
+    except Exception:  # autograd, or the model that does not want to be differentiated
+        gradient = torch.zeros_like(images)
     return l2_norm(gradient.double())

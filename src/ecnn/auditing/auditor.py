@@ -10,29 +10,32 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from torch import nn
 
 from ecnn import files
 from ecnn.attacks import Attack
-from ecnn.attacks.auto import Doubt, examine
-from ecnn.attacks.base import Target
+from ecnn.attacks.auto import examine
+from ecnn.attacks.base import Target, read_model
+from ecnn.attacks.draws import forked_generators
 from ecnn.attacks.norms import NORMS, Norm
 from ecnn.auditing.budgets import Budget, resolve_budget
 from ecnn.auditing.diagnostics import diagnose, read_evidence
+from ecnn.auditing.diagnostics.sanity import grey_radius
 from ecnn.auditing.findings import Finding, alarm, note
 from ecnn.auditing.report import Audit, Verdict
 from ecnn.auditing.stages import Staged, run_stages
 from ecnn.auditing.subject import Subject
 from ecnn.auditing.suite import find_traits, suite
 from ecnn.auditing.surrogates import choose_examples
-from ecnn.backbones import eval_mode, without_tf32
+from ecnn.backbones import half_precision_of, undisturbed, without_tf32
 from ecnn.checks import check_choice, check_shares, parse_eps
 from ecnn.data import Split
 from ecnn.errors import InputError
 from ecnn.evaluation import Evaluation
-from ecnn.evaluation.batch import BATCH_SIZE, check_request, place, read_model, seeded
+from ecnn.evaluation.batch import BATCH_SIZE, check_request, place
 from ecnn.evaluation.intervals import Interval, wilson_interval
-from ecnn.evaluation.provenance import describe
+from ecnn.evaluation.provenance import describe, same_answers
 from ecnn.progress import Progress
 
 FOLDER, RESULT, PAGE = "audit", "audit.json", "audit.md"
@@ -41,6 +44,7 @@ SLACK = 0.01
 #: That the truth lies this far below a claim must be ruled out before the claim is believed.
 RESOLUTION = 0.05
 _FLAGGED = 256
+_SPOILED = 0.01  # of the gradients
 
 
 def audit(
@@ -88,7 +92,7 @@ def audit(
         progress: called as progress(done, total, note).
     """
     check_choice("norm", norm, NORMS)
-    eps, budget = parse_eps(eps), resolve_budget(budget)
+    eps, budget = parse_eps(eps, most=NORMS[norm].longest), resolve_budget(budget)
     check_shares(claim=claim, min_accuracy=min_accuracy)
     chosen = check_request(model, split, budget.images if limit is None else limit, BATCH_SIZE)
     folder = None if run_dir is None else Path(run_dir) / FOLDER
@@ -98,7 +102,7 @@ def audit(
     labels = chosen.labels.to(images.device)
     subject = Subject(model=model, images=images, labels=labels, norm=norm, eps=eps, budget=budget, seed=seed)
     with nullcontext() if run_dir is None else files.locked(run_dir, "audit"):
-        with eval_mode(model), without_tf32():
+        with undisturbed(model), without_tf32():
             attacks, is_random = _choose_attacks(subject, split, folder, resume)
             staged = run_stages(
                 subject, split, attacks, is_random=is_random, folder=folder, resume=resume, progress=progress
@@ -106,8 +110,8 @@ def audit(
             findings = _find(subject, staged.evaluation, folder, resume, progress)
         # One pass of a random model is no evidence.
         evidence = [] if is_random else read_evidence(staged.evaluation)
-        findings = [*evidence, *_failures(staged.evaluation), *findings]
-        result = _conclude(subject, staged, findings, claim, min_accuracy, is_random)
+        trouble = [*_failures(staged), *_nan_gradients(staged), *_precision(subject), *_wide_ball(subject)]
+        result = _conclude(subject, staged, [*evidence, *trouble, *findings], claim, min_accuracy, is_random)
         if run_dir is not None:
             result.save(Path(run_dir) / RESULT)
             files.write_text(Path(run_dir) / PAGE, result.markdown())
@@ -134,12 +138,14 @@ def _find(
     asked = {"norm": subject.norm, "eps": subject.eps, "budget": subject.budget, "seed": subject.seed}
     model, images = evaluation.clean.about["model"], evaluation.images_sha256
     identity = {"model": model, "images": images, **describe(asked)}
-    kept = _kept_findings(folder, identity) if resume else None
+    answers = evaluation.clean.about.get("answers")
+    kept = _kept_findings(folder, identity, answers) if resume else None
     if kept is not None:
         return kept
     found = [_plain(finding) for finding in (*_flags(subject), *diagnose(subject, progress=progress))]
     if folder is not None:
-        values = {"identity": identity, "findings": [finding.to_dict() for finding in found]}
+        found_values = [finding.to_dict() for finding in found]
+        values = {"identity": identity, "answers": answers, "findings": found_values}
         files.write_json(folder / "findings.json", values)
     return found
 
@@ -247,11 +253,8 @@ def _flags(subject: Subject) -> list[Finding]:
     and features, float64, attacks by classes alone. It has none to a model that takes gradients while it classifies.
     """
     checked = subject.images[:_FLAGGED]
-    try:
-        with seeded(checked.device, subject.seed):
-            _, doubts = examine(Target(subject.model, len(checked), checked.device), checked)
-    except RuntimeError as error:  # a model that cannot be differentiated at all
-        doubts = (Doubt("no_gradient", f"The model cannot be differentiated: {str(error).splitlines()[0]}."),)
+    with forked_generators(checked.device, subject.seed):
+        _, doubts = examine(Target(subject.model, len(checked), checked.device), checked)
     findings = []
     for number, doubt in enumerate(doubts):
         evidence = {"images": len(checked)}
@@ -265,23 +268,79 @@ def _flags(subject: Subject) -> list[Finding]:
     return findings
 
 
-def _failures(evaluation: Evaluation) -> list[Finding]:
-    """A note that names the attacks which the model does not bear, if there are any."""
-    failures = dict(evaluation.failures)
+def _failures(staged: Staged) -> list[Finding]:
+    """An alarm that names the attacks which could not be made on some images; answered if none of these stands."""
+    failures, undone = staged.evaluation.failures, staged.evaluation.undone
     if not failures:
         return []
-    claim = f"The model does not bear {len(failures)} of the attacks: {', '.join(failures)}."
-    advice = "They broke nothing for that reason: read why, and mend it if you can."
-    found = note(claim, failures, advice)
+    standing = staged.right > 0
+    left = int(standing[np.unique(np.concatenate(list(undone.values())))].sum())
+    whole = [name for name in failures if name not in staged.evaluation.outcomes]
+    claim = (
+        f"{len(failures)} of the attacks could not be made, or not on all images: {', '.join(failures)}. Of these "
+        f"images {left} stand, perhaps for that reason alone."
+    )
+    evidence = {"attacks": dict(failures), "standing": left, "answered": left == 0}
+    advice = "Read why, and mend it if you can: what an attack could not try it could not break."
+    found = alarm(claim, evidence, advice, kind="not_made" if whole else "partly_made")
     return [dataclasses.replace(found, name="attacks_not_made", source="the suite")]
 
 
-def _kept_findings(folder: Path | None, identity: dict[str, Any]) -> list[Finding] | None:
+def _nan_gradients(staged: Staged) -> list[Finding]:
+    """An alarm where gradients that the attacks took were in part no numbers, so that pixels stood still.
+
+    A note if that were fewer than one in a hundred; answered if nothing stands.
+    """
+    outcomes = staged.evaluation.outcomes.values()
+    spoiled = sum(int(found.about.get("nan_gradients", 0)) for found in outcomes)
+    if not spoiled:
+        return []
+    taken = sum(int(found.backwards.clip(min=0).sum()) for found in outcomes)
+    claim = f"{spoiled:,} of {taken:,} gradients have entries that are not numbers: pixels that attacks cannot follow."
+    evidence = {"nan_gradients": spoiled, "gradients": taken, "answered": not bool((staged.right > 0).any())}
+    advice = "Find the operation whose derivative is infinite or undefined, such as a root or logarithm at 0."
+    say = alarm if spoiled >= _SPOILED * taken else note
+    found = say(claim, evidence, advice)
+    return [dataclasses.replace(found, name="nan_gradients", kind="nan_gradients", source="the suite")]
+
+
+def _precision(subject: Subject) -> list[Finding]:
+    """A note where the model computes in half precision."""
+    kind = half_precision_of(subject.model)
+    if kind is None:
+        return []
+    name = str(kind).removeprefix("torch.")
+    claim = (
+        f"The model computes in {name}: images are rounded to it on their way in, and gradients may vanish."
+    )
+    advice = "Audit it in float32 too: what only rounding protects is not robust."
+    found = note(claim, {"dtype": name}, advice, kind=name)
+    return [dataclasses.replace(found, name="precision", source="the model")]
+
+
+def _wide_ball(subject: Subject) -> list[Finding]:
+    """A note where the ball around every image holds the grey one, so that nothing could be robust."""
+    wide = grey_radius(subject.norm, subject.images)
+    if subject.eps < wide:
+        return []
+    claim = (
+        f"Within {subject.eps:.4g} of every image lies the grey one: no classifier is robust in such a ball."
+    )
+    advice = f'Lengths are on the [0, 1] scale of pixels: was "{subject.eps:g}/255" meant?'
+    found = note(claim, {"eps": subject.eps, "grey_image_within": wide}, advice)
+    return [dataclasses.replace(found, name="wide_ball", kind="wide_ball", source="the ball")]
+
+
+def _kept_findings(
+    folder: Path | None, identity: dict[str, Any], answers: dict[str, Any] | None
+) -> list[Finding] | None:
     """The findings of an earlier run of the same audit, if its diagnostics had come to an end."""
     if folder is None or not (folder / "findings.json").exists():
         return None
     kept = files.read_json(folder / "findings.json")
     if not isinstance(kept, dict) or kept.get("identity") != identity:
+        return None
+    if not same_answers(kept.get("answers"), answers):
         return None
     try:
         return [Finding(**finding) for finding in kept["findings"]]

@@ -13,12 +13,13 @@ import torch
 from torch import Tensor
 
 from ecnn.attacks import Attack
+from ecnn.attacks.draws import forked_generators
 from ecnn.attacks.images import per_image
 from ecnn.auditing.report import Stage
 from ecnn.auditing.subject import Subject
 from ecnn.data import Split
 from ecnn.evaluation import Evaluation, Outcomes, evaluate
-from ecnn.evaluation.batch import batch_seed, check_ball, place, predict, seeded
+from ecnn.evaluation.batch import batch_seed, check_ball, place, predict
 from ecnn.evaluation.records import FOLDER, Records
 from ecnn.evaluation.results import STANDS, WRONG
 from ecnn.progress import Progress
@@ -89,7 +90,7 @@ def run_stages(
         return tally.result(evaluate(subject.model, split, attacks, watch=tally.take, **settings))
     evaluation = evaluate(subject.model, split, attacks, cascade=True, **settings)
     made = {name: found for name, found in evaluation.outcomes.items() if found.attacked.any()}
-    return _judge_in_turn(subject, dataclasses.replace(evaluation, outcomes=made))
+    return _judge_in_turn(subject, dataclasses.replace(evaluation, outcomes=made), next(iter(attacks)))
 
 
 def _discard(folder: Path) -> None:
@@ -99,8 +100,12 @@ def _discard(folder: Path) -> None:
             Records(folder, path.stem).discard()
 
 
-def _judge_in_turn(subject: Subject, evaluation: Evaluation) -> Staged:
-    """What the cascade left of a model that is not random: an image is right or it is not."""
+def _judge_in_turn(subject: Subject, evaluation: Evaluation, plain: str) -> Staged:
+    """What the cascade left of a model that is not random: an image is right or it is not.
+
+    Args:
+        plain: name of the first attack; where it could not be made, nothing lies between it and the clean images.
+    """
     clean, outcomes = evaluation.clean, evaluation.outcomes
     return Staged(
         stages=tuple(
@@ -116,7 +121,7 @@ def _judge_in_turn(subject: Subject, evaluation: Evaluation) -> Staged:
         broken_by=evaluation.broken_by,
         right=evaluation.survivors().astype(float),
         right_when_clean=clean.robust.astype(float),
-        right_when_plain=next(iter(outcomes.values()), clean).robust.astype(float),
+        right_when_plain=outcomes.get(plain, clean).robust.astype(float),
         evaluation=evaluation,
     )
 
@@ -156,7 +161,7 @@ class _MeanOverPasses:
     def take(self, found: Outcomes, points: Tensor) -> None:
         """Judges what an attack made of the images (image, channel, height, width), on the CPU."""
         shares = self._right_share(points, 1 + self.names.index(found.name), self.subject.budget.eot)
-        self.plain = self.plain if self.stages else shares
+        self.plain = shares if found.name == self.names[0] else self.plain
         self.worst = torch.where(per_image(torch.from_numpy(shares < self.left), points), points, self.worst)
         before, self.left = self.left, np.minimum(self.left, shares)
         newly = (self.broken_by == STANDS) & (self.left < 0.5)
@@ -182,7 +187,7 @@ class _MeanOverPasses:
         for batch, part in enumerate(torch.split(torch.arange(len(images)), _BATCH["cpu"])):
             asked = place(subject.model, images[part])
             wanted = subject.labels[part.to(subject.labels.device)]
-            with seeded(asked.device, batch_seed(subject.seed + 1, first + batch)):
+            with forked_generators(asked.device, batch_seed(subject.seed + 1, first + batch)):
                 right = [predict(subject.model, asked) == wanted for _ in range(passes)]
             counts.append(torch.stack(right).double().mean(dim=0).cpu())
         return torch.cat(counts).numpy()

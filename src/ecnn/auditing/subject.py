@@ -35,4 +35,4 @@ class Subject:
 
     def __post_init__(self) -> None:
         check_choice("norm", self.norm, NORMS)
-        parse_eps(self.eps)
+        parse_eps(self.eps, most=NORMS[self.norm].longest)

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from ecnn.attacks import APGD, PGD, Attack, AutoAttack, Cost, HopSkipJump, Square, Transfer
-from ecnn.attacks.norms import Norm, l2_norm
+from ecnn.attacks.auto import passes_apart
+from ecnn.attacks.norms import Norm
 from ecnn.attacks.views import Aim, Averaged, View, WeakestBit
 from ecnn.auditing.adaptive import (
     CheapestBits,
@@ -48,7 +49,7 @@ from ecnn.auditing.surrogates import (
     train_head,
     train_student,
 )
-from ecnn.backbones import eval_mode, full_precision, without_tf32
+from ecnn.backbones import full_precision, undisturbed, without_tf32
 from ecnn.errors import InputError
 
 PLAIN = "pgd-ce"  # what a usual evaluation would have run
@@ -90,17 +91,16 @@ def find_traits(model: nn.Module, images: Tensor, num_classes: int) -> Traits:
     Images and model must be on one device.
     """
     images = images[:_PROBED]
-    with eval_mode(model), without_tf32():
+    with undisturbed(model), without_tf32():
         with torch.no_grad():
             scores, again = (full_precision(model(images)).double() for _ in range(2))
         lengths = gradient_lengths(model, images)
-        apart = l2_norm(scores - again) / l2_norm(scores).clamp_min(1e-10)
-        is_random = bool((apart > _RANDOM).any())
+        is_random = bool((passes_apart(scores, again) > _RANDOM).any())
         in_range = bool((scores >= -1e-5).all()) and bool((scores <= 1 + 1e-5).all())
         return Traits(
             is_random=is_random,
             gives_probabilities=in_range and bool(((scores.sum(dim=1) - 1).abs() < 1e-4).all()),
-            blind=float((~(lengths > _TINY) | ~torch.isfinite(lengths)).double().mean()),
+            blind=float((~(lengths > _TINY) | ~lengths.isfinite()).double().mean()),
             hides_derivatives=not is_random and can_pass_through(model, images[:4]),
             hides_scores=_hides_scores(model, images[:4], num_classes),
             can_be_double=_answers(lambda: _ask_in_double(model, images[:4])),

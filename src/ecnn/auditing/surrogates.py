@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from ecnn import files
 from ecnn.attacks import Draws
 from ecnn.auditing.adaptive import features_of
-from ecnn.backbones import eval_mode
+from ecnn.backbones import undisturbed
 from ecnn.data import Split
 from ecnn.errors import InputError
 from ecnn.evaluation.batch import place
@@ -60,13 +60,13 @@ def choose_examples(model: nn.Module, split: Split, audited: int) -> Examples:
 
 
 def _answers(model: nn.Module, images: Tensor) -> Tensor:
-    with eval_mode(model), torch.no_grad():
+    with undisturbed(model), torch.no_grad():
         return torch.cat([model(part).argmax(dim=1) for part in torch.split(images, _BATCH)])
 
 
 def all_features(model: nn.Module, images: Tensor) -> Tensor:
     """(image, feature) `features_of` the images, batch by batch."""
-    with eval_mode(model), torch.no_grad():
+    with undisturbed(model), torch.no_grad():
         return torch.cat([features_of(model, part)[0] for part in torch.split(images, _BATCH)])
 
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,11 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from ecnn.attacks import Attack
+from ecnn.attacks.base import read_model
 from ecnn.attacks.norms import NORMS
-from ecnn.backbones import eval_mode, full_precision
+from ecnn.backbones import undisturbed
 from ecnn.checks import check_count
 from ecnn.data import Split
 from ecnn.errors import InputError
+from ecnn.objectives import predicted_classes
 
 BATCH_SIZE = 256
 #: An attack of other make: (model, images, labels) -> images.
@@ -34,7 +35,7 @@ def check_request(model: nn.Module, split: Split, limit: int | None, batch_size:
     chosen = split.take(limit)
     if not len(chosen):
         raise InputError("there is no image to evaluate: the split is empty or limit is 0.")
-    with eval_mode(model):
+    with undisturbed(model):
         scores = read_model(model, place(model, chosen[:1][0]))
     highest = int(chosen.labels.max())
     if highest >= scores.shape[1]:
@@ -53,35 +54,9 @@ def place(model: nn.Module, images: Tensor) -> Tensor:
     return images.to(tensors[0].device, torch.float64 if tensors[0].dtype == torch.float64 else torch.float32)
 
 
-def read_model(model: nn.Module, images: Tensor) -> Tensor:
-    """(batch, class) the model's scores in float32 or better, without a gradient or a caller's autocast."""
-    with torch.no_grad(), torch.autocast(images.device.type, enabled=False):
-        scores = model(images)
-    if (
-        not isinstance(scores, Tensor)
-        or scores.ndim != 2
-        or len(scores) != len(images)
-        or scores.shape[1] < 2
-    ):
-        came = f"shape {tuple(scores.shape)}" if isinstance(scores, Tensor) else type(scores).__name__
-        raise InputError(
-            f"the model must return scores (batch, class) for at least 2 classes, but {len(images)} images gave {came}."
-        )
-    return full_precision(scores)
-
-
 def predict(model: nn.Module, images: Tensor) -> Tensor:
-    """(batch,) the model's class for each image; -1 where its scores are not numbers."""
-    scores = read_model(model, images)
-    return torch.where(torch.isfinite(scores.amax(dim=1)), scores.argmax(dim=1), -1)
-
-
-@contextmanager
-def seeded(device: torch.device, seed: int) -> Iterator[None]:
-    """Torch's generators seeded as long as this lasts, and then what they were: random models draw from them."""
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        torch.manual_seed(seed % 2**63)
-        yield
+    """(batch,) the model's class for each image; -1 where its scores give no answer."""
+    return predicted_classes(read_model(model, images))
 
 
 def batch_seed(seed: int, first: int) -> int:
@@ -98,12 +73,14 @@ class Crafted:
         forwards: (batch,) passes that each image cost; -1 where the attack does not say.
         backwards: (batch,) gradients, likewise.
         predictions: (batch,) what the attack believes the model says of them; None if it does not say.
+        nan_gradients: gradients with entries that are not numbers.
     """
 
     images: Tensor
     forwards: np.ndarray
     backwards: np.ndarray
     predictions: Tensor | None
+    nan_gradients: int = 0
 
 
 def run_attack(
@@ -124,24 +101,17 @@ def run_attack(
     if isinstance(attack, Attack):
         found = attack.run(model, images, labels, seed=seed, index=index)
         forwards, backwards = (np.asarray(count.cpu()) for count in (found.forwards, found.backwards))
-        return Crafted(check_attacked(found.images, images, name), forwards, backwards, found.predictions)
+        attacked = check_attacked(found.images, images, name)
+        return Crafted(attacked, forwards, backwards, found.predictions, found.nan_gradients)
     foreign = check_attacked(_run_foreign(model, attack, images, labels), images, name)
     unknown = np.full(len(images), -1)
     return Crafted(foreign, unknown, unknown, None)
 
 
 def _run_foreign(model: nn.Module, attack: ForeignAttack, images: Tensor, labels: Tensor) -> Tensor:
-    """Calls an attack of other make on copies; modes and gradients are afterwards what they were."""
-    gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
-    for parameter, _ in gradients:
-        parameter.grad = None  # a backward pass of theirs would add to what is there
-    try:
-        with eval_mode(model), torch.enable_grad():
-            attacked = attack(model, images.clone(), labels.clone())
-    finally:
-        for parameter, gradient in gradients:
-            parameter.grad = gradient
-    return attacked
+    """Calls an attack of other make on copies."""
+    with undisturbed(model), torch.enable_grad():
+        return attack(model, images.clone(), labels.clone())
 
 
 def check_attacked(attacked: Any, images: Tensor, name: str) -> Tensor:
@@ -163,16 +133,18 @@ def check_attacked(attacked: Any, images: Tensor, name: str) -> Tensor:
 
 
 def measure_scores(scores: Tensor, labels: Tensor) -> dict[str, np.ndarray]:
-    """Prediction and calibration of each image; scores that are not numbers count as confidently wrong."""
-    scores = scores.double()
-    valid = torch.isfinite(scores.amax(dim=1))  # -inf beside a finite score rules a class out, and may
-    scores = torch.where(valid[:, None], scores, 0.0)
+    """Prediction and calibration of each image; without an answer it is confidently wrong."""
+    predictions, scores = predicted_classes(scores), scores.double()
+    valid, highest = predictions >= 0, scores.amax(dim=1, keepdim=True)
+    # An infinite score takes all of the probability, as in the limit; -inf beside a finite one rules a class out.
+    certain = torch.where(scores == highest, 0.0, -math.inf)
+    scores = torch.where(valid[:, None], torch.where(highest.isinf(), certain, scores), 0.0)
     logarithms = torch.log_softmax(scores, dim=1)
     probabilities = logarithms.exp()
     of_truth = logarithms.gather(1, labels[:, None]).squeeze(1)
     brier = (probabilities**2).sum(dim=1) - 2 * of_truth.exp() + 1
     columns = {
-        "prediction": torch.where(valid, scores.argmax(dim=1), -1),
+        "prediction": predictions,
         "nll": torch.where(valid, -of_truth, math.inf),
         "confidence": torch.where(valid, probabilities.amax(dim=1), 1.0),
         "brier": torch.where(valid, brier.clamp_min(0), 2.0),

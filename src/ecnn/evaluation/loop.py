@@ -16,12 +16,15 @@ from torch import Tensor, nn
 
 from ecnn import files
 from ecnn.attacks import NORMS, Attack
-from ecnn.backbones import eval_mode, without_tf32
+from ecnn.attacks.base import read_model
+from ecnn.attacks.draws import forked_generators
+from ecnn.backbones import undisturbed, without_tf32
 from ecnn.checks import check_count, parse_eps
 from ecnn.data import Split
 from ecnn.errors import InputError
 from ecnn.evaluation.batch import (
     BATCH_SIZE,
+    Crafted,
     ForeignAttack,
     batch_seed,
     check_ball,
@@ -29,9 +32,7 @@ from ecnn.evaluation.batch import (
     measure_change,
     measure_scores,
     place,
-    read_model,
     run_attack,
-    seeded,
 )
 from ecnn.evaluation.outcomes import Outcomes, join
 from ecnn.evaluation.provenance import Fingerprint, describe, describe_environment, now
@@ -39,6 +40,8 @@ from ecnn.evaluation.records import Records, check_names, prepare_folder, write_
 from ecnn.evaluation.results import CLEAN, Evaluation
 from ecnn.progress import Milestone, Progress
 
+#: Single images on which an attack fails before it is given up.
+_HOPELESS = 8
 #: Called with the outcomes of a finished attack and the attacked images (image, channel, height, width), on the CPU.
 Watcher = Callable[[Outcomes, Tensor], None]
 
@@ -70,8 +73,8 @@ def evaluate(
         model: pixels in [0, 1] to scores (batch, class), on any device.
         split: usually `data.test`.
         attacks: by name, an `Attack` or any callable (model, images, labels) -> images. Ours draw random numbers by
-            seed and position, so that batch size, order and resumption change nothing. Torch's generators, from which
-            others and random models draw, are seeded for each batch and restored after it.
+            seed and position, so that batch size, order and resumption change nothing. The generators of torch, NumPy
+            and Python, from which others and random models draw, are seeded for each batch and restored after it.
         limit: how many images, the first of the split, or all of them for None; positions are those in the split.
         seed: of all randomness.
         eps: repeats each attack that has an `eps` at each of these radii, named like "pgd@8/255"; its other settings,
@@ -79,12 +82,14 @@ def evaluate(
         cascade: runs each attack only on the images that are right when clean and that the attacks before it left.
             The other images come back as they are, cost nothing and count as right in that attack's outcomes;
             `Evaluation.accuracy` counts what stands after an attack and all before it.
-        keep_going: an attack that the model does not bear (it raises RuntimeError, TypeError or IndexError) is left
-            out and noted in `Evaluation.failures`, and the others go on; else the error is raised.
+        keep_going: where an attack or the model raises an error, the batch is tried in halves, down to single images.
+            What remains is named in `Evaluation.failures` and `undone`; an attack that could be made on no image has
+            no outcomes; and the others go on. Otherwise the error is raised.
         batch_size: images attacked at a time; a batch too large for the GPU's memory is halved by our attacks.
         run_dir: keeps outcomes there (see `ecnn.evaluation.records`), batch by batch.
         resume: goes on with what a killed, or shorter, evaluation left there, if it is of the same attack, seed, model
-            and images; False discards what is there of these attacks and computes them again.
+            (its weights, and its answers to a few fixed images) and images; False discards what is there of these
+            attacks and computes them again.
         save_images: keeps the attacked images too, under run_dir.
         watch: called as watch(outcomes, attacked images) when an attack is finished; with a run_dir the images are
             kept there as with save_images.
@@ -115,7 +120,7 @@ def evaluate(
     )
     with (
         nullcontext() if run_dir is None else files.locked(run_dir, "evaluation"),
-        eval_mode(model),
+        undisturbed(model),
         without_tf32(),
     ):
         if run_dir is not None:
@@ -163,6 +168,10 @@ def _has_eps(attack: Any) -> bool:
     )
 
 
+class _NotMadeError(Exception):
+    """An attack could not be made on a batch; the text is the first line of the reason."""
+
+
 @dataclass(kw_only=True)
 class _Evaluator:
     """Runs jobs over the chosen images and keeps their outcomes.
@@ -173,6 +182,8 @@ class _Evaluator:
         total: images times jobs, of which `done` are done.
         clean: outcomes of the images as they are, once they are known.
         memory: positions and attacked images of the job under way, where no run_dir keeps them.
+        undone, made, reason: of the job under way: positions that it could not be made on, how many images it was, and
+            why not.
     """
 
     model: nn.Module
@@ -189,6 +200,9 @@ class _Evaluator:
     done: int = 0
     clean: Outcomes | None = None
     memory: list[tuple[np.ndarray, np.ndarray]] = field(default_factory=list)
+    undone: list[int] = field(default_factory=list)
+    made: int = 0
+    reason: str = ""
 
     def __post_init__(self) -> None:
         self.environment = describe_environment(place(self.model, self.chosen[:1][0]).device)
@@ -200,36 +214,43 @@ class _Evaluator:
         standing = clean.robust
         outcomes: dict[str, Outcomes] = {}
         failures: dict[str, str] = {}
+        undone: dict[str, np.ndarray] = {}
         for number, job in enumerate(jobs):
-            self.done, self.memory = (1 + number) * len(self.chosen), []
+            self.done, self.memory, self.undone, self.made = (1 + number) * len(self.chosen), [], [], 0
+            wanted = standing if self.cascade else everything
             try:
-                found = self._finish(job, standing if self.cascade else everything, tuple(outcomes))
-            except torch.cuda.OutOfMemoryError:
-                raise
-            except (RuntimeError, TypeError, IndexError) as error:
-                if not self.keep_going:
-                    raise
-                failures[job.name] = (str(error).splitlines() or [type(error).__name__])[0]
+                found = self._finish(job, wanted, tuple(outcomes))
+            except _NotMadeError:
+                failures[job.name], undone[job.name] = self.reason, np.flatnonzero(wanted)
                 continue
+            if self.undone:
+                failures[job.name] = f"{len(self.undone)} of {int(wanted.sum())} images: {self.reason}"
+                undone[job.name] = np.array(sorted(self.undone))
             outcomes[job.name] = found
             standing = standing & found.robust
             if self.watch is not None:
                 self.watch(found, self._attacked_images(job))
-        return Evaluation(clean, outcomes, failures)
+        return Evaluation(clean, outcomes, failures, undone)
 
     def _finish(self, job: _Job, wanted: np.ndarray, after: tuple[str, ...]) -> Outcomes:
-        """The outcomes of a job on the wanted images: what is on the disk, and the rest computed now."""
+        """The outcomes of a job on the wanted images: what is on the disk, and the rest computed now.
+
+        Raises _NotMadeError if it could be made on none of them.
+        """
         about, records = self._describe(job, after), self._records(job)
         found = [] if records is None else records.read(about, self.fingerprint)
+        self.made = sum(int(part.attacked.sum()) for part in found)
         missing = self._missing(job, wanted, found)
         self.done += len(self.chosen) - len(missing)
         self._report(job, wanted, found)
         for start in range(0, len(missing), self.batch_size):
             positions = missing[start : start + self.batch_size]
             # Later parts come first: of an image in two parts the first is kept.
-            found.insert(0, self._batch(job, positions, about))
+            found = [*self._attempt(job, positions, about), *found]
             self.done += len(positions)
             self._report(job, wanted, found)
+        if self.undone and not self.made:
+            raise _NotMadeError(self.reason)
         left_alone = self._leave_alone(job, about, found)
         whole = join([*found, *left_alone])
         if records is not None and self.run_dir is not None:
@@ -249,6 +270,7 @@ class _Evaluator:
             "eps": job.eps,
             "seed": job.seed if is_attack else None,
             "model": self.fingerprint.model,
+            **({} if self.run_dir is None else {"answers": self.fingerprint.answers}),
             **({"after": list(after)} if self.cascade and is_attack else {}),
         }
 
@@ -270,18 +292,47 @@ class _Evaluator:
         about = {**about, "started": now(), "finished": now(), "environments": [self.environment]}
         return [dataclasses.replace(part, name=job.name, forwards=0 * part.forwards, about=about)]
 
+    def _attempt(self, job: _Job, positions: np.ndarray, about: dict[str, Any]) -> list[Outcomes]:
+        """The outcomes of a batch; where the attack cannot be made on all of it, those of its halves.
+
+        An attack that fails on the first few single images, and has never been made, is not tried on the others.
+        """
+        if not self.made and len(self.undone) >= _HOPELESS:
+            self.undone += positions.tolist()
+            return []
+        try:
+            part = self._batch(job, positions, about)
+        except _NotMadeError as failure:
+            self.reason = str(failure)
+        else:
+            self.made += len(positions)
+            return [part]
+        if len(positions) == 1:
+            self.undone += positions.tolist()
+            return []
+        halves = np.array_split(positions, 2)
+        return [part for half in halves for part in self._attempt(job, half, about)]
+
+    def _craft(self, job: _Job, images: Tensor, labels: Tensor, index: Tensor) -> tuple[Crafted, Tensor]:
+        """What the attack makes of a batch, and the scores of that; _NotMadeError if that fails and may."""
+        try:
+            crafted = run_attack(self.model, job.attack, job.name, images, labels, job.seed, index)
+            return crafted, read_model(self.model, crafted.images)
+        except Exception as error:  # whatever a model throws
+            if not self.keep_going or job.attack is None:
+                raise
+            reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise _NotMadeError(reason)  # outside of the handler, which keeps the tensors of the failure alive
+
     def _batch(self, job: _Job, positions: np.ndarray, about: dict[str, Any]) -> Outcomes:
         started, clock = now(), time.monotonic()
         index = torch.from_numpy(positions)
         images, labels = self.chosen[index]
         images = place(self.model, images)
         labels = labels.to(images.device)
-        with seeded(images.device, batch_seed(job.seed, int(positions[0]))):
-            crafted = run_attack(self.model, job.attack, job.name, images, labels, job.seed, index)
-            columns = {
-                **measure_scores(read_model(self.model, crafted.images), labels),
-                **measure_change(crafted.images, images),
-            }
+        with forked_generators(images.device, batch_seed(job.seed, int(positions[0]))):
+            crafted, scores = self._craft(job, images, labels, index)
+            columns = {**measure_scores(scores, labels), **measure_change(crafted.images, images)}
         norm = getattr(job.attack, "norm", "")
         if isinstance(job.attack, Attack) and norm in NORMS and job.eps is not None:
             check_ball(job.name, norm, job.eps, float(columns[norm].max()), images[0].numel())
@@ -306,6 +357,7 @@ class _Evaluator:
             about={
                 **about,
                 "disagreements": disagreements,
+                "nan_gradients": crafted.nan_gradients,
                 "started": started,
                 "finished": now(),
                 "seconds": time.monotonic() - clock,

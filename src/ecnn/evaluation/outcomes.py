@@ -57,8 +57,8 @@ class Outcomes:
         l2: Euclidean length of the change.
         l1: sum of all changes of values; None if it is not known, in records of version 1.
         l0: number of values (channel, row, column) that changed.
-        forwards: passes that the attack asked for; -1 where an attack of other make does not say; 0 where, in a
-            cascade, the attack was not run because another had broken the image.
+        forwards: passes that the attack asked for; -1 where an attack of other make does not say; 0 where it was not
+            run: in a cascade because another had broken the image, with keep_going because it could not be.
         backwards: gradients that it asked for; -1 likewise.
         nll: negative log probability of the true class after the attack, in nats, from a softmax of the scores.
         confidence: probability of the predicted class after the attack.
@@ -112,7 +112,7 @@ class Outcomes:
 
     @property
     def attacked(self) -> np.ndarray:
-        """(image,) whether the attack was run on it; False only in a cascade."""
+        """(image,) whether the attack was run on it; False in a cascade, and where it could not be."""
         return np.asarray(self.forwards != 0)
 
     @property
@@ -211,7 +211,10 @@ def join(parts: Sequence[Outcomes]) -> Outcomes:
     about = {
         **first.about,
         "seconds": sum(about.get("seconds", 0.0) for about in abouts),
-        "disagreements": sum(about.get("disagreements", 0) for about in abouts),
+        **{
+            count: sum(about.get(count, 0) for about in abouts)
+            for count in ("disagreements", "nan_gradients")
+        },
         "environments": sorted({line for about in abouts for line in about.get("environments", ())}),
         "started": min(about.get("started", "") for about in abouts),
         "finished": max(about.get("finished", "") for about in abouts),

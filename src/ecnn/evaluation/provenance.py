@@ -19,9 +19,17 @@ import torch
 from torch import Tensor, nn
 
 import ecnn
+from ecnn.attacks.auto import passes_apart
+from ecnn.attacks.base import read_model
+from ecnn.attacks.draws import Draws, forked_generators
+from ecnn.backbones import half_precision_of, undisturbed, without_tf32
 from ecnn.data import Split
+from ecnn.evaluation.batch import place
 
 _DEPTH = 6
+_PROBES, _SHOWN = 8, 8  # images that a model is known by, and scores of each
+#: Of the spread of an image's scores, by how much a pass on another machine may change them.
+_SAME, _SAME_IN_HALF = 1e-3, 3e-2
 
 
 def describe(value: Any, depth: int = _DEPTH) -> Any:
@@ -128,6 +136,75 @@ def hash_images(split: Split) -> np.ndarray:
     return np.frombuffer(b"".join(digests), dtype="<u8").astype(np.uint64)
 
 
+def ask_probes(model: nn.Module, split: Split) -> dict[str, Any] | None:
+    """What the model does, as against what it is made of: scores of a few fixed images, of noisy copies and of noise.
+
+    Weights and structure say nothing of the code between them. A model that raises an error at noise is asked about the
+    images alone. None for one that cannot be held to its answers: it differs from pass to pass though all generators
+    are seeded, or always raises.
+
+    Returns:
+        per_image: 3, or 1 if noise was not asked about.
+        scores: (probe, class) some of them, to six digits.
+        tolerance: by what share of their spread other machines and batches may change them.
+        environment: where a random model was asked, since its draws depend on that; None if it is not random.
+    """
+    images = place(model, split[: min(_PROBES, len(split))][0])
+    noise = Draws.of(0, torch.arange(len(images), device=images.device)).uniform(*images.shape[1:])
+    noise = noise.to(images.dtype)
+    noisy = (images + 0.1 * (noise - 0.5)).clamp(0, 1)
+    probes = torch.stack([images, noisy, noise], dim=1).flatten(
+        0, 1
+    )  # by image: a shorter split has the first ones
+
+    def ask(seed: int) -> Tensor | None:
+        with undisturbed(model), without_tf32(), forked_generators(images.device, seed):
+            for asked in (probes, images):
+                try:
+                    return read_model(model, asked)
+                except Exception:  # noqa: S112 whatever a model throws
+                    continue
+        return None
+
+    scores, other, again = (ask(seed) for seed in (0, 1, 0))
+    if scores is None or other is None or again is None or not len(scores) == len(other) == len(again):
+        return None
+    if bool((passes_apart(scores, again) > _SAME).any()):
+        return None
+    is_random = bool((passes_apart(scores, other) > _SAME).any())
+    shown = torch.linspace(0, scores.shape[1] - 1, min(_SHOWN, scores.shape[1])).long()
+    rows = scores[:, shown.to(scores.device)].tolist()
+    return {
+        "per_image": len(scores) // len(images),
+        "scores": [[describe(float(f"{score:.6g}")) for score in row] for row in rows],
+        "tolerance": _SAME if half_precision_of(model) is None else _SAME_IN_HALF,
+        "environment": describe_environment(images.device) if is_random else None,
+    }
+
+
+def same_answers(kept: dict[str, Any] | None, now: dict[str, Any] | None) -> bool:
+    """Whether two results of `ask_probes` can be of one model; True where nothing was kept to compare with.
+
+    A single probe may differ: in a model that rounds, another order of summation can change much at one place.
+    """
+    if kept is None or now is None:
+        return kept is None
+    places = {kept["environment"], now["environment"]}
+    if places != {None} and len(places) > 1:
+        return True
+    count = min(len(kept["scores"]), len(now["scores"]))
+    one, other = (np.array(answers["scores"][:count], dtype=float) for answers in (kept, now))
+    if one.shape != other.shape or kept["per_image"] != now["per_image"]:
+        return False
+    with np.errstate(invalid="ignore"):
+        apart = np.where((one == other) | (np.isnan(one) & np.isnan(other)), 0.0, np.abs(one - other))
+    apart = np.nan_to_num(apart, nan=np.inf).max(axis=1)
+    finite = np.where(np.isfinite(one), one, 0.0)
+    scale = np.maximum(np.ptp(finite, axis=1), 0.01 * np.abs(finite).max(axis=1))
+    differ = apart > max(kept["tolerance"], now["tolerance"]) * scale
+    return int(differ.sum()) <= max(1, len(differ) // 8)
+
+
 class Fingerprint:
     """What is evaluated, told from anything else: the model described and its images hashed, each once.
 
@@ -137,8 +214,13 @@ class Fingerprint:
     """
 
     def __init__(self, model: nn.Module, split: Split) -> None:
-        self.model, self.split = describe_model(model), split
+        self.model, self.split, self._asked = describe_model(model), split, model
         self._hashes = np.zeros(0, dtype=np.uint64)
+
+    @functools.cached_property
+    def answers(self) -> dict[str, Any] | None:
+        """What the model says of fixed probes."""
+        return ask_probes(self._asked, self.split)
 
     def image_hashes(self, count: int) -> np.ndarray:
         """(count,) checksums of the first images of the split."""

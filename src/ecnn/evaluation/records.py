@@ -24,7 +24,7 @@ from torch import Tensor
 from ecnn import files
 from ecnn.errors import InputError
 from ecnn.evaluation.outcomes import IDENTITY, Outcomes
-from ecnn.evaluation.provenance import Fingerprint
+from ecnn.evaluation.provenance import Fingerprint, same_answers
 from ecnn.evaluation.results import CLEAN, Evaluation, summarise_outcomes
 
 SUMMARY, FOLDER = "eval.json", "eval"
@@ -225,6 +225,11 @@ def _check_origin(path: Path, outcomes: Outcomes, about: dict[str, Any], fingerp
         and np.array_equal(outcomes.label[known], labels[index])
     ):
         raise InputError(f"{path} holds outcomes of other images: choose another run_dir.")
+    if not same_answers(outcomes.about.get("answers"), fingerprint.answers):
+        raise InputError(
+            f"{path} holds outcomes of another model (its weights are the same, but it answers otherwise: its code has "
+            "changed): choose another run_dir."
+        )
 
 
 def _span(part: Outcomes) -> str:

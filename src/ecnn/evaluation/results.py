@@ -49,12 +49,15 @@ class Evaluation:
     Attributes:
         clean: outcomes without an attack.
         outcomes: by attack, or attack and radius as in "pgd@8/255".
-        failures: by name, why an attack could not be run (`evaluate(..., keep_going=True)`); it has no outcomes.
+        failures: by name, why an attack could not be run (`evaluate(..., keep_going=True)`); without outcomes if that
+            was so for all images.
+        undone: by name, (n,) numbers of the images that it could not be run on; they count as left alone by it.
     """
 
     clean: Outcomes
     outcomes: Mapping[str, Outcomes]
     failures: Mapping[str, str] = field(default_factory=dict)
+    undone: Mapping[str, np.ndarray] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for name, outcomes in self.outcomes.items():
@@ -246,7 +249,7 @@ def summarise_outcomes(outcomes: Outcomes) -> dict[str, Any]:
             "brier": found.brier,
         },
         "images": len(outcomes),
-        **{key: value for key, value in outcomes.about.items() if key not in ("model", "base")},
+        **{key: value for key, value in outcomes.about.items() if key not in ("model", "base", "answers")},
     }
 
 

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from ecnn.attacks import PGD, Attack
+from ecnn.attacks.draws import forked_generators
 from ecnn.attacks.views import member_margins, members_of
-from ecnn.backbones import eval_mode, without_tf32
+from ecnn.backbones import undisturbed, without_tf32
 from ecnn.data import Split
 from ecnn.errors import InputError
 from ecnn.evaluation.batch import (
@@ -24,7 +25,6 @@ from ecnn.evaluation.batch import (
     place,
     predict,
     run_attack,
-    seeded,
 )
 from ecnn.evaluation.intervals import Rate
 from ecnn.progress import Progress
@@ -127,7 +127,7 @@ def member_transfer(
         members: which ones, both ways; the paper shows the first four. None takes all.
     """
     chosen = check_request(model, split, limit, batch_size)
-    with eval_mode(model), without_tf32():
+    with undisturbed(model), without_tf32():
         with torch.no_grad():
             _, symbols = members_of(model, place(model, chosen[:1][0]))
         shown = _check_members(members, symbols.shape[1])
@@ -176,7 +176,7 @@ def model_transfer(
 
     with ExitStack() as stack:
         for model in models.values():
-            stack.enter_context(eval_mode(model))
+            stack.enter_context(undisturbed(model))
         stack.enter_context(without_tf32())
         return _fill(models, [None] * len(models), judge, chosen, attack, seed, batch_size, progress)
 
@@ -208,7 +208,7 @@ def _fill(
             if row == 0:
                 clean_counts += judge(images, images, own).cpu().numpy()
             goals = own if task is None else task[own]
-            with seeded(images.device, batch_seed(seed, int(index[0]))):
+            with forked_generators(images.device, batch_seed(seed, int(index[0]))):
                 crafted = run_attack(source, attack, name, images, goals, seed, index)
             counts[row] += judge(crafted.images, images, own).cpu().numpy()
             done += len(index)

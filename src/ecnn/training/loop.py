@@ -24,7 +24,7 @@ from ecnn.backbones import eval_mode, without_tf32
 from ecnn.data import Split
 from ecnn.errors import InputError
 from ecnn.models import objective_of, resolve_recipe
-from ecnn.objectives import Objective
+from ecnn.objectives import Objective, predicted_classes
 from ecnn.progress import Milestone, Progress
 from ecnn.recipes import Recipe
 from ecnn.training.checkpoints import (
@@ -176,7 +176,7 @@ def accuracy(
             images, labels = (tensor.to(device) for tensor in split[start : start + batch_size])
             if attack is not None:
                 images = craft(attack, model, images, labels, generator)
-            correct += (model(images).argmax(dim=1) == labels).sum()
+            correct += (predicted_classes(model(images)) == labels).sum()
     return float(correct) / max(1, len(split))
 
 

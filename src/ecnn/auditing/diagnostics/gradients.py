@@ -156,7 +156,7 @@ def check_gradient_direction(probe: Probe) -> Finding:
     usable = probe.standing & ~unusable(gradients).cpu()
     length, draws = probe.eps / 4, Draws.of(probe.seed, probe.rows).fold(31)
     before = _losses(probe, probe.images)
-    moves = torch.nan_to_num(gradients).view_as(probe.images)
+    moves = gradients.view_as(probe.images)
     gain = _losses(probe, _step(probe, moves, length)) - before
     noise = torch.stack(
         [

@@ -13,17 +13,17 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
+from ecnn.attacks.auto import passes_apart
 from ecnn.attacks.base import Attack, Target
-from ecnn.attacks.draws import Draws
+from ecnn.attacks.draws import Draws, forked_generators
 from ecnn.attacks.gradient import PGD
 from ecnn.attacks.images import per_image
-from ecnn.attacks.norms import NORMS, l2_norm
+from ecnn.attacks.norms import NORMS
 from ecnn.attacks.views import SCORES, Aim, Look, Loss, View, score_loss
 from ecnn.auditing.findings import Finding, note
 from ecnn.auditing.subject import Subject
-from ecnn.backbones import eval_mode, full_precision, without_tf32
-from ecnn.evaluation.batch import seeded
-from ecnn.objectives import score_margin
+from ecnn.backbones import full_precision, undisturbed, without_tf32
+from ecnn.objectives import predicted_classes, score_margin
 
 #: Images asked about at once; it bounds the memory and changes no result.
 _GROUP = 128
@@ -91,8 +91,7 @@ class Probe:
     @cached_property
     def right(self) -> Tensor:
         """(image,) classified as the label, by scores that are numbers; on the CPU."""
-        numbers = ~self.scores.isnan().any(dim=1)
-        return ((self.scores.argmax(dim=1) == self.labels) & numbers).cpu()
+        return (predicted_classes(self.scores) == self.labels).cpu()
 
     @cached_property
     def two_passes(self) -> tuple[float, int]:
@@ -100,9 +99,8 @@ class Probe:
         # Both are made here: every check begins with the same seed, so that `scores` would only be drawn again.
         first = torch.cat([self.target.narrow(part).scores(self.images[part]) for part in self.groups()])
         again = torch.cat([self.target.narrow(part).scores(self.images[part]) for part in self.groups()])
-        apart = l2_norm(torch.nan_to_num(first - again)) / l2_norm(torch.nan_to_num(first)).clamp_min(1e-10)
-        flipped = int((first.argmax(dim=1) != again.argmax(dim=1)).sum())
-        return (float(apart.amax()) if len(apart) else 0.0), flipped
+        flipped = int((predicted_classes(first) != predicted_classes(again)).sum())
+        return (float(passes_apart(first, again).amax()) if len(first) else 0.0), flipped
 
     @property
     def is_random(self) -> bool:
@@ -122,7 +120,7 @@ class Probe:
                 if not losses.requires_grad:
                     return "the scores do not depend on the pixels in a differentiable way"
                 (gradient,) = torch.autograd.grad(losses.sum(), points, allow_unused=True)
-        except (RuntimeError, NotImplementedError) as error:
+        except Exception as error:  # autograd, or the model that does not want to be differentiated
             return f"{type(error).__name__}: {error}".splitlines()[0][:200]
         return "the pixels are not used by anything differentiable" if gradient is None else None
 
@@ -192,7 +190,7 @@ class Probe:
         draws = Draws.of(self.seed, rows).fold(_STREAM)
         if not len(rows):
             return _empty_walk(self.images[:0])
-        with seeded(self.images.device, self.seed):
+        with forked_generators(self.images.device, self.seed):
             walks = []
             for part in torch.split(torch.arange(len(rows), device=rows.device), _GROUP):
                 here = rows[part]
@@ -228,11 +226,11 @@ class Probe:
             kept = torch.where(per_image(now & ~ever, points), points, kept)
             ever = ever | now
             last = points
-            move = norm.step(torch.nan_to_num(gradient), points)
+            move = norm.step(gradient, points)
             points = norm.project(points + length * move, images, self.eps)
         again = target.look(view, kept, aim).scores
         assert again is not None
-        broken = ever & (again.argmax(dim=1) != labels)
+        broken = ever & (predicted_classes(again) != labels)
         losses, margins, spreads, wrong = torch.stack(looks, dim=1).cpu()
         return Walk(
             losses=losses,
@@ -248,7 +246,7 @@ class Probe:
         """(image,) which of all images the attack breaks, of the rows (a mask on the CPU) it is given."""
         found = torch.zeros(len(self.images), dtype=torch.bool)
         chosen = torch.nonzero(rows).squeeze(1)
-        with seeded(self.images.device, self.seed):
+        with forked_generators(self.images.device, self.seed):
             for part in torch.split(chosen, _GROUP):
                 here = part.to(self.images.device)
                 attacked = attack.run(
@@ -290,7 +288,11 @@ def diagnostic(
     def decorate(function: Callable[[Probe], Finding]) -> Callable[[Subject], Finding]:
         @wraps(function)
         def check(subject: Subject) -> Finding:
-            with eval_mode(subject.model), without_tf32(), seeded(subject.images.device, subject.seed):
+            with (
+                undisturbed(subject.model),
+                without_tf32(),
+                forked_generators(subject.images.device, subject.seed),
+            ):
                 try:
                     found = function(probe_of(subject))
                 except (
@@ -348,7 +350,7 @@ def _summarise(look: Look, labels: Tensor) -> Tensor:
     assert look.scores is not None
     scores = full_precision(look.scores).double()
     spread = scores.amax(dim=1) - scores.mean(dim=1)
-    wrong = scores.argmax(dim=1) != labels
+    wrong = predicted_classes(scores) != labels
     return torch.stack([look.losses.double(), score_margin(scores, labels), spread, wrong.double()])
 
 

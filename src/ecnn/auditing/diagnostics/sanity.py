@@ -15,6 +15,7 @@ from ecnn.attacks.views import SCORES
 from ecnn.auditing.diagnostics.probes import Probe, diagnostic, percent, share
 from ecnn.auditing.diagnostics.statistics import DOMINATED_TOLERANCE, TOLERANCE, exceeds
 from ecnn.auditing.findings import Finding, alarm, alarm_if, note, ok
+from ecnn.objectives import predicted_classes
 
 _RESTARTS = 2
 _NOISES = 20
@@ -43,7 +44,8 @@ def check_radius(probe: Probe) -> Finding:
         return note(_NOTHING, {"images": 0}, kind="nothing_to_attack")
     wide = grey_radius(probe.norm, probe.images)
     radii = [radius for radius in (probe.eps / 2, probe.eps, 2 * probe.eps) if 0 < radius < wide] + [wide]
-    grey = probe.target.narrow(probe.rows[:1]).scores(torch.full_like(probe.images[:1], 0.5)).argmax(dim=1)
+    grey_image = torch.full_like(probe.images[:1], 0.5)
+    grey = predicted_classes(probe.target.narrow(probe.rows[:1]).scores(grey_image))
     breakable, curve, worst = torch.zeros_like(probe.right), [], (0, 0.0)
     for radius in radii:
         if radius == wide:
@@ -86,7 +88,7 @@ def check_unbounded(probe: Probe) -> Finding:
     radius = 2 * grey_radius(probe.norm, probe.images)
     broken = probe.broken_by(probe.pgd(radius, start="image"), probe.right)
     left, n = int((probe.right & ~broken).sum()), probe.num_right
-    classes = len(torch.unique(probe.scores.argmax(dim=1)))
+    classes = len(torch.unique(predicted_classes(probe.scores)))
     evidence = {"images": n, "left": left, "eps": radius, "classes_seen": classes}
     if classes < 2:
         claim = "The model gives all images one class: whether another exists is unknown."
@@ -183,12 +185,12 @@ def check_labels(probe: Probe) -> Finding:
 
     It is no sign against the model: it says by how much a number is too high that was measured so.
     """
-    wrong = ~probe.right & ~probe.scores.isnan().any(dim=1).cpu()
-    rows = torch.nonzero(wrong).squeeze(1).to(probe.rows.device)
-    own = probe.scores.argmax(dim=1)[rows]
+    own = predicted_classes(probe.scores)
+    rows = torch.nonzero(~probe.right & (own >= 0).cpu()).squeeze(1).to(probe.rows.device)
+    own = own[rows]
     walk = probe.walk(lambda _: SCORES, rows, labels=own)
     ends = [probe.target.narrow(rows[part]).scores(walk.last[part]) for part in _parts(len(rows))]
-    now_right = int((torch.cat(ends).argmax(dim=1) == probe.labels[rows]).sum()) if ends else 0
+    now_right = int((predicted_classes(torch.cat(ends)) == probe.labels[rows]).sum()) if ends else 0
     n, after = len(probe.images), int((probe.right & ~probe.margin_walk.wrong[-1]).sum())
     evidence = {
         "images": n,
