@@ -358,6 +358,7 @@ def test_the_command(tmp_path: Path) -> None:
         command += ["--set", setting]
     first, second = (CliRunner().invoke(app, [*command, "--device", "cpu", "--json"]) for _ in range(2))
     assert json.loads(first.stdout)["test_accuracy"] == json.loads(second.stdout)["test_accuracy"]
+    assert json.loads(second.stdout)["notes"] == ["already finished: nothing was trained"]
     spec = files.read_toml(tmp_path / "spec.toml")
     assert (spec["model"]["kind"], spec["model"]["num_members"]) == ("adp", 2)
     assert spec["train"]["objective_options"] == {"alpha": 2.0, "beta": 0.25}

@@ -6,16 +6,21 @@ import dataclasses
 import json
 import os
 import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from conftest import ecnn_command
+from typer.testing import CliRunner
 
 import ecnn
 from ecnn.attacks import ATTACKS, PGD
-from ecnn.cli import main
+from ecnn.cli import app, main
+from ecnn.codes import CodeMatrix, load_code
 from ecnn.data import Split, load_data
 from ecnn.errors import InputError
 from ecnn.pipeline import plan, train_run, training_attack
@@ -45,6 +50,70 @@ def test_dry_run_prints_the_spec_and_writes_nothing(tmp_path: Path) -> None:
     assert spec["train"]["epochs"] == 3
     assert spec["train"]["attack"]["eps"] == "0.1"
     assert list(tmp_path.iterdir()) == []
+
+
+def test_dry_runs_try_the_model_on_one_image(digits_run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What fails on the images fails before anything is attacked or trained."""
+    evaluation = f"evaluate {digits_run} --attack fgsm --eps 0.1 --limit 5 --dry-run".split()
+    training = ["train", "--data", "digits", "--dry-run", "--device", "cpu"]
+    done = CliRunner().invoke(app, evaluation)
+    assert (done.exit_code, done.stdout) == (0, "")
+    assert done.stderr == "about 20 images forward and 5 backward\n"
+    asked: list[int] = []
+
+    def fails(self: Any, images: torch.Tensor) -> torch.Tensor:
+        asked.append(len(images))
+        raise RuntimeError("a kernel of 9 does not fit")
+
+    monkeypatch.setattr(ecnn.ECNN, "forward", fails)
+    for command in (evaluation, training):
+        done = CliRunner().invoke(app, command)
+        assert (done.exit_code, done.stdout) == (4, "")
+        assert "a kernel of 9 does not fit" in done.stderr
+    assert asked == [1, 1]
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+@pytest.mark.parametrize("command", ["train", "evaluate", "audit"])
+def test_ctrl_c_says_what_is_kept_and_how_to_go_on(
+    command: str, keeps: bool, digits_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = {
+        "train": ["train", "--data", "digits", "--epochs", "2"],
+        "evaluate": ["evaluate", str(digits_run), "--attack", "fgsm", "--eps", "0.1", "--limit", "5"],
+        "audit": ["audit", str(digits_run), "--eps", "0.1", "--limit", "5"],
+    }[command]
+
+    @contextmanager
+    def interrupted(title: str) -> Iterator[Any]:
+        def progress(done: int, total: int, news: str) -> None:
+            raise KeyboardInterrupt
+
+        yield progress
+
+    monkeypatch.setattr("ecnn.progress_bar", interrupted)
+    monkeypatch.chdir(tmp_path)
+    done = CliRunner().invoke(app, [*words, "--device", "cpu", *(["--out", "mine"] if keeps else [])])
+    assert done.exit_code == 130
+    folder = "mine" if keeps else "runs/digits/ecnn/0" if command == "train" else None
+    says = f"What is finished is kept in {folder}: the same command goes on from there."
+    assert done.stderr.splitlines()[-1] == (
+        f"ecnn: interrupted. {says if folder else 'Nothing is kept: with --out it could go on.'}"
+    )
+    again = CliRunner().invoke(app, [*words, "--device", "cpu", "--out", "mine", "--no-resume"])
+    assert "the same command without --no-resume goes on" in again.stderr
+
+
+def test_ctrl_c_while_a_code_is_designed_trains_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The best code so far is not the one that the spec describes."""
+    half = CodeMatrix(load_code("10x10").symbols, provenance={"stopped_by": "interrupt"})
+    monkeypatch.setattr("ecnn.pipeline.training.design_code", lambda *size, **options: half)
+    spec = Spec.from_dict({"data": {"name": "digits"}, "code": {"code_length": 10}})
+    with pytest.raises(KeyboardInterrupt):
+        train_run(spec, out=tmp_path / "run")
+    assert not (tmp_path / "run").exists()
 
 
 def test_small_work_gets_one_thread_unless_the_user_says_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
