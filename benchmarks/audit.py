@@ -1,6 +1,6 @@
 """Whether the audit tells falsely robust models from honest ones: the confusion table over `audit_models.SUBJECTS`.
 
-Run: python benchmarks/audit.py [--budget quick] [--limit 200] [--only NAME] [--folder out/audit_models] [--resume]
+Run: python benchmarks/audit.py [--budget quick] [--limit 360] [--only NAME] [--folder out/audit_models] [--resume]
 [--quick: a few models and images, to out/quick, to see that everything runs]
 Models are trained once and kept in the folder, with what is claimed of them; every run audits anew, unless --resume
 says to go on with the rows that a run of the same code left there. A claim is false when it lies more than 5 points
@@ -197,7 +197,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--budget", default="quick")
-    parser.add_argument("--limit", type=int, default=200, help="images, the first of the test split")
+    parser.add_argument("--limit", type=int, default=360, help="images, the first of the test split")
     parser.add_argument("--only", nargs="+", metavar="NAME", help="these models")
     parser.add_argument("--folder", type=Path, default=Path("out/audit_models"), help="of weights and claims")
     parser.add_argument("--resume", action="store_true", help="keep the rows that an interrupted run left")

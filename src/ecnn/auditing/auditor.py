@@ -71,7 +71,7 @@ def audit(
     - "not believable" when the claim lies above the audited accuracy by more than a point and above its interval;
     - "below minimum" when the audited accuracy is below `min_accuracy`;
     - "inconclusive" when no attack contradicts the claim, or what was found, but an alarm says that attacks are
-      fooled; or when the images are too few: the interval reaches more than five points below the claim;
+      fooled; or when the images are too few to rule out, at 95 %, that the truth lies five points below the claim;
     - "believable" otherwise. Without a claim there is nothing to believe: what was found is then "trustworthy".
 
     A model whose passes differ is judged by the mean over passes: of each image the point is taken at which it is
@@ -184,7 +184,7 @@ def judge(
             f"{said}; but there are signs that attacks fail for another reason than robustness "
             f"({', '.join(alarms)}), so that the truth may be lower."
         )
-    if asked is not None and low < asked - RESOLUTION:
+    if asked is not None and not _rules_out_less(asked, accuracy, images):
         return "inconclusive", (
             f"{said}: too few images to tell whether it is {_percent(asked)} or five points less. "
             f"{_images_to_tell(asked, accuracy):,} images would do if they go the same way."
@@ -197,10 +197,16 @@ def judge(
 def _images_to_tell(asked: float, accuracy: float) -> int:
     """How many images with that share of robust ones settle whether a claimed, or asked, accuracy is true."""
     for images in itertools.count(1):
-        low, high = _interval(accuracy, images)
-        if low >= asked - RESOLUTION or (asked - accuracy > SLACK and asked > high):
+        is_refuted = asked - accuracy > SLACK and asked > _interval(accuracy, images)[1]
+        if is_refuted or _rules_out_less(asked, accuracy, images):
             return images
     raise AssertionError("the interval shrinks to its share")
+
+
+def _rules_out_less(asked: float, accuracy: float, images: int) -> bool:
+    """Whether that share of so many images says, at 95 %, that the truth is not five points below what is asked."""
+    low, _ = wilson_interval(round(accuracy * images), images, confidence=0.9)  # 5 % on either side
+    return low >= asked - RESOLUTION
 
 
 def _interval(accuracy: float, images: int) -> Interval:
