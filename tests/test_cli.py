@@ -192,13 +192,15 @@ def test_unknown_options_and_values() -> None:
 def test_ctrl_c_keeps_the_best_so_far(tmp_path: Path) -> None:
     command = ecnn_command(f"code --classes 30 --length 30 --steps {10**12} --out code.json")
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job may be deaf to it
-    with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True) as process:
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, cwd=tmp_path, stdout=pipe, stderr=pipe, text=True) as process:
         signal.signal(signal.SIGINT, before)
         time.sleep(8)
         os.kill(process.pid, signal.SIGINT)
-        out, _ = process.communicate(timeout=120)
-    assert process.returncode == 0
+        out, err = process.communicate(timeout=120)
+    assert process.returncode == 130
     assert "interrupted" in out
+    assert "kept in code.json: --init code.json goes on" in err
     assert load_code(tmp_path / "code.json").provenance["stopped_by"] == "interrupt"
 
 

@@ -122,6 +122,8 @@ def kept_in(folder: str | os.PathLike[str] | None, *, resume: bool = True) -> It
     try:
         yield
     except BaseException as error:
+        if getattr(error, "__notes__", None):  # what was under way has said where it is kept
+            raise
         again = "the same command" if resume else "the same command without --no-resume"
         error.add_note(
             "Nothing is kept: with --out it could go on."

@@ -13,6 +13,7 @@ import typer
 
 import ecnn
 from ecnn.cli.options import JsonFlag
+from ecnn.cli.statuses import INTERRUPTED
 from ecnn.errors import InputError
 
 
@@ -44,7 +45,7 @@ def code(
     plot: Annotated[Path | None, typer.Option(help="Draw the code here: .png, .pdf or .svg.")] = None,
     show: Annotated[str | None, typer.Option(help="Show a code instead: a file or a shipped name.")] = None,
     as_json: JsonFlag = False,
-) -> None:
+) -> int:
     """Design a code and print its distances beside the bounds, or show one (--show)."""
     from ecnn import files, plots
     from ecnn.annealing import kernel
@@ -91,6 +92,11 @@ def code(
     typer.echo(
         json.dumps(_code_as_json(found, elapsed)) if as_json else _code_as_text(found, elapsed, out, plot)
     )
+    if elapsed is None or found.provenance["stopped_by"] != "interrupt":
+        return 0
+    kept = f"kept in {out}: --init {out} goes on from it" if out else "printed: with --out it would be kept"
+    typer.echo(f"ecnn: interrupted. The best code so far is {kept}.", err=True)
+    return INTERRUPTED
 
 
 def _column_weight(text: str) -> Any:

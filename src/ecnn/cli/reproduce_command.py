@@ -29,7 +29,7 @@ def reproduce(
     table: Annotated[bool, typer.Option("--table", help="Only print the table of what is there.")] = False,
 ) -> int:
     """Run every arm, seed and attack of an experiment, then print its table; what is finished is not run again."""
-    from ecnn import pipeline
+    from ecnn import pipeline, runs
     from ecnn.checks import check_choice
     from ecnn.experiment import load_experiment
 
@@ -44,14 +44,17 @@ def reproduce(
             pipeline.try_plan(task.network, root=root, device=device)
         return 0
     failed = []
-    if jobs > 1 and not table:
+    if not table and all(task.is_done() for task in tasks):
+        typer.echo(f"already finished: this is what {out} holds", err=True)
+    elif jobs > 1 and not table:
         flags = [("--stage", name) for name in stage or ()]
         flags += [("--root", str(root)), ("--out", str(out)), ("--device", device)]
         arguments = [text for pair in flags for text in pair]
-        failed = pipeline.run_tasks(tasks, {found.name: experiment}, jobs=jobs, arguments=arguments)
+        with runs.kept_in(out):
+            failed = pipeline.run_tasks(tasks, {found.name: experiment}, jobs=jobs, arguments=arguments)
     elif not table:
         for task in tasks:
-            with ecnn.progress_bar(f"{task.arm.name} seed {task.seed}") as progress:
+            with runs.kept_in(out), ecnn.progress_bar(f"{task.arm.name} seed {task.seed}") as progress:
                 stages = stage or pipeline.STAGES
                 pipeline.run_task(task, root=root, device=device, stages=stages, progress=progress)
     typer.echo(pipeline.table_text(found, pipeline.read_cells(found, out)))
