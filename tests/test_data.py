@@ -40,7 +40,7 @@ from ecnn.data import (
     sources,
 )
 from ecnn.data.datasets import hold_out
-from ecnn.data.formats import read_idx, read_pickle
+from ecnn.data.formats import read_idx, read_images, read_pickle
 from ecnn.errors import InputError
 from ecnn.training import fit
 
@@ -561,6 +561,15 @@ def test_official_gtsrb_folders(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("unofficial")
+def test_pipes_and_devices_are_no_images(tmp_path: Path) -> None:
+    """Neither waits for ever nor reads without end."""
+    os.mkfifo(tmp_path / "x.png")
+    (tmp_path / "y.png").symlink_to("/dev/zero")
+    for name, sentence in (("x.png", "it is a pipe"), ("y.png", "it is a device")):
+        with refused(sentence):
+            read_images([tmp_path / name], image_size=None)
+
+
 def test_bad_gtsrb_folders_are_refused(tmp_path: Path) -> None:
     write_gtsrb_folders(tmp_path)
     folder = tmp_path / "GTSRB" / "Final_Training" / "Images" / "00007"

@@ -9,8 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import DATA
+from torch import nn
 
+import ecnn
 from ecnn import files, runs
+from ecnn.attacks import FGSM
 from ecnn.codes import load_code
 from ecnn.data import load_data
 from ecnn.errors import InputError
@@ -180,6 +183,28 @@ def test_a_run_of_before_is_repaired_too(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(weights[:-1])
     assert not train_run(tiny(), out=tmp_path).was_finished
     assert (tmp_path / "model.safetensors").read_bytes() == weights
+
+
+def test_one_user_of_a_folder_whatever_it_does(tmp_path: Path) -> None:
+    """Training, evaluation and audit are kept out while another process has the folder; it is named, and no longer."""
+    fcntl = pytest.importorskip("fcntl")
+    data, model = load_data("digits"), nn.Sequential(nn.Flatten(), nn.Linear(64, 10))
+    attack = FGSM(norm="linf", eps=0.1)
+    for act in (
+        lambda: train_run(tiny(), out=tmp_path),
+        lambda: ecnn.fit(model, data.train, val=None, objective="cross_entropy", seed=0, run_dir=tmp_path),
+        lambda: ecnn.evaluate(model, data.test, {"fgsm": attack}, limit=4, run_dir=tmp_path),
+        lambda: ecnn.audit(model, data.test, norm="linf", eps=0.1, limit=4, budget="quick", run_dir=tmp_path),
+    ):
+        with (tmp_path / ".ecnn-lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            lock.write("training by process 7 on a machine")
+            lock.flush()
+            with pytest.raises(InputError, match=r"in use \(training by process 7 on a machine\): wait"):
+                act()
+        assert [path.name for path in tmp_path.iterdir()] == [".ecnn-lock"]
+    ecnn.evaluate(model, data.test, {"fgsm": attack}, limit=4, run_dir=tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {"eval", "eval.json"}
 
 
 def test_shipped_models_are_checked(tmp_path: Path) -> None:
