@@ -819,7 +819,8 @@ def go_on(folder: Path, **changes: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "damage", [lambda raw: raw[:-20], lambda raw: b"", lambda raw: raw[:200] + b"x" + raw[201:]]
+    "damage",
+    [lambda raw: raw[:-20], lambda raw: b"", lambda raw: raw[:200] + bytes([raw[200] ^ 255]) + raw[201:]],
 )
 @pytest.mark.parametrize("which", ["part", "clean"])
 def test_damaged_records_are_named(tmp_path: Path, damage: Callable[[bytes], bytes], which: str) -> None:
@@ -1449,6 +1450,9 @@ def test_what_cannot_be_attacked_together_is_attacked_in_parts(tmp_path: Path) -
         assert found.undone["touchy"].tolist() == [3]
         assert found.outcomes["touchy"].attacked.tolist() == [True, True, True, False, False, False]
         assert found.broken_by.tolist() == [1, 0, 0, -1, -2, -2]
+        assert found.table().endswith("touchy could not be run: 1 of 4 images: not this one")
+        kept = load_evaluation(tmp_path)
+        assert (kept.failures, kept.undone["touchy"].tolist()) == (found.failures, [3])
     assert seen == [[3]]
     with pytest.raises(ValueError, match="not this one"):
         run_cascade({"touchy": touchy})
@@ -1467,3 +1471,15 @@ def test_an_attack_that_always_fails_is_soon_given_up() -> None:
     assert not found.outcomes
     assert tried.count(1) == 8
     assert len(tried) < 20
+
+
+def test_gradients_that_are_no_numbers_are_told() -> None:
+    """They count as zero: the attack neither leaves [0, 1] nor stands still in silence."""
+    model = Coded()
+    model.change = lambda images: images + (images * (images < 0.5)).sqrt()
+    for norm in ("linf", "l2", "l1"):
+        pgd = PGD(norm=norm, eps=0.2, steps=3, step_size=0.1, start="image", early_exit=False)
+        found = evaluate(model, coded_split(), {"pgd": pgd}, limit=None)
+        assert found.outcomes["pgd"].about["nan_gradients"] == 60
+        assert "pgd: 60 gradients had entries that are not numbers" in found.table()
+        assert (found.outcomes["pgd"].l0 > 0).any()  # the other pixels moved

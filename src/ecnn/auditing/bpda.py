@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from ecnn.attacks.views import Aim, Look, WrappedView, find_view
+from ecnn.backbones import full_precision
 
 _SOFTNESS = (
     0.1  # width of the step that stands for a comparison on the way back, in units of what is compared
@@ -187,7 +188,8 @@ def can_pass_through(model: nn.Module, images: Tensor) -> bool:
         return False
     if not (mode.replaced and isinstance(passed, Tensor) and passed.requires_grad):
         return False
-    return bool(torch.allclose(plain, passed.detach(), rtol=1e-4, atol=1e-5))
+    same = torch.allclose(full_precision(plain), full_precision(passed.detach()), rtol=1e-4, atol=1e-5)
+    return bool(same)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -223,9 +223,6 @@ class _Evaluator:
             except _NotMadeError:
                 failures[job.name], undone[job.name] = self.reason, np.flatnonzero(wanted)
                 continue
-            if self.undone:
-                failures[job.name] = f"{len(self.undone)} of {int(wanted.sum())} images: {self.reason}"
-                undone[job.name] = np.array(sorted(self.undone))
             outcomes[job.name] = found
             standing = standing & found.robust
             if self.watch is not None:
@@ -253,6 +250,10 @@ class _Evaluator:
             raise _NotMadeError(self.reason)
         left_alone = self._leave_alone(job, about, found)
         whole = join([*found, *left_alone])
+        about = {key: value for key, value in whole.about.items() if key != "undone"}
+        if self.undone:
+            about["undone"] = {"images": sorted(self.undone), "of": int(wanted.sum()), "reason": self.reason}
+        whole = dataclasses.replace(whole, about=about)
         if records is not None and self.run_dir is not None:
             records.finish(whole, is_new=bool(len(missing) or left_alone))
             write_summary(self.run_dir)

@@ -49,9 +49,9 @@ class Evaluation:
     Attributes:
         clean: outcomes without an attack.
         outcomes: by attack, or attack and radius as in "pgd@8/255".
-        failures: by name, why an attack could not be run (`evaluate(..., keep_going=True)`); without outcomes if that
-            was so for all images.
-        undone: by name, (n,) numbers of the images that it could not be run on; they count as left alone by it.
+        failures: by name, why an attack could not be run (`evaluate(..., keep_going=True)`): on any image, and then it
+            has no outcomes, or on some.
+        undone: by name, (n,) positions of the images that it could not be run on; they count as left alone by it.
     """
 
     clean: Outcomes
@@ -60,6 +60,14 @@ class Evaluation:
     undone: Mapping[str, np.ndarray] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        failures, undone = dict(self.failures), dict(self.undone)
+        for name, outcomes in self.outcomes.items():
+            if "undone" in outcomes.about:
+                left = outcomes.about["undone"]
+                failures[name] = f"{len(left['images'])} of {left['of']} images: {left['reason']}"
+                undone[name] = np.intersect1d(left["images"], self.clean.index)
+        object.__setattr__(self, "failures", failures)
+        object.__setattr__(self, "undone", undone)
         for name, outcomes in self.outcomes.items():
             for column in ("index", "label", "image_hash", "clean_prediction"):
                 if not np.array_equal(getattr(outcomes, column), getattr(self.clean, column)):
@@ -205,6 +213,11 @@ class Evaluation:
             note += (
                 "\nA cascade: each attack was run on what those above left; what they broke counts as broken."
             )
+        for name, outcomes in self.outcomes.items():
+            if spoiled := outcomes.about.get("nan_gradients"):
+                note += f"\n{name}: {spoiled:,} gradients had entries that are not numbers, which counted as zero."
+        for name, reason in self.failures.items():
+            note += f"\n{name} could not be run: {reason}"
         return "\n".join([*lines, note])
 
     def to_json(self) -> dict[str, Any]:
