@@ -277,6 +277,20 @@ def test_the_page_is_what_the_records_say(tmp_path: Path) -> None:
     assert sorted(path.name for path in drawn) == sorted(path.name for path in committed.iterdir())
 
 
+def test_the_followed_attack_says_what_the_page_says() -> None:
+    """On the scores: the margin shrinks and keeps its sign, the difference grows. On the members: it changes sign."""
+    found = files.read_json(RESULTS / "common_level.json")
+    scores, members = found["scores"], found["linear"]
+    assert all(value > 0 for value in scores["margin"])
+    assert scores["margin"][-1] < scores["margin"][0] / 50
+    assert scores["level"][-1] > 8 * scores["level"][0]
+    assert scores["difference"][-1] > scores["difference"][0]
+    assert scores["accuracy"][-1] > scores["accuracy"][0]
+    assert scores["bits"][-1] > scores["bits"][0]
+    assert members["difference"][3] < 0
+    assert members["accuracy"][6] == members["accuracy"][-1] == 0
+
+
 @pytest.mark.parametrize("folder", sorted(RESULTS.glob("*/*/*")), ids=lambda path: "-".join(path.parts[-3:]))
 def test_committed_results_belong_to_their_experiment(folder: Path) -> None:
     """Each record is of the arm whose folder it lies in, asks for what the arm asks, and holds all its attacks."""
