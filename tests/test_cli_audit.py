@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from test_cli import run
+from processes import run
 from typer.testing import CliRunner, Result
 
 from ecnn import files

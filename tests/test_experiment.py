@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +11,7 @@ import pytest
 import torch
 from conftest import DATA
 from PIL import Image
+from processes import run
 from typer.testing import CliRunner
 
 from ecnn import evaluate, files, load_model
@@ -258,9 +257,8 @@ def test_several_processes_do_the_same(tmp_path: Path) -> None:
     write_experiment(tmp_path / "tiny.toml", tables)
     experiment = load_experiment(str(tmp_path / "tiny.toml"))
     assert experiment == from_tables("tiny", tables)
-    command = [sys.executable, "-m", "ecnn", "reproduce", str(tmp_path / "tiny.toml"), "--device", "cpu"]
-    command += ["--out", str(tmp_path / "two"), "--jobs", "2"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    places = (str(tmp_path / "tiny.toml"), "--out", str(tmp_path / "two"))
+    done = run("reproduce", *places, "--device", "cpu", "--jobs", "2")
     assert done.returncode == 4
     assert "b with seed 0 failed" in done.stderr
     assert "larger than the training set" in (tmp_path / "two/tiny/b/0/log.txt").read_text()

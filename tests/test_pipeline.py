@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import ecnn_command
+from processes import run
 from typer.testing import CliRunner
 
 import ecnn
@@ -44,8 +43,7 @@ def test_choices_that_fit_the_data() -> None:
 
 
 def test_dry_run_prints_the_spec_and_writes_nothing(tmp_path: Path) -> None:
-    command = ecnn_command("train --data digits --eps 0.1 --dry-run --epochs 3")
-    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=tmp_path)
+    done = run(*["train", "--data", "digits", "--eps", "0.1", "--dry-run", "--epochs", "3"], cwd=tmp_path)
     spec = json.loads(done.stdout)
     assert spec["train"]["epochs"] == 3
     assert spec["train"]["attack"]["eps"] == "0.1"
@@ -146,8 +144,7 @@ def test_waiting_threads_sleep_unless_the_user_says_otherwise(
 
 
 def test_models_are_listed() -> None:
-    done = subprocess.run(ecnn_command("models"), capture_output=True, text=True, check=True)
-    assert "cifar10-ecnn30-q2     cifar10   test 85.61 %" in done.stdout
+    assert "cifar10-ecnn30-q2     cifar10   test 85.61 %" in run("models").stdout
 
 
 def test_tensorboard_events_where_it_is_installed(tmp_path: Path) -> None:
@@ -182,8 +179,8 @@ def test_a_saved_run_is_attacked(digits_run: Path, tmp_path: Path) -> None:
         "--attack pgd --attack fgsm --eps 0.1 --eps 0.2 --steps 5 --step-size 0.05 --loss margin --limit 50"
     )
     places = ("--out", str(tmp_path / "out"), "--save-images", str(tmp_path / "adv.npz"))
-    command = ecnn_command(f"evaluate {options} --json --seed 3", str(digits_run), *places)
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    command = ("evaluate", *options.split(), "--json", "--seed", "3", str(digits_run), *places)
+    done = run(*command)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert list(found["attacks"]) == ["pgd@0.1", "pgd@0.2", "fgsm@0.1", "fgsm@0.2"]
@@ -199,7 +196,7 @@ def test_a_saved_run_is_attacked(digits_run: Path, tmp_path: Path) -> None:
     assert done.stderr.startswith("attacking: clean ")  # a line per attack, where there is no terminal
     assert done.stderr.count("pgd@0.2 ") == 1
     assert "already finished" not in done.stderr
-    again = subprocess.run(command, capture_output=True, text=True, check=True)
+    again = run(*command)
     assert json.loads(again.stdout)["attacks"] == found["attacks"]
     assert again.stderr.splitlines()[-1] == f"already finished: this is what {tmp_path / 'out'} holds"
 
@@ -216,12 +213,7 @@ def test_a_saved_run_is_attacked(digits_run: Path, tmp_path: Path) -> None:
     ],
 )
 def test_mistakes_of_evaluate(digits_run: Path, arguments: list[str], sentence: str) -> None:
-    done = subprocess.run(
-        ecnn_command("evaluate", str(digits_run), *arguments),
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = run("evaluate", str(digits_run), *arguments)
     assert done.returncode == 2
     assert sentence in done.stderr
     assert len(done.stderr.splitlines()) == 1

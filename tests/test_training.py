@@ -6,6 +6,7 @@ import dataclasses
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -14,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import ecnn_command
+from processes import Started, run, start
 from torch import Tensor, nn
 
 from ecnn import files
@@ -436,24 +437,19 @@ def test_accuracy_restores_modes_and_counts() -> None:
 RESNET = ("--set", "model.width=4", "--set", "model.depth=8")
 
 
-def command(out: Path, *model: str) -> list[str]:
+def command(out: Path, *model: str) -> tuple[str, ...]:
     words = "train --data digits --device cpu --seed 3 --epochs 4 --batch-size 32 --json --out"
-    return ecnn_command(words, str(out), *(model or RESNET))
+    return (*words.split(), str(out), *(model or RESNET))
 
 
-def single_thread() -> dict[str, str]:
-    return {**os.environ, "OMP_NUM_THREADS": "1"}
-
-
-def kill_all(marker: str, launcher: int) -> None:
-    """Kills the launcher and every process that was given the marker: workers live in sessions of their own."""
-    os.kill(launcher, signal.SIGKILL)
-    for entry in Path("/proc").glob("[0-9]*"):
-        try:
-            if marker in (entry / "cmdline").read_text():
-                os.kill(int(entry.name), signal.SIGKILL)
-        except (OSError, UnicodeDecodeError):  # it ended meanwhile
-            continue
+def start_pair(out: Path) -> list[Started]:
+    """The two processes that `torchrun --nproc-per-node=2` would start."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    own = [{**common, "RANK": rank, "LOCAL_RANK": rank} for rank in "01"]
+    return [start(*command(out), variables=variables) for variables in own]
 
 
 def wait_for(path: Path) -> None:
@@ -492,22 +488,17 @@ def weights(folder: Path) -> dict[str, Tensor]:
     ids=["ecnn", "tanh_ensemble", "trades"],
 )
 def test_kill_and_resume_on_the_command_line(tmp_path: Path, model: tuple[str, ...]) -> None:
-    straight = subprocess.run(
-        command(tmp_path / "straight", *model),
-        capture_output=True,
-        text=True,
-        check=True,
-        env=single_thread(),
-    )
+    straight = run(*command(tmp_path / "straight", *model))
+    assert straight.returncode == 0, straight.stderr
     killed = tmp_path / "killed"
-    with subprocess.Popen(command(killed, *model), stdout=subprocess.DEVNULL, env=single_thread()) as process:
-        wait_for(killed / "last.safetensors")
-        process.send_signal(signal.SIGKILL)
+    process = start(*command(killed, *model))
+    wait_for(killed / "last.safetensors")
+    process.kill()
+    assert process.wait().returncode == -signal.SIGKILL
     assert not (killed / "DONE").exists()
     moved = killed.rename(tmp_path / "moved")  # a run resumes from a copied folder
-    resumed = subprocess.run(
-        command(moved, *model), capture_output=True, text=True, check=True, env=single_thread()
-    )
+    resumed = run(*command(moved, *model))
+    assert resumed.returncode == 0, resumed.stderr
     a, b = json.loads(straight.stdout), json.loads(resumed.stdout)
     for key in ("parameters", "epochs", "best_epoch", "val_accuracy", "test_accuracy", "test_images"):
         assert a[key] == b[key]
@@ -519,14 +510,22 @@ def test_kill_and_resume_on_the_command_line(tmp_path: Path, model: tuple[str, .
 
 def test_two_processes_match_one_and_resume(tmp_path: Path) -> None:
     """Same global batch: gradients are averaged in another order, so equal to rounding (2e-3 after four epochs)."""
-    subprocess.run(command(tmp_path / "one"), capture_output=True, check=True, env=single_thread())
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-
-    def pair(out: Path) -> list[str]:
-        return [*launcher, *command(out)[1:]]
-
+    assert run(*command(tmp_path / "one")).returncode == 0
+    launcher = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node=2",
+        "-m",
+        "ecnn",
+    ]
     done = subprocess.run(
-        pair(tmp_path / "two"), capture_output=True, text=True, check=False, env=single_thread()
+        [*launcher, *command(tmp_path / "two")],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
     assert done.returncode == 0, done.stderr[-2000:]
     assert json.loads(done.stdout.strip().splitlines()[-1])["epochs"] == 4
@@ -535,22 +534,22 @@ def test_two_processes_match_one_and_resume(tmp_path: Path) -> None:
         assert torch.allclose(one[key], two[key], atol=2e-3), key
 
     killed = tmp_path / "killed"
-    with subprocess.Popen(
-        pair(killed), env=single_thread(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-    ) as process:
-        wait_for(killed / "last.safetensors")
-        kill_all(str(killed), process.pid)
+    pair = start_pair(killed)
+    wait_for(killed / "last.safetensors")
+    for process in pair:
+        process.kill()
+    assert [process.wait().returncode for process in pair] == [-signal.SIGKILL] * 2
     assert not (killed / "DONE").exists()
-    again = subprocess.run(pair(killed), capture_output=True, text=True, check=False, env=single_thread())
-    assert again.returncode == 0, again.stderr[-2000:]
+    for process in start_pair(killed):
+        again = process.wait()
+        assert again.returncode == 0, again.stderr[-2000:]
     assert all(torch.equal(two[key], value) for key, value in weights(killed).items())
 
 
 @pytest.mark.slow
 def test_digits_reach_96_percent(tmp_path: Path) -> None:
-    command = ecnn_command("train --data digits --device cpu --json --out", str(tmp_path))
     started = time.monotonic()
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    done = run(*["train", "--data", "digits", "--device", "cpu", "--json", "--out"], str(tmp_path))
     result = json.loads(done.stdout)
     assert result["test_accuracy"] >= 0.96
     assert result["parameters"] == 490_209

@@ -1,0 +1,111 @@
+"""The command `ecnn` in processes of their own that need not load torch again: a server loads it once and forks."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import traceback
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Started:
+    """A command that is running: a process with its own memory, signals, folder, environment and output."""
+
+    words: tuple[str, ...]
+    pid: int
+    folder: tempfile.TemporaryDirectory[str]
+
+    def kill(self) -> None:
+        os.kill(self.pid, signal.SIGKILL)
+
+    def wait(self) -> subprocess.CompletedProcess[str]:
+        """What it printed and its exit status, -9 if it was killed."""
+        status = int(_ask({"wait": self.pid}))
+        out, err = ((Path(self.folder.name) / name).read_text() for name in ("out", "err"))
+        self.folder.cleanup()
+        return subprocess.CompletedProcess(self.words, status, out, err)
+
+
+def start(*words: str, cwd: Path | None = None, variables: Mapping[str, str] | None = None) -> Started:
+    """`ecnn` with these words begins, in a folder, with more environment variables; one thread computes."""
+    folder = tempfile.TemporaryDirectory()
+    request = {
+        "words": words,
+        "cwd": str(cwd or Path.cwd()),
+        "variables": {**os.environ, "OMP_NUM_THREADS": "1", **(variables or {})},
+        "folder": folder.name,
+    }
+    return Started(words, int(_ask(request)), folder)
+
+
+def run(*words: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    """`ecnn` with these words, in a folder, to its end."""
+    return start(*words, cwd=cwd).wait()
+
+
+@functools.cache
+def _server() -> subprocess.Popen[str]:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(
+        [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+    )
+
+
+def _ask(request: object) -> str:
+    server = _server()
+    assert server.stdin is not None
+    assert server.stdout is not None
+    server.stdin.write(json.dumps(request) + "\n")
+    server.stdin.flush()
+    return server.stdout.readline()
+
+
+def _serve() -> None:
+    """Forks for every request, and ends with the input: when the tests do."""
+    import ecnn.cli
+    import ecnn.pipeline  # noqa: F401 so that the forks need not
+
+    for line in sys.stdin:
+        request = json.loads(line)
+        if "wait" in request:
+            answer = os.waitstatus_to_exitcode(os.waitpid(request["wait"], 0)[1])
+        else:
+            answer = os.fork() or _become(**request)
+        sys.stdout.write(f"{answer}\n")
+        sys.stdout.flush()
+
+
+def _become(words: list[str], cwd: str, variables: dict[str, str], folder: str) -> int:
+    """What `python -m ecnn` does, in the child; never returns."""
+    from ecnn.__main__ import main
+
+    files: tuple[str | Path, ...] = (os.devnull, Path(folder, "out"), Path(folder, "err"))
+    for number, path in enumerate(files):
+        os.dup2(os.open(path, os.O_RDWR | os.O_CREAT), number)
+    os.chdir(cwd)
+    os.environ.clear()
+    os.environ.update(variables)
+    sys.argv = ["ecnn", *words]
+    status: object = 0
+    try:
+        main()
+    except SystemExit as end:
+        status = end.code or 0
+    except BaseException:
+        traceback.print_exc()
+        status = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status if isinstance(status, int) else 1)
+
+
+if __name__ == "__main__":
+    _serve()
