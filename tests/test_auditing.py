@@ -22,6 +22,7 @@ from ecnn.auditing.auditor import judge
 from ecnn.auditing.report import EXIT_CODES, Verdict
 from ecnn.data import Split
 from ecnn.errors import InputError
+from ecnn.plots import plot_audit
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 HALL = sys.modules["ecnn.auditing.auditor"]
@@ -321,6 +322,12 @@ def test_an_audit_survives_the_disk(tmp_path: Path) -> None:
         assert load_audit(given.save(tmp_path / "a.json")) == given
     with pytest.raises(InputError, match="verdict must be one of"):
         an_audit(verdict="maybe")
+
+
+def test_every_audit_can_be_drawn(tmp_path: Path) -> None:
+    given = [an_audit(verdict=verdict, claimed=None) for verdict in get_args(Verdict)]
+    for one in (*given, an_audit(claimed=0.5, min_accuracy=0.4)):
+        assert plot_audit(one, tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize(("source", "claimed"), [("given", 0.5), ("plain attack", None)])

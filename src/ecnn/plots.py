@@ -155,11 +155,11 @@ def plot_audit(audit: Audit, path: str | os.PathLike[str]) -> Path:
     # Without a claim there is nothing to be green about: 0 % can be trusted too.
     colours = {"believable": "#15803d", "trustworthy": INK, "inconclusive": "#b45309"}
     colour = colours.get(audit.verdict, ACCENT)
-    figures = f"audited {100 * audit.accuracy:.1f} %"
+    title = audit.headline.capitalize()
     if audit.claimed is not None:
-        figures = f"claimed {100 * audit.claimed:.1f} %, {figures}"
+        title += f": claimed {100 * audit.claimed:.1f} %, audited {100 * audit.accuracy:.1f} %"
     figure.suptitle(
-        f"{audit.verdict.capitalize()}: {figures}",
+        title,
         x=0.01,
         ha="left",
         color=colour,
