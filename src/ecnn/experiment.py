@@ -25,10 +25,26 @@ from typing import Any
 
 from ecnn import files
 from ecnn.checks import build, check_choice, check_count, check_options, did_you_mean
+from ecnn.codes import load_code
 from ecnn.errors import InputError
+from ecnn.models import find_kind
 from ecnn.spec import Spec
 
 CLEAN, AUDIT, PARAMETERS = "clean", "audit", "parameters"
+#: What `quick_form` makes of every spec: digits; networks of these sizes, where they have such options; one epoch;
+#: attacks on so few images, with no more than these steps; an audit of as few images.
+_QUICK_DATA = {"name": "digits", "test_limit": 4}
+_QUICK_MODEL: dict[str, Any] = {"depth": 8, "width": 4, "filters": [4, 4, 4], "bit_filters": 2, "hidden": 8}
+_QUICK_TRAIN: dict[str, Any] = {"epochs": 1, "batch_size": 128}
+_QUICK_MOST: dict[str, float] = {
+    "steps": 2,
+    "search_steps": 1,
+    "targets": 1,
+    "transformations": 2,
+    "max_pixel_fraction": 0.03,
+    "members": 3,
+}
+_QUICK_AUDIT = {"budget": "quick", "limit": 2}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,6 +172,51 @@ def _arm(shared: Mapping[str, Any], table: Mapping[str, Any]) -> Arm:
     if "seeds" in own:
         own["seeds"] = tuple(own["seeds"])
     return build(f"the arm {own.get('name', '')!r}", Arm, own, fixed={"spec": spec})
+
+
+def quick_form(experiment: Experiment) -> Experiment:
+    """The same arms, attacks and audits on digits, so small that a CPU runs them in minutes: whether all of it works.
+
+    Its numbers mean nothing. Codes are a third as long, each arm has one seed, and the name says that it is quick.
+    """
+    arms = [
+        dataclasses.replace(arm, spec=_quick_spec(arm.spec), seeds=arm.seeds[:1], paper={})
+        for arm in experiment.arms
+    ]
+    return dataclasses.replace(experiment, name=f"{experiment.name}-quick", arms=tuple(arms))
+
+
+def _quick_spec(spec: Spec) -> Spec:
+    tables = spec.to_dict()
+    kind = find_kind(spec.model["kind"])
+    tables["data"] = _QUICK_DATA
+    tables["model"] |= {name: value for name, value in _QUICK_MODEL.items() if name in kind.options}
+    tables["train"] = {**tables.get("train", {}), **_QUICK_TRAIN}
+    for name in ("attack", "val_attack"):
+        if name in tables["train"]:
+            tables["train"][name] = _shortened(tables["train"][name])
+    tables["attacks"] = {name: _shortened(table) for name, table in tables.get("attacks", {}).items()}
+    for table in tables["attacks"].values():
+        table.pop("data", None)
+        table.pop("limit", None)
+    if spec.audit is not None:
+        tables["audit"] = {"norm": spec.audit.norm, "eps": spec.audit.eps, **_QUICK_AUDIT}
+    if spec.code is not None:
+        own = spec.code if spec.code.name is None else load_code(spec.code.name)
+        tables["code"] = {
+            "code_length": max(6, (own.code_length or 0) // 3),
+            "arity": own.arity or 2,
+            "objective": "energy",  # the quicker one
+            "steps": 2000,
+            "doubled": spec.code.doubled,
+        }
+    return Spec.from_dict(tables)
+
+
+def _shortened(table: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        name: min(value, _QUICK_MOST[name]) if name in _QUICK_MOST else value for name, value in table.items()
+    }
 
 
 def merge(shared: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
