@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import json
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +25,21 @@ from ecnn.cli import app
 from ecnn.data import Dataset, Split, load_adversarial_signs, load_data
 from ecnn.data.sources import SIZES
 from ecnn.errors import InputError
-from ecnn.experiment import PARAMETERS, Arm, experiments, from_tables, load_experiment
+from ecnn.evaluation import Outcomes, TransferMatrix, member_transfer
+from ecnn.experiment import PARAMETERS, Arm, experiments, from_tables, load_experiment, quick_form
 from ecnn.models import build_model
-from ecnn.pipeline import draw_results, plan, read_cells, results_page, run_task, table_text, tasks_of
+from ecnn.pipeline import (
+    audit_again,
+    cost_text,
+    draw_results,
+    estimate_tasks,
+    plan,
+    read_cells,
+    results_page,
+    run_task,
+    table_text,
+    tasks_of,
+)
 from ecnn.pipeline.recording import read_record
 from ecnn.pipeline.spreading import waves
 from ecnn.pipeline.training import load_test_images
@@ -220,16 +237,23 @@ def test_the_official_signs_are_evaluated_as_they_are() -> None:
     assert len(found) == 392
 
 
-def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command(tmp_path: Path) -> None:
     arguments = ["reproduce", "members", "--out", str(tmp_path)]
-    write_experiment(tmp_path / "tiny.toml", {**TINY, "arms": [{"name": "a", "title": "A"}]})
-    assert CliRunner().invoke(app, ["reproduce", str(tmp_path / "tiny.toml"), "--dry-run"]).exit_code == 0
-    tried: list[Any] = []
-    monkeypatch.setattr("ecnn.pipeline.try_plan", lambda spec, **places: tried.append(spec))
-    planned = CliRunner().invoke(app, [*arguments, "--dry-run", "--arm", "ecnn10"])
+    planned = CliRunner().invoke(app, [*arguments, "--dry-run", "--arm", "ecnn10", "--arm", "ecnn30"])
     assert planned.exit_code == 0
-    assert planned.stdout.startswith("ecnn10 seed 0: pgd, cw, cw-audited")
-    assert len(tried) == 1  # whatever the number of seeds
+    assert planned.stdout.startswith(
+        "members/ecnn10 seed 0  trains on 9.0 M images, attacks 24.9 M passes, audit"
+    )
+    assert "2 of 2 runs to do" in planned.stdout
+    assert "Minutes assume 2e+13 operations a second" in planned.stdout
+    neither = CliRunner().invoke(app, ["reproduce", "--out", str(tmp_path)])
+    assert neither.exit_code == 2
+    assert "or --all" in neither.stderr
+    hopeless = {**TINY, "arms": [{"name": "a", "title": "A", "spec": {"model": {"depth": 9}}}]}
+    write_experiment(tmp_path / "tiny.toml", hopeless)
+    refused = CliRunner().invoke(app, ["reproduce", str(tmp_path / "tiny.toml"), "--dry-run"])
+    assert refused.exit_code == 2
+    assert "depth" in refused.stderr
     empty = CliRunner().invoke(app, [*arguments, "--table"])
     assert "ecnn30  clean     -" in empty.stdout
     wrong = CliRunner().invoke(app, [*arguments, "--arm", "ecnn11"])
@@ -247,6 +271,181 @@ def write_experiment(path: Path, tables: dict[str, Any]) -> None:
         files.write_toml(path.with_suffix(".arm"), {"arms": arm})
         arms.append(path.with_suffix(".arm").read_text().replace("[arms]", "[[arms]]"))
     path.write_text("\n".join([path.read_text(), *arms]))
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of all experiments, with the first run of TINY."""
+    out = tmp_path_factory.mktemp("finished")
+    run_task(tasks_of(from_tables("tiny", TINY), out)[0], device="cpu")
+    return out
+
+
+def test_costs_are_those_of_what_is_left(tmp_path: Path, finished: Path) -> None:
+    """Images and passes as they are counted while running; what two arms share, or what is done, costs nothing more."""
+    experiment = from_tables("tiny", {**TINY, "arms": TINY["arms"][:2]})
+    tasks = tasks_of(experiment, tmp_path, seeds=[0])
+    first, second = estimate_tasks(tasks)
+    train, pgd, cw, strong, audited = first.parts
+    assert (train.name, train.images, train.passes) == ("train", 1293, 3 * 1293)
+    assert (pgd.images, pgd.passes) == (30, 30 * (2 + 6 + 5))
+    assert (cw.images, strong.images, audited.images) == (10, 10, 10)
+    assert second.repeats == ("train", "pgd", "strong", "audit")
+    assert second.parts == ()
+    assert "(train, pgd, strong, audit from a run before)" in cost_text([first, second])
+    tasks = tasks_of(experiment, finished, seeds=[0])
+    found = files.read_json(tasks[0].folder / "audit.json")["stages"]
+    assert sum(stage["forwards"] + stage["backwards"] for stage in found) <= audited.passes
+    assert [cost.is_done for cost in estimate_tasks(tasks)] == [True, False]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", experiments())
+def test_every_shipped_experiment_runs_in_its_quick_form(name: str, tmp_path: Path) -> None:
+    """Every network is trained and every attack made, as --quick does on digits; audits are left to one of them."""
+    experiment = quick_form(load_experiment(name))
+    assert experiment.name == f"{name}-quick"
+    for task in tasks_of(experiment, tmp_path):
+        stages = ("train", "attack", "audit") if task.arm.name == "multiscale" else ("train", "attack")
+        run_task(task, device="cpu", stages=stages)
+        record = read_record(task.folder)
+        assert record is not None
+        assert {*record.facts["attacks"], *record.transfers} == set(task.spec.attacks)
+        assert task.is_done() == ("audit" in stages)
+    assert all(cell.rates for cell in read_cells(experiment, tmp_path))
+
+
+@pytest.mark.parametrize("name", experiments())
+def test_every_attack_of_a_shipped_experiment_can_be_made(name: str) -> None:
+    for arm in load_experiment(name).arms:
+        for attack, table in arm.spec.attacks.items():
+            assert make_attack({"kind": attack, **table})
+
+
+def test_a_stronger_audit_is_added_and_the_older_value_stays(
+    tmp_path: Path, finished: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    experiment = from_tables("tiny", {**TINY, "arms": TINY["arms"][:1]})
+    shutil.copytree(finished, tmp_path, dirs_exist_ok=True)
+    task = tasks_of(experiment, tmp_path)[0]
+    assert not audit_again(task, device="cpu")  # it is of the present version
+    before = {path: path.read_bytes() for path in task.folder.rglob("*") if path.is_file()}
+    for room in ("auditing.auditor", "pipeline.reproducing"):
+        monkeypatch.setattr(f"ecnn.{room}.AUDIT_VERSION", 7)
+    run_task(task, device="cpu")  # a finished number stays, although the audit has become stronger
+    assert audit_again(task, device="cpu")
+    assert not audit_again(task, device="cpu")
+    record = read_record(task.folder)
+    assert record is not None
+    assert [entry["version"] for entry in record.facts["audits"]] == [1, 7]
+    assert record.facts["audits"][0] == json.loads(before[task.folder / "record.json"])["audits"][0]
+    changed = {path for path, content in before.items() if path.read_bytes() != content}
+    assert {path.name for path in changed} <= {"record.json", "times.json"}
+    cells = read_cells(experiment, tmp_path)
+    assert [cell.versions for cell in cells] == [(), (7,), ()]
+    assert "audit 7" in table_text(experiment, cells)
+
+
+def test_a_record_of_the_same_network_will_do(
+    tmp_path: Path, finished: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where only records are left of another experiment, an arm that repeats one of its networks costs nothing."""
+    task = tasks_of(from_tables("tiny", TINY), tmp_path)[0]
+    for name in ("record.json", "outcomes.npz"):
+        files.copy(finished / task.folder.relative_to(tmp_path) / name, task.folder / name)
+    other = {**TINY, "arms": [{"name": "again", "title": "A", "spec": {"attacks": {"cw": False}}}]}
+    twin = tasks_of(from_tables("other", other), tmp_path)[0]
+    run_task(twin, device="cpu")
+    assert twin.is_done()
+    assert sorted(path.name for path in twin.folder.iterdir()) == ["outcomes.npz", "record.json"]
+    first, second = read_record(task.folder), read_record(twin.folder)
+    assert first is not None
+    assert second is not None
+    assert set(second.facts["attacks"]) == {"pgd", "strong"}
+    assert np.array_equal(first.arrays["pgd.prediction"], second.arrays["pgd.prediction"])
+    assert second.audit == first.audit
+    monkeypatch.setattr("ecnn.pipeline.reproducing.AUDIT_VERSION", 9)
+    with pytest.raises(InputError, match="no network to audit again"):
+        audit_again(twin, device="cpu")
+
+
+def test_transfer_between_members_is_measured_recorded_and_drawn(tmp_path: Path) -> None:
+    """A small network in the place of the shipped experiment's: its matrix is that of `member_transfer`."""
+    attack = {"kind": "pgd", "members": 3, **ball(0.2)}
+    spec = {name: table for name, table in TINY["spec"].items() if name != "audit"}
+    spec["attacks"] = {"members": attack}
+    tables = {"title": "T", "paper": "fig:transfer", "rows": ["clean"], "spec": spec}
+    experiment = from_tables("member_transfer", {**tables, "arms": [{"name": "own", "title": "A"}]})
+    task = tasks_of(experiment, tmp_path)[0]
+    run_task(task, device="cpu")
+    assert task.is_done()
+    record = read_record(task.folder)
+    assert record is not None
+    found = TransferMatrix.from_json(record.transfers["members"])
+    model, split = load_model(task.folder), load_data("digits").test
+    again = member_transfer(model, split, make_attack(attack), limit=30, seed=0, members=range(3))
+    assert np.array_equal(found.counts, again.counts)
+    assert np.array_equal(found.clean_counts, again.clean_counts)
+    page = results_page(tmp_path, figures="images")
+    assert f"| member 1 | {100 * found.accuracy[1, 0]:.1f} |" in page
+    assert "![Transfer between members](images/member_transfer.png)" in page
+    assert [path.name for path in draw_results(tmp_path, tmp_path / "images")] == ["member_transfer.png"]
+
+
+def ball(eps: float) -> dict[str, Any]:
+    return {"norm": "linf", "eps": eps, "steps": 3, "step_size": eps / 2, "keep": "last"}
+
+
+def facts_of(folder: Path) -> dict[str, Any]:
+    """A record without what may differ between two runs on one machine: times."""
+    return {name: value for name, value in files.read_json(folder / "record.json").items() if name != "times"}
+
+
+def when_begun(paths: Iterable[Path]) -> dict[Path, str]:
+    """When the outcomes in these files began to be computed: another time would be another computation."""
+    return {path: Outcomes.load(path).about["started"] for path in paths}
+
+
+@pytest.mark.slow
+def test_a_killed_reproduction_goes_on_and_changes_no_number(tmp_path: Path) -> None:
+    """Killed while training, attacking and taking over; whatever was finished stays as it was."""
+    spec = {
+        name: table for name, table in TINY["spec"].items() if name != "audit"
+    }  # tests/test_auditing.py kills one
+    spec["train"] = {**spec["train"], "epochs": 3}
+    arms = [{**arm, "seeds": [0]} for arm in TINY["arms"][:2]]
+    tables = {**TINY, "spec": spec, "arms": arms}
+    write_experiment(tmp_path / "tiny.toml", tables)
+    command = [sys.executable, "-m", "ecnn", "reproduce", str(tmp_path / "tiny.toml"), "--device", "cpu"]
+    command += ["--out", str(tmp_path / "killed")]
+    first = tmp_path / "killed/tiny/a/0"
+    marks = [
+        first / "last.safetensors",
+        first / "eval/pgd.npz",
+        first.parents[1] / "b/0/spec.toml",
+    ]
+    stood: dict[Path, str] = {}
+    for mark in marks:
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        while not mark.exists() and process.poll() is None:
+            time.sleep(0.005)
+        assert process.poll() is None, f"it ended before {mark.name} was there"
+        process.kill()
+        process.wait()
+        assert when_begun(stood) == stood
+        stood = when_begun((tmp_path / "killed").glob("*/*/*/eval/[!.]*.npz"))
+    subprocess.run(command, capture_output=True, check=True)
+    assert when_begun(stood) == stood
+    for task in tasks_of(load_experiment(str(tmp_path / "tiny.toml")), tmp_path / "whole"):
+        run_task(task, device="cpu")
+        killed = tmp_path / "killed" / task.folder.relative_to(tmp_path / "whole")
+        assert facts_of(killed) == facts_of(task.folder)
+        whole, other = read_record(task.folder), read_record(killed)
+        assert whole is not None
+        assert other is not None
+        assert whole.arrays.keys() == other.arrays.keys()
+        for name, values in whole.arrays.items():
+            assert np.array_equal(values, other.arrays[name])
 
 
 @pytest.mark.slow

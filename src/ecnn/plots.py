@@ -256,6 +256,32 @@ def plot_bars(
     return save_figure(figure, path)
 
 
+def plot_transfers(matrices: Mapping[str, np.ndarray], path: str | os.PathLike[str], *, title: str) -> Path:
+    """Draws matrices of transfer side by side, dark where the victim is right; numbers are per cent.
+
+    Args:
+        matrices: by their titles, (source, victim) shares between 0 and 1.
+        path: where to write; .png, .pdf or .svg.
+    """
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(0.8 + 4.6 * len(matrices), 5.0), layout="constrained", facecolor="white")
+    figure.suptitle(title, x=0.01, ha="left", fontsize=12, fontweight="bold", color=INK)
+    for axes, (name, shares) in zip(
+        figure.subplots(1, len(matrices), squeeze=False)[0], matrices.items(), strict=True
+    ):
+        axes.imshow(shares, cmap="Blues", vmin=0, vmax=1)
+        for (row, column), share in np.ndenumerate(shares):
+            ink = "white" if share > 0.6 else INK
+            axes.text(column, row, f"{100 * share:.0f}", ha="center", va="center", fontsize=8, color=ink)
+        axes.set(xlabel="shown to member", ylabel="crafted on member", title=name)
+        axes.set_xticks(range(shares.shape[1]))
+        axes.set_yticks(range(shares.shape[0]))
+        axes.tick_params(length=0, colors=INK, labelsize=8)
+        axes.spines[:].set_visible(False)
+    return save_figure(figure, path)
+
+
 _THREE = ("#9aa5b1", "#486581", ACCENT)  # of the paper, of ours, of the audit
 
 

@@ -23,7 +23,7 @@ from ecnn.auditing.budgets import Budget, resolve_budget
 from ecnn.auditing.diagnostics import diagnose, read_evidence
 from ecnn.auditing.diagnostics.sanity import grey_radius
 from ecnn.auditing.findings import Finding, alarm, note
-from ecnn.auditing.report import Audit, Verdict
+from ecnn.auditing.report import AUDIT_VERSION, Audit, Verdict
 from ecnn.auditing.stages import Staged, run_stages
 from ecnn.auditing.subject import Subject
 from ecnn.auditing.suite import find_traits, suite
@@ -249,6 +249,7 @@ def _conclude(
         findings=tuple(_plain(finding) for finding in findings),
         model=staged.evaluation.clean.about["model"],
         environment=staged.environment,
+        audit_version=AUDIT_VERSION,
     )
 
 

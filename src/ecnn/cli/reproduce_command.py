@@ -1,4 +1,4 @@
-"""`ecnn reproduce`: run an experiment and print its table."""
+"""`ecnn reproduce`: run experiments and print their tables."""
 
 from __future__ import annotations
 
@@ -13,53 +13,85 @@ from ecnn.cli.statuses import FAULT
 
 
 def reproduce(
-    experiment: Annotated[str, typer.Argument(help="Name of a shipped experiment, or a TOML file.")],
+    experiment: Annotated[
+        list[str] | None, typer.Argument(help="Names of shipped experiments, or TOML files.")
+    ] = None,
+    every: Annotated[bool, typer.Option("--all", help="All shipped experiments.")] = False,
+    quick: Annotated[
+        bool,
+        typer.Option(
+            "--quick", help="Their quick forms: on digits, in minutes on a CPU; numbers mean nothing."
+        ),
+    ] = False,
     arm: Annotated[list[str] | None, typer.Option(help="Only this column. Repeatable.")] = None,
     seed: Annotated[list[int] | None, typer.Option(help="Only this seed. Repeatable.")] = None,
     stage: Annotated[list[str] | None, typer.Option(help="Only train, attack or audit. Repeatable.")] = None,
+    audit_again: Annotated[
+        bool,
+        typer.Option(
+            "--audit-again", help="Only audit finished runs anew, if the audit has become stronger."
+        ),
+    ] = False,
     jobs: Annotated[
         int, typer.Option(help="Processes at a time; where there are several GPUs, one each.")
     ] = 1,
+    cluster: Annotated[
+        str | None,
+        typer.Option(help="ray: runs are tasks of a Ray cluster, or of a local one with --jobs workers."),
+    ] = None,
     root: Root = Path("data"),
     out: Annotated[Path, typer.Option(help="Folder of all experiments.")] = Path("runs"),
     device: Device = "auto",
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Only say what would be run, and try each model on one image.")
+        bool, typer.Option("--dry-run", help="Only say what it would cost, and try each model on one image.")
     ] = False,
-    table: Annotated[bool, typer.Option("--table", help="Only print the table of what is there.")] = False,
+    table: Annotated[bool, typer.Option("--table", help="Only print the tables of what is there.")] = False,
 ) -> int:
-    """Run every arm, seed and attack of an experiment, then print its table; what is finished is not run again."""
+    """Run every arm, seed and attack of experiments, then print their tables; what is finished is not run again."""
     from ecnn import pipeline, runs
-    from ecnn.checks import check_choice
-    from ecnn.experiment import load_experiment
+    from ecnn.checks import check_choice, check_count
+    from ecnn.errors import InputError
+    from ecnn.experiment import experiments, load_experiment, quick_form
 
-    found = load_experiment(experiment)
+    sources = [*experiments()] if every else experiment or []
+    if bool(experiment) == every:
+        raise InputError("give the names of experiments or TOML files, or --all.")
     for name in stage or ():
         check_choice("--stage", name, pipeline.STAGES)
-    tasks = pipeline.tasks_of(found, out, arms=arm or (), seeds=seed or ())
-    if dry_run:
-        for task in tasks:
-            typer.echo(f"{task.arm.name} seed {task.seed}: {', '.join(task.spec.attacks)}  -> {task.folder}")
-        for task in {task.arm.name: task for task in tasks}.values():
-            pipeline.try_plan(task.network, root=root, device=device)
-        return 0
+    check_count("--jobs", jobs)
+    if cluster is not None:
+        check_choice("--cluster", cluster, pipeline.CLUSTERS)
+    loaded = [load_experiment(source) for source in sources]
+    found = [quick_form(one) for one in loaded] if quick else loaded
+    tasks = [task for one in found for task in pipeline.tasks_of(one, out, arms=arm or (), seeds=seed or ())]
     failed = []
-    if not table and all(task.is_done() for task in tasks):
+    if table:
+        pass
+    elif not dry_run and not audit_again and all(task.is_done() for task in tasks):
         typer.echo(f"already finished: this is what {out} holds", err=True)
-    elif jobs > 1 and not table:
-        flags = [("--stage", name) for name in stage or ()]
-        flags += [("--root", str(root)), ("--out", str(out)), ("--device", device)]
-        arguments = [text for pair in flags for text in pair]
+    else:
+        if not audit_again:
+            typer.echo(pipeline.cost_text(pipeline.estimate_tasks(tasks, root)), err=not dry_run)
+        if dry_run:
+            return 0
         with runs.kept_in(out):
-            failed = pipeline.run_tasks(tasks, {found.name: experiment}, jobs=jobs, arguments=arguments)
-    elif not table:
-        for task in tasks:
-            with runs.kept_in(out), ecnn.progress_bar(f"{task.arm.name} seed {task.seed}") as progress:
-                stages = stage or pipeline.STAGES
-                pipeline.run_task(task, root=root, device=device, stages=stages, progress=progress)
-    typer.echo(pipeline.table_text(found, pipeline.read_cells(found, out)))
+            if jobs > 1 or cluster is not None:
+                flags = [("--stage", name) for name in stage or ()]
+                flags += [("--root", str(root)), ("--out", str(out)), ("--device", device)]
+                arguments = [text for pair in flags for text in pair]
+                arguments += [*(["--quick"] if quick else []), *(["--audit-again"] if audit_again else [])]
+                named = {one.name: source for one, source in zip(found, sources, strict=True)}
+                failed = pipeline.run_tasks(tasks, named, jobs=jobs, arguments=arguments, cluster=cluster)
+            else:
+                for task in tasks:
+                    with ecnn.progress_bar(task.name) as progress:
+                        if audit_again:
+                            pipeline.audit_again(task, root=root, device=device, progress=progress)
+                        else:
+                            stages = stage or pipeline.STAGES
+                            pipeline.run_task(task, root=root, device=device, stages=stages, progress=progress)
+    for one in found:
+        typer.echo(pipeline.table_text(one, pipeline.read_cells(one, out)))
     for task in failed:
-        typer.echo(
-            f"ecnn: {task.arm.name} with seed {task.seed} failed: {task.folder}/log.txt says why.", err=True
-        )
+        typer.echo(f"ecnn: {task.name} failed: {task.folder}/log.txt says why.", err=True)
     return FAULT if failed else 0

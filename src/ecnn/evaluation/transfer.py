@@ -84,6 +84,12 @@ class TransferMatrix:
             "images": self.n,
         }
 
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> TransferMatrix:
+        """What `to_json` gave; other entries are passed over."""
+        counts, clean_counts = np.array(values["counts"]), np.array(values["clean_counts"])
+        return cls(tuple(values["names"]), counts, clean_counts, values["images"])
+
 
 class Member(nn.Module):
     """One member as a classifier of its own: scores (batch, symbol) of its task, so that any attack can take it.

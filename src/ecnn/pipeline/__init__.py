@@ -2,10 +2,11 @@
 
 from ecnn.pipeline.auditing import AuditPlan, audit_run, load_module, plan_audit
 from ecnn.pipeline.cells import Cell, read_cells, table_text
+from ecnn.pipeline.costing import cost_text, estimate_tasks
 from ecnn.pipeline.evaluating import EvaluationPlan, attack_tables, evaluate_run, plan_evaluation
 from ecnn.pipeline.reporting import draw_results, results_page
 from ecnn.pipeline.reproducing import STAGES, Task, audit_again, run_task, tasks_of
-from ecnn.pipeline.spreading import run_tasks
+from ecnn.pipeline.spreading import CLUSTERS, run_tasks
 from ecnn.pipeline.training import (
     Plan,
     TrainedRun,
@@ -20,6 +21,7 @@ from ecnn.pipeline.training import (
 
 __all__ = [
     "AuditPlan",
+    "CLUSTERS",
     "Cell",
     "EvaluationPlan",
     "Plan",
@@ -29,7 +31,9 @@ __all__ = [
     "attack_tables",
     "audit_again",
     "audit_run",
+    "cost_text",
     "draw_results",
+    "estimate_tasks",
     "evaluate_run",
     "join_processes",
     "leave_processes",

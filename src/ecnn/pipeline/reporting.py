@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import numpy as np
+
+from ecnn.evaluation import TransferMatrix
 from ecnn.experiment import CLEAN, PARAMETERS, Experiment, experiments, load_experiment
 from ecnn.pipeline.cells import Cell, number, read_cells
 from ecnn.pipeline.recording import read_record
-from ecnn.plots import plot_bars
+from ecnn.plots import plot_bars, plot_transfers
+
+_CORNER = 4  # members that the paper's figure shows
 
 HEAD = """# Results: the paper's numbers, ours, and the audited ones
 
@@ -58,8 +63,11 @@ def draw_results(out: Path, folder: Path) -> list[Path]:
             for arm in experiment.arms
             if any(cell.arm == arm.name for cell in cells)
         }
+        matrices = {title: found.accuracy for title, found in _transfers(experiment, out).items()}
         if groups:
             drawn.append(plot_bars(groups, folder / f"{name}.png", title=experiment.title))
+        elif matrices:
+            drawn.append(plot_transfers(matrices, folder / f"{name}.png", title=experiment.title))
     return drawn
 
 
@@ -74,10 +82,46 @@ def _section(experiment: Experiment, cells: Sequence[Cell], out: Path, figures: 
         # A network is named once; its other rows follow.
         lines += [_row((arm.title if cell is own[0] else "", *_figures(cell))) for cell in own]
     missing = [arm.title for arm in experiment.arms if not any(c.rates for c in cells if c.arm == arm.name)]
-    lines += ["", *_arm_notes(experiment, out)]
+    versions = sorted({version for cell in cells for version in cell.versions})
+    lines += ["", *_arm_notes(experiment, out, versions)]
     lines += [f"Not run yet: {'; '.join(missing)}.", ""] if missing else []
-    lines += [f"![{experiment.title}]({figures}/{experiment.name}.png)", ""]
+    lines += _transfer_lines(_transfers(experiment, out))
+    has_figure = any(cell.rates and cell.row != CLEAN for cell in cells) or _transfers(experiment, out)
+    if has_figure:
+        lines += [f"![{experiment.title}]({figures}/{experiment.name}.png)", ""]
     return "\n".join([*lines, *(f"{remark}\n" for remark in experiment.remarks)])
+
+
+def _transfers(experiment: Experiment, out: Path) -> dict[str, TransferMatrix]:
+    """Matrices of transfer between members, by the title of the arm; of its first seed."""
+    found = {}
+    for arm in experiment.arms:
+        record = read_record(out / experiment.name / arm.name / str(arm.seeds[0]))
+        for values in record.transfers.values() if record is not None else ():
+            found[arm.title] = TransferMatrix.from_json(values)
+    return found
+
+
+def _transfer_lines(matrices: Mapping[str, TransferMatrix]) -> list[str]:
+    """The corner that the paper shows, and what all members say together."""
+    lines = []
+    for title, matrix in matrices.items():
+        share = 100 * matrix.accuracy
+        own, others = np.diag(share).mean(), share[~np.eye(len(share), dtype=bool)].mean()
+        lines += [
+            f"{title}, {matrix.n:,} images, per cent right; rows: crafted on, columns: shown to. Of all {len(share)} "
+            f"members: {100 * matrix.clean_accuracy.mean():.1f} without an attack, {own:.1f} on what was crafted on "
+            f"the member itself, {others:.1f} on what was crafted on another.",
+            "",
+            _row(("", *matrix.names[:_CORNER])),
+            "|---" + min(_CORNER, len(share)) * "|---:" + "|",
+        ]
+        lines += [
+            _row((name, *(f"{value:.1f}" for value in row[:_CORNER])))
+            for name, row in zip(matrix.names[:_CORNER], share, strict=False)
+        ]
+        lines.append("")
+    return lines
 
 
 def _figures(cell: Cell) -> tuple[str, ...]:
@@ -95,8 +139,8 @@ def _row(cells: Sequence[str]) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-def _arm_notes(experiment: Experiment, out: Path) -> list[str]:
-    """Counts of parameters, the time it took, and what the reader must know of single arms."""
+def _arm_notes(experiment: Experiment, out: Path, versions: Sequence[int]) -> list[str]:
+    """Counts of parameters, which audit it was, the time it took, and what the reader must know of single arms."""
     lines, seconds = [], 0.0
     for arm in experiment.arms:
         records = [read_record(out / experiment.name / arm.name / str(seed)) for seed in arm.seeds]
@@ -110,4 +154,6 @@ def _arm_notes(experiment: Experiment, out: Path) -> list[str]:
         )
         note = f" {arm.note}" if arm.note else ""
         lines.append(f"- {arm.title}: {count:,} parameters{same}.{note}")
+    if versions:
+        lines.append(f"- Version {' and '.join(map(str, versions))} of the audit.")
     return [*lines, f"- Time: {seconds / 60:.0f} minutes, summed over runs that shared one H200.", ""]

@@ -1,0 +1,223 @@
+"""What runs will cost, before anything is run: images through the network, and minutes of one GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from ecnn.auditing import estimate_cost, resolve_budget
+from ecnn.codes import CodeMatrix, load_code
+from ecnn.constructions import random_code
+from ecnn.data.sources import SIZES
+from ecnn.experiment import AUDIT
+from ecnn.models import build_model, find_kind, resolve_recipe
+from ecnn.pipeline.reproducing import Task
+from ecnn.pipeline.training import SIGNS, AnyPath, load_spec_data, training_attack
+from ecnn.spec import CodeTable, Spec, make_attack
+
+#: Operations a second on one H200, two to a multiplication, as measured for an ECNN of 30 members: 9 million training
+#: images (200 epochs) in 138 s, the 20 million passes of blind-spot in 110 s.
+OPERATIONS_PER_SECOND = 2e13
+ASSUMPTION = (
+    f"Minutes assume {OPERATIONS_PER_SECOND:.0e} operations a second, as measured on one H200 with an ECNN of 30 "
+    "members; larger networks are faster. Audits are counted in full, and end early on a network that falls."
+)
+#: Classes, channels and side of the images that have a name.
+_FORMS = {
+    "digits": (10, 1, 8),
+    "mnist": (10, 1, 28),
+    "cifar10": (10, 3, 32),
+    "cifar100": (100, 3, 32),
+    "gtsrb": (43, 3, 32),
+}
+_SIGNS = 392
+#: A training step on an image takes about three passes: forward, and backward to pixels and to weights.
+_PASSES_PER_STEP = 3
+
+
+@dataclass(frozen=True)
+class Part:
+    """One thing that a run does.
+
+    Attributes:
+        name: "train", the name of an attack, or "audit".
+        images: that are trained on or attacked, each as often as it is.
+        passes: of images through a network, a gradient in the pixels counted as another one.
+        operations: in all.
+    """
+
+    name: str
+    images: int
+    passes: int
+    operations: float
+
+    @property
+    def minutes(self) -> float:
+        return self.operations / OPERATIONS_PER_SECOND / 60
+
+
+@dataclass(frozen=True)
+class TaskCost:
+    """What one run will do.
+
+    Attributes:
+        parts: of it that are not done yet, in their order.
+        is_done: whether there is nothing left to do.
+        repeats: names of the parts that an earlier run of the list does for it.
+    """
+
+    task: Task
+    parts: tuple[Part, ...]
+    is_done: bool = False
+    repeats: tuple[str, ...] = ()
+
+    @property
+    def minutes(self) -> float:
+        return sum(part.minutes for part in self.parts)
+
+    @property
+    def passes(self) -> int:
+        return sum(part.passes for part in self.parts)
+
+
+def estimate_tasks(tasks: Sequence[Task], root: AnyPath = "data") -> list[TaskCost]:
+    """What each run will cost; what is done, or shared with an earlier run of the list, costs nothing."""
+    known: set[str] = set()
+    sizes = _Sizes(root)
+    found = []
+    for task in tasks:
+        if task.is_done():
+            found.append(TaskCost(task, (), is_done=True))
+            continue
+        network = task.network.content_hash
+        parts = {f"{network} {_key(task, part.name)}": part for part in _parts(task, sizes)}
+        repeats = tuple(part.name for key, part in parts.items() if key in known)
+        found.append(
+            TaskCost(task, tuple(p for key, p in parts.items() if key not in known), repeats=repeats)
+        )
+        known |= parts.keys()
+    return found
+
+
+def cost_text(costs: Sequence[TaskCost]) -> str:
+    """A line for each run and one for all: images trained on, passes of attacks and audit, minutes of one GPU."""
+    lines = []
+    width = max((len(cost.task.name) for cost in costs), default=0)
+    for cost in costs:
+        told = "done"
+        if not cost.is_done:
+            trained = sum(part.images for part in cost.parts if part.name == "train")
+            attacked = sum(part.passes for part in cost.parts if part.name not in ("train", AUDIT))
+            audited = sum(part.passes for part in cost.parts if part.name == AUDIT)
+            told = (
+                f"trains on {_millions(trained)} images, attacks {_millions(attacked)} passes, "
+                f"audit {_millions(audited)} passes at most: {cost.minutes:.1f} min"
+            )
+            told += f" ({', '.join(cost.repeats)} from a run before)" if cost.repeats else ""
+        lines.append(f"{cost.task.name.ljust(width)}  {told}")
+    passes, minutes = sum(cost.passes for cost in costs), sum(cost.minutes for cost in costs)
+    left = sum(not cost.is_done for cost in costs)
+    lines.append(f"{left} of {len(costs)} runs to do: {_millions(passes)} passes, {minutes:.0f} GPU minutes.")
+    return "\n".join([*lines, ASSUMPTION])
+
+
+def _millions(count: int) -> str:
+    return f"{count / 1e6:.1f} M" if count else "no"
+
+
+def _key(task: Task, part: str) -> str:
+    """What a part does to a network, so that two arms which do the same are told."""
+    table: Any = task.spec.attacks.get(part, task.spec.audit if part == AUDIT else None)
+    return f"{part} {table} {task.spec.data.test_limit}"
+
+
+@dataclass
+class _Sizes:
+    """Sizes of datasets and of networks, each found once."""
+
+    root: AnyPath
+    forms: dict[str, tuple[int, int, tuple[int, int], int, int]] = field(default_factory=dict)
+    models: dict[str, tuple[nn.Module, float]] = field(default_factory=dict)
+
+    def form(self, spec: Spec) -> tuple[int, int, tuple[int, int], int, int]:
+        """Classes, channels, (height, width), training images without the validation part, test images."""
+        name = spec.data.name
+        if name in _FORMS and spec.data.image_size is None:
+            classes, channels, side = _FORMS[name]
+            train, test = SIZES[name]
+            return classes, channels, (side, side), round(train * (1 - spec.data.val_fraction)), test
+        if name not in self.forms:
+            data = load_spec_data(spec, self.root)
+            size = data.image_size
+            self.forms[name] = (data.num_classes, data.in_channels, size, len(data.train), len(data.test))
+        return self.forms[name]
+
+    def model(self, spec: Spec) -> tuple[nn.Module, float]:
+        """An untrained network of that kind and size, and the operations of one image through it."""
+        classes, channels, size, _, _ = self.form(spec)
+        key = f"{classes} {channels} {size} {spec.model} {spec.code}"
+        if key not in self.models:
+            options = {name: value for name, value in spec.model.items() if name != "kind"}
+            kind = find_kind(spec.model["kind"])
+            suited = kind.suited_to(channels, size).options
+            code = _code(spec.code, classes) if kind.needs_code else None
+            mean = torch.zeros(channels, *size)
+            made = build_model(
+                kind.name,
+                code=code,
+                num_classes=classes,
+                in_channels=channels,
+                mean=mean,
+                **{**suited, **options},
+            ).eval()
+            with torch.no_grad(), FlopCounterMode(display=False) as counter:
+                made(mean[None])
+            self.models[key] = (made, float(counter.get_total_flops()))
+        return self.models[key]
+
+
+def _code(table: CodeTable | None, classes: int) -> CodeMatrix:
+    """A code of the right size; which one makes no difference to the cost."""
+    if table is not None and table.name is not None:
+        return load_code(table.name)
+    length = 30 if table is None else (table.code_length or 0) * (2 if table.doubled else 1)
+    return random_code(classes, length, arity=2 if table is None else table.arity or 2, seed=0)
+
+
+def _parts(task: Task, sizes: _Sizes) -> list[Part]:
+    spec = task.spec
+    classes, channels, size, train, test = sizes.form(spec)
+    model, operations = sizes.model(spec)
+    suited = find_kind(spec.model["kind"]).suited_to(channels, size)
+    changes = {name: spec.train.get(name) for name in ("epochs", "adversarial_ratio")}
+    recipe = resolve_recipe(spec.train.get("recipe") or str(suited.recipe), **changes)
+    passes = float(_PASSES_PER_STEP)
+    if spec.train.get("attack"):
+        cost = make_attack(training_attack(spec.train["attack"])).cost(classes)
+        passes += recipe.adversarial_ratio * (cost.forwards + cost.backwards)
+    images = recipe.epochs * train
+    parts = [Part("train", images, round(images * passes), images * passes * operations)]
+    for name, table in spec.attacks.items():
+        limit = table.get("limit", spec.data.test_limit)
+        most = _SIGNS if table.get("data") == SIGNS else test
+        count = most if limit is None else min(limit, most)
+        radii = table.get("eps")
+        one = {"eps": radii[0]} if isinstance(radii, list) else {}
+        cost = make_attack({"kind": name, **table, **one}).cost(classes)
+        times = table.get("members", 1) * (len(radii) if isinstance(radii, list) else 1)
+        per_image = times * (cost.forwards + cost.backwards)
+        asked = operations if "source" not in table else sizes.model(task.source(table["source"]).spec)[1]
+        parts.append(Part(name, count, count * per_image, float(count) * per_image * asked))
+    if spec.audit is not None:
+        budget = resolve_budget(spec.audit.budget)
+        most = _SIGNS if spec.audit.data == SIGNS else test
+        count = min(most, budget.images if spec.audit.limit is None else spec.audit.limit)
+        cost = estimate_cost(model, budget, count, classes, norm=spec.audit.norm)  # type: ignore[arg-type]
+        asked_passes = cost.forwards + cost.backwards
+        parts.append(Part(AUDIT, count, asked_passes, asked_passes * operations))
+    return parts
