@@ -459,7 +459,7 @@ def test_several_processes_do_the_same(tmp_path: Path) -> None:
     places = (str(tmp_path / "tiny.toml"), "--out", str(tmp_path / "two"))
     done = run("reproduce", *places, "--device", "cpu", "--jobs", "2")
     assert done.returncode == 4
-    assert "b with seed 0 failed" in done.stderr
+    assert "tiny/b seed 0 failed" in done.stderr
     assert "larger than the training set" in (tmp_path / "two/tiny/b/0/log.txt").read_text()
     run_task(tasks_of(experiment, tmp_path / "one", arms=["a"])[0], device="cpu")
     assert done.stdout.strip() == table_text(experiment, read_cells(experiment, tmp_path / "one")).strip()
