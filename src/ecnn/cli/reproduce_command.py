@@ -64,32 +64,30 @@ def reproduce(
     loaded = [load_experiment(source) for source in sources]
     found = [quick_form(one) for one in loaded] if quick else loaded
     tasks = [task for one in found for task in pipeline.tasks_of(one, out, arms=arm or (), seeds=seed or ())]
-    failed = []
-    if table:
-        pass
-    elif not dry_run and not audit_again and all(task.is_done() for task in tasks):
+    failed: list[pipeline.Task] = []
+    if not table and not dry_run and not audit_again and all(task.is_done() for task in tasks):
         typer.echo(f"already finished: this is what {out} holds", err=True)
-    else:
-        if not audit_again:
-            typer.echo(pipeline.cost_text(pipeline.estimate_tasks(tasks, root)), err=not dry_run)
-        if dry_run:
-            return 0
+        table = True
+    if not table and not audit_again:
+        typer.echo(pipeline.cost_text(pipeline.estimate_tasks(tasks, root)), err=not dry_run)
+    if dry_run:
+        return 0
+    if not table and (jobs > 1 or cluster is not None):
+        flags = [("--stage", name) for name in stage or ()]
+        flags += [("--root", str(root)), ("--out", str(out)), ("--device", device)]
+        arguments = [text for pair in flags for text in pair]
+        arguments += [*(["--quick"] if quick else []), *(["--audit-again"] if audit_again else [])]
+        named = {one.name: source for one, source in zip(found, sources, strict=True)}
         with runs.kept_in(out):
-            if jobs > 1 or cluster is not None:
-                flags = [("--stage", name) for name in stage or ()]
-                flags += [("--root", str(root)), ("--out", str(out)), ("--device", device)]
-                arguments = [text for pair in flags for text in pair]
-                arguments += [*(["--quick"] if quick else []), *(["--audit-again"] if audit_again else [])]
-                named = {one.name: source for one, source in zip(found, sources, strict=True)}
-                failed = pipeline.run_tasks(tasks, named, jobs=jobs, arguments=arguments, cluster=cluster)
-            else:
-                for task in tasks:
-                    with ecnn.progress_bar(task.name) as progress:
-                        if audit_again:
-                            pipeline.audit_again(task, root=root, device=device, progress=progress)
-                        else:
-                            stages = stage or pipeline.STAGES
-                            pipeline.run_task(task, root=root, device=device, stages=stages, progress=progress)
+            failed = pipeline.run_tasks(tasks, named, jobs=jobs, arguments=arguments, cluster=cluster)
+    elif not table:
+        for task in tasks:
+            with runs.kept_in(out), ecnn.progress_bar(task.name) as progress:
+                if audit_again:
+                    pipeline.audit_again(task, root=root, device=device, progress=progress)
+                else:
+                    stages = stage or pipeline.STAGES
+                    pipeline.run_task(task, root=root, device=device, stages=stages, progress=progress)
     for one in found:
         typer.echo(pipeline.table_text(one, pipeline.read_cells(one, out)))
     for task in failed:
