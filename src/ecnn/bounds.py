@@ -59,13 +59,13 @@ def min_row_distance_bound(num_classes: int, code_length: int, *, arity: int = 2
         return True
 
     def possible(distance: int) -> bool:
-        if not fits_in_spheres(num_classes, code_length, distance, arity=arity):
-            return False
-        if arity == 2 and distance % 2 == 1:
-            return average_allows(code_length + 1, distance + 1)
-        return average_allows(code_length, distance)
+        padded = arity == 2 and distance % 2
+        # Volumes of spheres are numbers of many digits, so they come last.
+        return average_allows(code_length + padded, distance + padded) and fits_in_spheres(
+            num_classes, code_length, distance, arity=arity
+        )
 
-    return max((d for d in range(1, code_length + 1) if possible(d)), default=0)
+    return next((distance for distance in range(code_length, 0, -1) if possible(distance)), 0)
 
 
 def count_splits(num_classes: int, arity: int) -> int:
@@ -87,7 +87,8 @@ def min_column_distance_bound(num_classes: int, code_length: int, *, arity: int 
     """
     if code_length < 2:
         return math.inf
-    if code_length > count_splits(num_classes, arity):
+    # More than 64 classes can be split in more ways than there are columns in any code.
+    if num_classes <= 64 and code_length > count_splits(num_classes, arity):
         return 0.0
     bound = min(2 * max_entropy(num_classes, arity), max_entropy(num_classes, arity * arity))
     if arity == 2:

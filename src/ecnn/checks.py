@@ -8,6 +8,8 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
+import types
+import typing
 from collections.abc import Iterable, Mapping
 from numbers import Integral, Real
 from typing import Any, TypeVar
@@ -15,14 +17,17 @@ from typing import Any, TypeVar
 from ecnn.errors import InputError
 
 Built = TypeVar("Built")
+#: The largest whole number that TOML, torch and NumPy all hold.
+MOST = 2**63 - 1
 
 
 def check_count(name: str, value: Any, *, least: int = 1, most: int | None = None) -> None:
     """Raises InputError unless the value is a whole number from `least` to `most`."""
     is_whole = not isinstance(value, bool) and isinstance(value, Integral)
-    if not is_whole or value < least or (most is not None and value > most):
-        limit = "up" if most is None else f"to {most}"
-        raise InputError(f"{name} must be a whole number from {least} {limit}, not {value!r}.")
+    top = MOST if most is None else most
+    if not is_whole or not least <= value <= top:
+        limit = f"to {top}" if most is not None or (is_whole and value > top) else "up"
+        raise InputError(f"{name} must be a whole number from {least} {limit}, not {shown(value)}.")
 
 
 def check_number(
@@ -40,14 +45,82 @@ def check_number(
         above: `least` itself is refused too.
         below: `most` itself is refused too.
     """
-    is_number = not isinstance(value, bool) and isinstance(value, Real) and math.isfinite(value)
+    is_number = _is_finite(value)
     at_open_end = (above and value == least) or (below and value == most)
     if not is_number or not least <= value <= most or at_open_end:
         span = f"above {least:g}" if above else f"from {least:g} up"
         if most < math.inf:
             start, end = (f"above {least:g} and", "up to ") if above else (f"from {least:g} to", "")
             span = f"{start} {'below ' if below else end}{most:g}"
-        raise InputError(f"{name} must be a number {span}, not {value!r}.")
+        raise InputError(f"{name} must be a number {span}, not {shown(value)}.")
+
+
+def check_entries(owner: str, table: Any, kinds: Mapping[str, Any]) -> None:
+    """Raises InputError unless the value is a table with an entry of each of these kinds, as files of ours hold it.
+
+    Args:
+        owner: what the sentence calls it, such as the path of a file.
+        kinds: by name str, bool, int, float (finite; whole numbers are some), list or dict, with elements of one kind
+            (`list[int]`); or several of them (`int | None`). What may be None may be left out.
+    """
+    if not isinstance(table, Mapping):
+        raise InputError(f"{owner} must hold a table, not {shown(table)}.")
+    for name, kind in kinds.items():
+        if not _fits(table.get(name), kind):
+            is_missing = "" if name in table else ", which is missing"
+            raise InputError(
+                f"{owner}: {name} must be {_in_words(kind)}{is_missing or f', not {shown(table[name])}'}."
+            )
+
+
+def check_fields(owner: str, made: Any) -> None:
+    """Raises InputError unless every field of a dataclass is of the kind that it is declared as."""
+    kinds = typing.get_type_hints(type(made))
+    check_entries(owner, {name: getattr(made, name) for name in kinds}, kinds)
+
+
+_WORDS = {str: "text", bool: "true or false", int: "a whole number", float: "a finite number", list: "a list"}
+_WORDS |= {dict: "a table", type(None): "nothing"}
+
+
+def _in_words(kind: Any) -> str:
+    if typing.get_origin(kind) is typing.Literal:
+        return either(typing.get_args(kind))
+    if typing.get_origin(kind) is types.UnionType:
+        return " or ".join(_in_words(part) for part in typing.get_args(kind) if part is not type(None))
+    return _WORDS.get(typing.get_origin(kind) or kind, "a table")
+
+
+def _fits(value: Any, kind: Any) -> bool:
+    whole, parts = typing.get_origin(kind) or kind, typing.get_args(kind)
+    if whole is typing.Literal:
+        return value in parts
+    if whole is types.UnionType:
+        return any(_fits(value, part) for part in parts)
+    if whole is int:
+        return isinstance(value, Integral) and not isinstance(value, bool) and -MOST <= value <= MOST
+    if whole is float:
+        return _is_finite(value)
+    if whole is Any or not isinstance(value, whole):
+        return whole is Any
+    items = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ()
+    return not parts or all(_fits(item, parts[-1]) for item in items)
+
+
+def _is_finite(value: Any) -> bool:
+    try:
+        return not isinstance(value, bool) and isinstance(value, Real) and math.isfinite(value)
+    except OverflowError:  # a whole number beyond all floating-point ones
+        return False
+
+
+def shown(value: Any) -> str:
+    """The value as a sentence quotes it: a long one is cut short."""
+    try:
+        text = repr(value)
+    except ValueError:  # a number of more digits than Python prints
+        return "a number of thousands of digits"
+    return text if len(text) <= 200 else f"{text[:200]}..."
 
 
 def check_shares(**shares: float | None) -> None:
@@ -61,7 +134,7 @@ def check_choice(name: str, value: Any, known: Iterable[str]) -> None:
     """Raises InputError unless the value is one of the names; the sentence lists them and guesses which was meant."""
     known = list(known)
     if not isinstance(value, str) or value not in known:
-        raise InputError(f"{name} must be {either(known)}, not {value!r}{did_you_mean(value, known)}")
+        raise InputError(f"{name} must be {either(known)}, not {shown(value)}{did_you_mean(value, known)}")
 
 
 def check_options(owner: str, options: Iterable[str], known: Iterable[str]) -> None:
@@ -70,7 +143,7 @@ def check_options(owner: str, options: Iterable[str], known: Iterable[str]) -> N
     for option in options:
         if option not in known:
             has = f"it has {', '.join(known)}" if known else "it has none"
-            raise InputError(f"{owner} has no option {option!r}; {has}{did_you_mean(option, known)}")
+            raise InputError(f"{owner} has no option {shown(option)}; {has}{did_you_mean(option, known)}")
 
 
 def check_array(name: str, value: Any, *axes: str | int, dtype: str | None = None) -> None:
@@ -110,13 +183,15 @@ def parse_eps(value: float | str, name: str = "eps", *, most: float = math.inf) 
     try:
         above, slash, below = value.partition("/") if isinstance(value, str) else (value, "", "")
         length = math.nan if isinstance(value, bool) else float(above) / (float(below) if slash else 1.0)
-    except (TypeError, ValueError, ZeroDivisionError):
-        raise InputError(f'{name} must be a number or a fraction such as "8/255", not {value!r}.') from None
+    except (TypeError, ValueError, ZeroDivisionError, OverflowError):
+        raise InputError(
+            f'{name} must be a number or a fraction such as "8/255", not {shown(value)}.'
+        ) from None
     if not 0 <= length < math.inf:
-        raise InputError(f"{name} must be a number from 0 up, not {value!r}.")
+        raise InputError(f"{name} must be a number from 0 up, not {shown(value)}.")
     if length > most:
         raise InputError(
-            f'{name}={value}: lengths are on the [0, 1] scale of pixels; did you mean "{length:g}/255"?'
+            f'{name}={shown(value)}: lengths are on the [0, 1] scale of pixels; did you mean "{length:g}/255"?'
         )
     return length
 

@@ -18,16 +18,19 @@ import numpy.typing as npt
 
 from ecnn import files
 from ecnn.bounds import max_entropy, min_column_distance_bound, min_row_distance_bound, most_balanced
-from ecnn.checks import check_array, check_choice, check_count
+from ecnn.checks import check_array, check_choice, check_count, shown
 from ecnn.errors import InputError
 
 FORMAT = "ecnn-code"
 VERSION = 1
 MAX_ARITY = 256
+#: Classes, and tasks times arity: tables of all pairs of either stay below 200 MB.
+MAX_CLASSES, MAX_SYMBOLS = 2048, 4096
 ColumnWeight = float | Literal["balanced"]
 
 # Two splits of up to a million classes that differ at all are farther apart than this; below it is rounding.
 _SAME_SPLIT = 1e-9
+_INFINITE = 1e300
 
 
 def entropy(probabilities: np.ndarray) -> float:
@@ -57,9 +60,9 @@ def variation_of_information(a: np.ndarray, b: np.ndarray) -> float:
 
 def check_size(num_classes: int, code_length: int, arity: int) -> None:
     """Raises InputError unless a code of that size with distinct codewords can exist."""
-    check_count("num_classes", num_classes, least=2)
-    check_count("code_length", code_length)
+    check_count("num_classes", num_classes, least=2, most=MAX_CLASSES)
     check_count("arity", arity, least=2, most=MAX_ARITY)
+    check_count("code_length", code_length, most=MAX_SYMBOLS // arity)
     if code_length * math.log2(arity) < 63 and arity**code_length < num_classes:
         needed = math.ceil(math.log(num_classes, arity) - 1e-12)
         raise InputError(
@@ -94,8 +97,10 @@ def resolve_column_weight(
     """The weight of the column term as a number: `"balanced"` follows from the size, a number is only checked."""
     if column_weight == "balanced":
         return balanced_column_weight(num_classes, code_length, arity)
-    if not isinstance(column_weight, int | float | np.number) or not 0 <= column_weight < math.inf:
-        raise InputError(f'column_weight must be "balanced" or a number from 0 up, not {column_weight!r}.')
+    if not isinstance(column_weight, int | float | np.number) or not 0 <= column_weight < _INFINITE:
+        raise InputError(
+            f'column_weight must be "balanced" or a number from 0 up, not {shown(column_weight)}.'
+        )
     return float(column_weight)
 
 
@@ -374,7 +379,7 @@ def load_code(source: str | os.PathLike[str]) -> CodeMatrix:
     if str(source) in codebook():
         with resources.as_file(resources.files("ecnn") / "codebook" / f"{source}.json") as path:
             return _load_file(path)
-    if not Path(source).exists() and Path(source).suffix == "":
+    if not files.exists(source) and Path(source).suffix == "":
         check_choice("a code that is no file", str(source), codebook())
     return _load_file(Path(source))
 

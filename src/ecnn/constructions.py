@@ -22,6 +22,7 @@ def random_code(num_classes: int, code_length: int, *, arity: int = 2, seed: int
     need not be even. That happens when nearly all words of this length are needed.
     """
     check_size(num_classes, code_length, arity)
+    check_count("seed", seed, least=0)
     rng = np.random.default_rng(seed)
     even_column = np.arange(num_classes) % arity
     for attempt in range(200):

@@ -71,6 +71,10 @@ def naming(path: AnyPath, verb: str) -> Iterator[None]:
         yield
     except DiskError:
         raise
+    except ValueError as error:
+        if isinstance(error, InputError) or "null" not in str(error):
+            raise
+        raise InputError(f"cannot {verb} {str(path)!r}: the name of a file holds no null byte.") from error
     except OSError as error:
         # safetensors raises FileNotFoundError without the system's words for it.
         reason = "No such file or directory" if isinstance(error, FileNotFoundError) else error.strerror
@@ -130,11 +134,28 @@ def write_atomically(path: AnyPath, write: Callable[[Path], object], *, durable:
     return Path(path)
 
 
+def is_folder(path: AnyPath) -> bool:
+    """Whether a folder is there; a name that no file can have, such as one that is too long, is none."""
+    try:
+        return Path(path).is_dir()
+    except (OSError, ValueError):
+        return False
+
+
+def exists(path: AnyPath) -> bool:
+    """Whether anything is there, likewise."""
+    try:
+        return Path(path).exists()
+    except (OSError, ValueError):
+        return False
+
+
 def check_writable(path: AnyPath) -> None:
     """Raises InputError unless a file can be written there, so that long work does not end with nowhere to put it."""
-    folder = _target_of(path).parent
-    while not folder.exists():
-        folder = folder.parent
+    with naming(path, "write"):
+        folder = _target_of(path).parent
+        while not folder.exists():
+            folder = folder.parent
     if not folder.is_dir() or not os.access(folder, os.W_OK):
         raise InputError(f"cannot write {path}: {folder} is not a folder that can be written to.")
 
@@ -418,10 +439,13 @@ def file_sum(path: AnyPath) -> str:
 
 def read_toml(path: AnyPath) -> dict[str, Any]:
     """The content of a TOML file; every way it can be unreadable is an InputError of one sentence."""
+    content = read_bytes(path, most=MAX_JSON_BYTES)
     try:
-        return tomllib.loads(read_bytes(path, most=MAX_JSON_BYTES).decode())
-    except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise InputError(f"{path} is not TOML: {error}.") from error
+        return tomllib.loads(content.decode())
+    except RecursionError as error:
+        raise InputError(f"{path} is nested too deeply to be a TOML file of ours.") from error
+    except ValueError as error:  # no UTF-8, no TOML, or a number of thousands of digits
+        raise InputError(f"{path} is not TOML: {str(error).splitlines()[0]}.") from error
 
 
 def write_tensors(path: AnyPath, tensors: dict[str, Tensor], header: dict[str, str]) -> Path:
@@ -598,17 +622,20 @@ def read_json(path: AnyPath) -> Any:
 
     A table that has a checksum must agree with it; those of before have none.
     """
+    content = read_bytes(path, most=MAX_JSON_BYTES)
     try:
-        value = json.loads(read_bytes(path, most=MAX_JSON_BYTES).decode())
-        if isinstance(value, dict) and _SUM in value and value.pop(_SUM) != _sum_of_table(value):
-            raise InputError(
-                f'{path} was damaged or changed after it was written: move it away, or remove its entry "{_SUM}" to '
-                "accept it as it is."
-            )
-        return value
+        value = json.loads(content.decode())
     except UnicodeDecodeError as error:
         raise InputError(f"{path} is not a text file (byte {error.start} is not UTF-8).") from error
     except json.JSONDecodeError as error:
         raise InputError(f"{path} is not JSON: {error.msg} at line {error.lineno}.") from error
+    except ValueError as error:
+        raise InputError(f"{path} holds a number of too many digits to be a JSON file of ours.") from error
     except RecursionError as error:
         raise InputError(f"{path} is nested too deeply to be a JSON file of ours.") from error
+    if isinstance(value, dict) and _SUM in value and value.pop(_SUM) != _sum_of_table(value):
+        raise InputError(
+            f'{path} was damaged or changed after it was written: move it away, or remove its entry "{_SUM}" to '
+            "accept it as it is."
+        )
+    return value

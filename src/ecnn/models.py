@@ -6,20 +6,27 @@ A new kind of model is one file with its `KIND` and one line here.
 from __future__ import annotations
 
 import dataclasses
+import functools
+import inspect
+import typing
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import nn
 
 from ecnn import model, objectives, recipes
 from ecnn.backbones import Mean
 from ecnn.baselines import adp, ecoc, empir, multiscale, resnet, specialists, squeezing, tanh_ensemble, trades
-from ecnn.checks import check_choice, check_options
+from ecnn.checks import check_choice, check_count, check_entries, check_options
 from ecnn.codes import CodeMatrix
 from ecnn.errors import InputError
 from ecnn.kinds import ModelKind
 from ecnn.objectives import Objective, make_objective
 from ecnn.recipes import MEMBER_OPTIONS, Recipe
+
+#: Limits of what a spec can ask for: layers, channels or classes of one model, and weights (1 GiB of them).
+MOST_OF_ANYTHING, MOST_WEIGHTS = 10_000, 2**28
 
 _FILES: tuple[Any, ...] = (model, resnet, multiscale, adp, tanh_ensemble, ecoc, specialists, squeezing, empir)
 
@@ -53,14 +60,35 @@ def build_model(
     mean: Mean | None,
     **options: Any,
 ) -> nn.Module:
-    """A model by name, with weights drawn from torch's generator; options are its keyword arguments."""
+    """A model by name, with weights drawn from torch's generator; options are its keyword arguments.
+
+    It is first built without memory, so that a size that cannot be meant ends in a sentence.
+    """
     entry = find_kind(kind)
     entry.check(options)
+    made_by: Any = entry.model.__init__ if inspect.isclass(entry.model) else entry.model
+    kinds = typing.get_type_hints(made_by)
+    check_entries("[model]", options, {name: kinds[name] for name in options if name in kinds})
+    for name, value in {"num_classes": num_classes, "in_channels": in_channels, **options}.items():
+        if isinstance(value, int) and not isinstance(value, bool):
+            check_count(f"model.{name}", value, least=0, most=MOST_OF_ANYTHING)
     coded = {"code": code} if entry.needs_code else {}
+    build = functools.partial(entry.build, num_classes, in_channels, mean=mean, **coded, **options)
     try:
-        return entry.build(num_classes, in_channels, mean=mean, **coded, **options)
-    except TypeError as error:
-        raise InputError(f"the model {kind!r} cannot be built so: {error}.") from error
+        with torch.random.fork_rng(devices=[]), torch.device("meta"):
+            weights = sum(parameter.numel() for parameter in build().parameters())
+    except InputError:
+        raise
+    # Without memory there is nothing that could go wrong but the options.
+    except Exception as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
+        raise InputError(f"the model {kind!r} cannot be built so: {reason}.") from error
+    if weights > MOST_WEIGHTS:
+        raise InputError(
+            f"the model {kind!r} would have {weights:,} weights, more than the {MOST_WEIGHTS:,} that fit in memory "
+            "with room to train: make it smaller."
+        )
+    return build()
 
 
 def resolve_recipe(recipe: str | Recipe, **changes: Any) -> Recipe:

@@ -6,11 +6,12 @@ import math
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ecnn.checks import check_choice, check_count, check_number
+from ecnn.checks import check_choice, check_count, check_fields, check_number
 
 OPTIMIZERS = ("adam", "adamw", "sgd")
 SCHEDULES = ("authors", "steps", "onecycle", "cosine", "constant")
 PRECISIONS = ("auto", "float32", "bfloat16")
+FILLS = ("nearest", "zero")
 #: Settings of member objectives that a recipe holds itself.
 MEMBER_OPTIONS = ("diversity_weight", "entropy_unit")
 
@@ -54,10 +55,13 @@ class Recipe:
     precision: str = "auto"
 
     def __post_init__(self) -> None:
+        check_fields("a recipe", self)
         check_choice("optimizer", self.optimizer, OPTIMIZERS)
         check_choice("schedule", self.schedule, SCHEDULES)
         check_choice("precision", self.precision, PRECISIONS)
-        check_count("epochs", self.epochs, least=0)
+        check_choice("fill", self.fill, FILLS)
+        check_count("epochs", self.epochs)
+        check_count("shift", self.shift, least=0)
         check_count("batch_size", self.batch_size)
         check_number("lr", self.lr, above=True)
         check_number("weight_decay", self.weight_decay)

@@ -179,7 +179,7 @@ def read_spec(source: str | os.PathLike[str]) -> Spec:
 
 def run_folder(source: str | os.PathLike[str]) -> Path:
     """The folder of a run, given as such or by the name of a shipped model."""
-    if Path(source).is_dir():
+    if files.is_folder(source):
         return Path(source)
     check_choice("a model that is no run folder", str(source), models())
     return zoo_folder(str(source))

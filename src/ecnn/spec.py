@@ -28,13 +28,24 @@ from typing import Any
 from ecnn import files
 from ecnn.attacks import ATTACKS, Attack
 from ecnn.attacks.norms import NORMS
-from ecnn.checks import build, check_choice, check_count, check_options, check_shares, parse_eps
+from ecnn.checks import (
+    build,
+    check_choice,
+    check_count,
+    check_entries,
+    check_fields,
+    check_options,
+    check_shares,
+    parse_eps,
+    shown,
+)
 from ecnn.data import Dataset
 from ecnn.errors import InputError
 from ecnn.models import find_kind
 from ecnn.recipes import Recipe
 
 _ATTACK_KEYS = ("kind", "limit", "data", "source", "members")
+_DEEPEST = 8
 _TRAIN_KEYS = ("recipe", "attack", "val_attack", *(entry.name for entry in dataclasses.fields(Recipe)))
 
 
@@ -60,8 +71,12 @@ class DataTable:
     fingerprint: str | None = None
 
     def __post_init__(self) -> None:
-        if self.test_limit is not None:
-            check_count("data.test_limit", self.test_limit)
+        check_fields("[data]", self)
+        for name in ("test_limit", "num_classes", "in_channels"):
+            if getattr(self, name) is not None:
+                check_count(f"data.{name}", getattr(self, name))
+        if isinstance(self.image_size, list) and len(self.image_size) != 2:
+            raise InputError(f"data.image_size must be [height, width], not {shown(self.image_size)}.")
 
     def check_shape(self, data: Dataset) -> None:
         """Raises InputError unless the dataset has the form that is written down here."""
@@ -97,6 +112,7 @@ class CodeTable:
     content_hash: str | None = None
 
     def __post_init__(self) -> None:
+        check_fields("[code]", self)
         if (self.name is None) == (self.code_length is None):
             raise InputError(
                 "[code] takes either the name of a code or the code_length of one to be designed."
@@ -125,6 +141,7 @@ class AuditTable:
     data: str | None = None
 
     def __post_init__(self) -> None:
+        check_fields("[audit]", self)
         check_choice("norm", self.norm, NORMS)
         parse_eps(self.eps)
         check_shares(claim=self.claim, min_accuracy=self.min_accuracy)
@@ -153,9 +170,11 @@ class Spec:
         check_count("seed", self.seed, least=0)
         for name in ("model", "train", "attacks"):
             _check_is_table(name, getattr(self, name))
+            _check_plain(name, getattr(self, name))
         kind = find_kind(self.model.get("kind", "ecnn"))
         kind.check([name for name in self.model if name != "kind"])
         check_options("[train]", self.train, _TRAIN_KEYS)
+        check_entries("[train]", self.train, {"recipe": str | None, "objective_options": dict | None})
         for name in ("attack", "val_attack"):
             if self.train.get(name) is not None:
                 check_attack(f"train.{name}", self.train[name])
@@ -226,7 +245,7 @@ def parse_settings(settings: Iterable[str]) -> dict[str, Any]:
             raise InputError(f"--set takes TABLE.NAME=VALUE such as train.lr=0.1, not {setting!r}.")
         try:
             values[name.strip()] = tomllib.loads(f"value = {text}")["value"]
-        except tomllib.TOMLDecodeError:
+        except (ValueError, RecursionError):
             values[name.strip()] = text
     return values
 
@@ -255,7 +274,21 @@ def make_attack(table: Mapping[str, Any]) -> Attack:
 
 def _check_is_table(name: str, value: Any) -> None:
     if not isinstance(value, Mapping):
-        raise InputError(f"[{name}] must be a table, not {value!r}.")
+        raise InputError(f"[{name}] must be a table, not {shown(value)}.")
+
+
+def _check_plain(name: str, value: Any, depth: int = 0) -> None:
+    """Raises InputError unless the value is text, a number, true or false, or a list or table of such."""
+    if depth > _DEEPEST:
+        raise InputError(f"{name} is nested more than {_DEEPEST} levels deep, which nothing in a spec is.")
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            _check_plain(f"{name}.{key}", item, depth + 1)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            _check_plain(name, item, depth + 1)
+    elif value is not None:
+        check_entries("a spec", {name: value}, {name: str | bool | int | float})
 
 
 def _checked_table(name: str, value: Any) -> dict[str, Any]:

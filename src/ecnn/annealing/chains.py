@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import time
 from dataclasses import dataclass, field
@@ -11,9 +10,11 @@ from typing import Any
 import numpy as np
 
 from ecnn.annealing import kernel
+from ecnn.errors import InputError
 from ecnn.progress import Progress
 
 _ENERGY_UNITS = 2.0**36  # per unit of energy: the smallest differences between codes are about 1e-6
+_LARGEST_ENERGY = 2.0**62  # a sum over all pairs of columns, with the rows' beside it, stays a 64-bit number
 _VI_UNITS = 2.0**40  # per nat
 _DISTANCE_UNITS = 2.0**24  # cost of a pair of columns as close as the reference
 _HALF_POWER = 16  # a pair of columns costs VI^-32, so steep that nearly only the closest pair matters
@@ -67,13 +68,19 @@ def energy_problem(num_classes: int, code_length: int, arity: int, column_weight
     distances = np.maximum(np.arange(code_length + 1), 0.25)  # equal rows cost 16 times a distance of 1
     # No two different splits of the classes are closer than moving one class out of a pair.
     closest = (2 / num_classes) * math.log(2)
+    clash = 16 * _ENERGY_UNITS * column_weight / closest**2
+    if clash * math.comb(code_length, 2) > _LARGEST_ENERGY:
+        most = column_weight * (_LARGEST_ENERGY / clash) / math.comb(code_length, 2)
+        raise InputError(
+            f"column_weight must be at most {most:.3g} for a code of this size, not {column_weight:g}."
+        )
     return _problem(
         (num_classes, code_length, arity),
         smallest_group=0,
         row_cost=np.rint(_ENERGY_UNITS * distances**-2.0),
         column_scale=_ENERGY_UNITS * column_weight,
         half_power=1,
-        column_clash=int(16 * _ENERGY_UNITS * column_weight / closest**2),
+        column_clash=int(clash),
     )
 
 
@@ -137,11 +144,11 @@ def start_state(problem: kernel.Problem, symbols: np.ndarray, seed: np.random.Se
     table = np.asarray(problem.count_log_count)
     own, shared = table[counts].sum(axis=1), table[joint].sum(axis=(2, 3))
     vi = own[:, None] + own[None, :] - 2 * shared
-    pair_cost = np.zeros((length, length), dtype=np.int64)
-    for first, second in itertools.combinations(range(length), 2):
-        pair_cost[first, second] = pair_cost[second, first] = kernel.column_cost(
-            problem, int(vi[first, second])
-        )
+    # Few distances are different ones, so that their costs are a short table.
+    values, number = np.unique(vi, return_inverse=True)
+    costs = np.array([kernel.column_cost(problem, int(value)) for value in values], dtype=np.int64)
+    pair_cost = costs[number].reshape(length, length)
+    np.fill_diagonal(pair_cost, 0)
     row_cost = np.asarray(problem.row_cost)
     energy = int(row_cost[distance[np.triu_indices(size, 1)]].sum() + pair_cost.sum() // 2)
     words = seed.generate_state(4).astype(np.int64) | np.array([1, 0, 0, 0])  # all-zero words would stay zero

@@ -61,6 +61,7 @@ def design_code(
     Ctrl-C ends the search and returns the best code so far.
     """
     check_size(num_classes, code_length, arity)
+    check_count("seed", seed, least=0)
     weight = resolve_column_weight(column_weight, num_classes, code_length, arity)
     steps = _checked_steps(objective, chains, steps, seconds)
     size = (num_classes, code_length, arity)

@@ -26,6 +26,7 @@ _GREY_MODES = ("1", "L", "LA")
 _DEEP_MODES = ("I", "F")  # also I;16 and its kin: Pillow would clip them, not scale them
 _IDX_HEAD = 4
 _MOST_ARRAYS = 16
+_MOST_RESIZED = 2**30
 
 
 def read_checked(path: Path, sha256: str | None) -> bytes:
@@ -149,6 +150,8 @@ def read_images(
                 f"the images have different sizes ({paths[0]}: {_size(pictures[0])}, {path}: {_size(picture)} "
                 "pixels): pass image_size."
             )
+        if not pictures:
+            check_memory(len(paths) * picture.nbytes, files.MAX_ARRAY_BYTES)
         pictures.append(picture)
         if progress is not None and (done % 256 == 0 or done == len(paths)):
             progress(done, len(paths), "images read")
@@ -172,6 +175,7 @@ def resize(
     from PIL import Image
 
     height, width = image_size
+    check_memory(math.prod(images.shape[:2]) * height * width, _MOST_RESIZED)
     resized = np.empty((*images.shape[:2], height, width), dtype=np.uint8)
     for number, image in enumerate(images):
         for channel, plane in enumerate(image):
@@ -180,6 +184,15 @@ def resize(
         if progress is not None and ((number + 1) % 256 == 0 or number + 1 == len(images)):
             progress(number + 1, len(images), "images resized")
     return resized
+
+
+def check_memory(needed: int, most: int) -> None:
+    """Raises InputError if images would take more bytes than they may."""
+    if needed > most:
+        raise InputError(
+            f"the images would take {needed / 2**30:.1f} GiB of memory, more than {most / 2**30:.0f}: use fewer "
+            "images or a smaller image_size."
+        )
 
 
 def _read_image(path: Path, image_size: tuple[int, int] | None) -> np.ndarray:

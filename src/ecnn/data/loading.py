@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from ecnn import files
-from ecnn.checks import check_array, check_choice, check_count, check_number
+from ecnn.checks import check_array, check_choice, check_count, check_number, shown
 from ecnn.data.datasets import AdversarialSigns, Dataset, Split, hold_out
 from ecnn.data.formats import read_checked
 from ecnn.data.sources import CHECKSUMS, NEVER_MIRRORED, READERS, Arrays, Request, check_sizes, read_folder
@@ -18,6 +18,8 @@ from ecnn.progress import Progress
 
 #: Datasets that `load_data` knows by name.
 NAMES: tuple[str, ...] = tuple(READERS)
+#: The longest side that images are resized to.
+MOST_PIXELS = 1024
 
 
 def load_data(
@@ -112,14 +114,15 @@ def _resolve_size(image_size: int | tuple[int, int] | None) -> tuple[int, int] |
         return None
     sides = image_size if isinstance(image_size, tuple | list) else (image_size, image_size)
     if len(sides) != 2 or not all(
-        isinstance(side, int) and not isinstance(side, bool) and side > 0 for side in sides
+        isinstance(side, int) and not isinstance(side, bool) and 0 < side <= MOST_PIXELS for side in sides
     ):
         raise InputError(
-            f"image_size must be a number of pixels or (height, width), each 1 or more, not {image_size!r}."
+            f"image_size must be a number of pixels or (height, width), each from 1 to {MOST_PIXELS}, not "
+            f"{shown(image_size)}."
         )
     return sides[0], sides[1]
 
 
 def _find_folder(name: str, root: Path) -> Path | None:
     folders = (Path(name), root / name) if name else ()
-    return next((folder for folder in folders if folder.is_dir()), None)
+    return next((folder for folder in folders if files.is_folder(folder)), None)

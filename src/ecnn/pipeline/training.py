@@ -18,7 +18,7 @@ from ecnn import constructions, files, runs
 from ecnn.annealing import design_code
 from ecnn.attacks import ATTACKS, Attack
 from ecnn.baselines import FeatureSqueezing
-from ecnn.checks import parse_eps
+from ecnn.checks import check_count, parse_eps
 from ecnn.codes import CodeMatrix, codebook, load_code
 from ecnn.data import NAMES, Dataset, Split, load_adversarial_signs, load_data
 from ecnn.errors import InputError
@@ -187,6 +187,7 @@ def training_attack(table: Mapping[str, Any]) -> dict[str, Any]:
         del filled["keep"]
     if "steps" in known:
         filled["steps"] = steps = table.get("steps", _ATTACK_STEPS)
+        check_count("train.attack.steps", steps, least=0)
         if "step_size" in known and "eps" in table:
             filled["step_size"] = 2.5 * parse_eps(table["eps"]) / max(1, steps)
     return {"kind": kind, **filled, **{name: value for name, value in table.items() if name != "kind"}}
