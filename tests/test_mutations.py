@@ -190,7 +190,7 @@ def test_codes_that_cannot_be_designed(options: dict[str, Any]) -> None:
 
 
 def test_a_large_image_size_is_refused_before_memory_is_taken() -> None:
-    for size in (1_000_000, 1025, [2**63, 8]):
+    for size in (1_000_000, 1025, (2**63, 8)):
         with pytest.raises(InputError, match="from 1 to 1024"):
             ecnn.load_data("digits", image_size=size)
     with pytest.raises(InputError, match=r"would take 1\.8 GiB"):

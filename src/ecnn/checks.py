@@ -98,7 +98,7 @@ def _fits(value: Any, kind: Any) -> bool:
     if whole is types.UnionType:
         return any(_fits(value, part) for part in parts)
     if whole is int:
-        return isinstance(value, Integral) and not isinstance(value, bool) and -MOST <= value <= MOST
+        return not isinstance(value, bool) and isinstance(value, Integral) and -MOST <= int(value) <= MOST
     if whole is float:
         return _is_finite(value)
     if whole is Any or not isinstance(value, whole):
