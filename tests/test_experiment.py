@@ -37,6 +37,7 @@ from ecnn.pipeline import (
     read_cells,
     results_page,
     run_task,
+    run_tasks,
     table_text,
     tasks_of,
 )
@@ -446,6 +447,46 @@ def test_a_killed_reproduction_goes_on_and_changes_no_number(tmp_path: Path) -> 
         assert whole.arrays.keys() == other.arrays.keys()
         for name, values in whole.arrays.items():
             assert np.array_equal(values, other.arrays[name])
+
+
+@pytest.mark.slow
+def test_ray_does_the_same(tmp_path: Path) -> None:
+    """Two workers of a local Ray: the record of a task is that of this process, and a run that fails is named."""
+    ray = pytest.importorskip("ray")
+    spec = {name: table for name, table in TINY["spec"].items() if name != "audit"}
+    too_large = {"name": "b", "title": "B", "spec": {"train": {"batch_size": 100_000}}}
+    tables = {**TINY, "spec": spec, "arms": [{"name": "a", "title": "A"}, too_large]}
+    path = tmp_path / "tiny.toml"
+    write_experiment(path, tables)
+    experiment = load_experiment(str(path))
+    tasks = tasks_of(experiment, tmp_path / "two")
+    arguments = ["--out", str(tmp_path / "two"), "--device", "cpu"]
+    try:
+        failed = run_tasks(tasks, {"tiny": str(path)}, jobs=2, arguments=arguments, cluster="ray")
+        assert ray.cluster_resources()["CPU"] == 2
+    finally:
+        ray.shutdown()
+    assert [task.arm.name for task in failed] == ["b"]
+    assert "larger than the training set" in (tasks[1].folder / "log.txt").read_text()
+    alone = tasks_of(experiment, tmp_path / "one", arms=["a"])[0]
+    run_task(alone, device="cpu")
+    assert facts_of(tasks[0].folder) == facts_of(alone.folder)
+
+
+def test_without_ray_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    tasks = tasks_of(from_tables("tiny", TINY), tmp_path)
+    with pytest.raises(InputError, match=r"pip install .ecnn\[cluster\]"):
+        run_tasks(tasks, {"tiny": "tiny.toml"}, jobs=2, arguments=[], cluster="ray")
+
+
+def test_repeated_networks_wait_for_the_first_arm(tmp_path: Path) -> None:
+    """Else two processes would train the same network at a time."""
+    tasks = tasks_of(from_tables("tiny", TINY), tmp_path)
+    assert [[task.folder.parent.name + task.folder.name for task in wave] for wave, _ in waves(tasks)] == [
+        ["a0", "a1"],
+        ["b0", "c0"],
+    ]
 
 
 @pytest.mark.slow
