@@ -40,6 +40,7 @@ ROOMS = [
     "spec",
     "experiment",
     "runs",
+    "predicting",
     "plots",
     "pipeline",
     "cli",

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from ecnn.model import ECNN as ECNN
     from ecnn.plots import plot_audit as plot_audit
     from ecnn.plots import plot_code as plot_code
+    from ecnn.predicting import load_classifier as load_classifier
     from ecnn.progress import progress_bar as progress_bar
     from ecnn.runs import load_model as load_model
     from ecnn.spec import Spec as Spec
@@ -44,6 +45,7 @@ _ROOM_OF = {
     "evaluate": "evaluation",
     "exhaustive_code": "annealing",
     "fit": "training",
+    "load_classifier": "predicting",
     "load_code": "codes",
     "load_data": "data",
     "load_model": "runs",

@@ -282,6 +282,43 @@ def predicted_classes(scores: Tensor) -> Tensor:
     return torch.where(is_answer, classes.squeeze(1), -1)
 
 
+def codeword_distances(member_logits: Tensor, code_symbols: Tensor) -> Tensor:
+    """(batch, class) how many members are expected to disagree with each codeword, 0 to N.
+
+    For confident members it is the Hamming distance of their answers. A binary member says 1 with probability
+    (1 + tanh z) / 2, as the paper's decoder reads it: its scores are N minus twice these distances.
+
+    Args:
+        member_logits: (batch, member) or (batch, member, symbol).
+        code_symbols: (class, task).
+    """
+    logits = full_precision(member_logits)
+    if logits.ndim == 2:
+        ones = code_symbols.T.to(logits.dtype)
+        return torch.sigmoid(2 * logits) @ (1 - ones) + torch.sigmoid(-2 * logits) @ ones
+    others = 1 - F.one_hot(code_symbols, logits.shape[2]).to(logits.dtype)
+    return torch.einsum("bnk,cnk->bc", torch.softmax(logits, dim=2), others)
+
+
+def flagging_threshold(distances: Tensor, share: float) -> Tensor:
+    """The distance above which that share of all these lies, in whole images; float64.
+
+    It is half way between the smallest distance that is flagged and the next below, so that rounding moves no image
+    across. Where these two are equal, fewer images are flagged.
+
+    Args:
+        distances: (image,) of clean validation images, neither trained on nor tested on.
+        share: from 0 to below 1.
+    """
+    check_number("the share to be flagged", share, most=1, below=True)
+    if len(distances) == 0:
+        raise InputError("a threshold needs at least one image, and none came.")
+    ranked = distances.sort(descending=True).values.double()
+    # The share is a decimal that floating numbers may miss by little: 0.29 * 100 is just below 29.
+    allowed = math.floor(share * len(ranked) + 1e-9)
+    return (ranked[max(allowed - 1, 0)] + ranked[allowed]) / 2
+
+
 def bounded(scores: Tensor) -> Tensor:
     """The scores in float32 or better, infinite ones as numbers whose sums and differences are numbers too."""
     scores = full_precision(scores)

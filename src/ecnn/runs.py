@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib import resources
 from pathlib import Path
@@ -18,6 +18,7 @@ import ecnn
 from ecnn import files
 from ecnn.checks import check_choice
 from ecnn.codes import CodeMatrix, load_code
+from ecnn.data.sources import CLASS_NAMES
 from ecnn.errors import InputError
 from ecnn.models import build_model
 from ecnn.spec import Spec, load_spec, save_spec
@@ -25,7 +26,8 @@ from ecnn.training.checkpoints import load_checkpoint, load_model_tensors
 from ecnn.training.loop import BEST, LOG
 
 SPEC, CODE, ENVIRONMENT, RESULTS, DONE = "spec.toml", "code.json", "env.json", "eval.json", "DONE"
-_SUMMED = (SPEC, CODE, ENVIRONMENT, BEST, LOG)
+CLASSES = "classes.json"
+_SUMMED = (SPEC, CODE, CLASSES, ENVIRONMENT, BEST, LOG)
 _REPAIR = "start the same training again to have it repaired, or delete DONE to use the files as they are"
 
 
@@ -38,8 +40,8 @@ def describe_model(kind: str, model: nn.Module) -> dict[str, Any]:
     }
 
 
-def start_run(folder: Path, spec: Spec, code: CodeMatrix | None) -> None:
-    """Writes what is known before training: the resolved spec, the code, the environment; takes DONE away.
+def start_run(folder: Path, spec: Spec, code: CodeMatrix | None, class_names: Sequence[str]) -> None:
+    """Writes what is known before training: the resolved spec, the code, classes, environment; takes DONE away.
 
     A folder that holds another run is refused.
     """
@@ -49,6 +51,7 @@ def start_run(folder: Path, spec: Spec, code: CodeMatrix | None) -> None:
     save_spec(folder / SPEC, spec)
     if code is not None:
         code.save(folder / CODE)
+    files.write_json(folder / CLASSES, list(class_names))
     files.write_json(folder / ENVIRONMENT, environment())
 
 
@@ -63,7 +66,7 @@ def is_finished(folder: Path, spec: Spec) -> bool:
 
 def finish_run(folder: Path) -> None:
     """Marks the run as complete: DONE holds the SHA-256 of its files, as `sha256sum -c` reads them."""
-    found = [name for name in _SUMMED if (folder / name).exists() or name != CODE]
+    found = [name for name in _SUMMED if (folder / name).exists() or name not in (CODE, CLASSES)]
     files.write_text(folder / DONE, "".join(f"{files.file_sum(folder / name)}  {name}\n" for name in found))
 
 
@@ -175,6 +178,24 @@ def read_spec(source: str | os.PathLike[str]) -> Spec:
     folder = run_folder(source)
     _check_whole(folder, SPEC)
     return load_spec(folder / SPEC)
+
+
+def class_names(source: str | os.PathLike[str]) -> tuple[str, ...]:
+    """Names of the classes of a run or of a shipped model, in the order of its scores.
+
+    Runs of before do not list theirs: then those of a dataset that has known ones, or else numbers.
+    """
+    folder = run_folder(source)
+    facts = read_spec(folder).data
+    if not (folder / CLASSES).exists():
+        return CLASS_NAMES.get(facts.name, tuple(map(str, range(facts.num_classes or 0))))
+    _check_whole(folder, CLASSES)
+    names = files.read_json(folder / CLASSES)
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise InputError(f"{folder / CLASSES} should hold a list of class names.")
+    if len(names) != facts.num_classes:
+        raise InputError(f"{folder / CLASSES} should name {facts.num_classes} classes, not {len(names)}.")
+    return tuple(names)
 
 
 def run_folder(source: str | os.PathLike[str]) -> Path:

@@ -13,6 +13,7 @@ from ecnn.backbones import ResNet, eval_mode, full_precision
 from ecnn.checks import check_count, check_number
 from ecnn.errors import InputError
 from ecnn.kinds import ModelKind, Published, options_of
+from ecnn.objectives import flagging_threshold
 
 #: Most bits that float32 can be rounded to.
 MAX_BITS = 16
@@ -145,10 +146,7 @@ class FeatureSqueezing(nn.Module):
     def fit_threshold(
         self, images: Tensor, false_positive_rate: float = 0.05, *, batch_size: int = 256
     ) -> float:
-        """Sets and returns the threshold above which that share of these clean images lies, in whole images.
-
-        It is half way between the smallest distance that is flagged and the next below, so that rounding moves no image
-        across. Where these two are equal, fewer images are flagged.
+        """Sets and returns the threshold above which that share of these clean images lies (`flagging_threshold`).
 
         Args:
             images: clean validation images, neither trained on nor tested on; on the model's device.
@@ -157,15 +155,9 @@ class FeatureSqueezing(nn.Module):
         """
         check_number("false_positive_rate", false_positive_rate, most=1, below=True)
         check_count("batch_size", batch_size)
-        if len(images) == 0:
-            raise InputError("a threshold needs at least one image, and none came.")
         with eval_mode(self), torch.no_grad():
             distances = torch.cat([self.distances(batch) for batch in torch.split(images, batch_size)])
-        ranked = distances.sort(descending=True).values.double()
-        # The rate is a decimal that floating numbers may miss by little: 0.29 * 100 is just below 29.
-        allowed = math.floor(false_positive_rate * len(ranked) + 1e-9)
-        chosen = (ranked[max(allowed - 1, 0)] + ranked[allowed]) / 2
-        self.threshold.copy_(chosen)
+        self.threshold.copy_(flagging_threshold(distances, false_positive_rate))
         return float(self.threshold)
 
 

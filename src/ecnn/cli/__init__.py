@@ -12,6 +12,7 @@ from ecnn.cli.audit_command import audit
 from ecnn.cli.code_command import code
 from ecnn.cli.evaluate_command import evaluate
 from ecnn.cli.models_command import models
+from ecnn.cli.predict_command import predict
 from ecnn.cli.reproduce_command import reproduce
 from ecnn.cli.statuses import STATUSES, with_status
 from ecnn.cli.train_command import train
@@ -42,5 +43,5 @@ def main(
 
 
 # In the order in which the help lists them.
-for _command in (code, train, evaluate, audit, reproduce, models):
+for _command in (code, train, predict, evaluate, audit, reproduce, models):
     app.command(epilog=STATUSES)(with_status(_command))

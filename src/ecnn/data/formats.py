@@ -14,13 +14,16 @@ import warnings
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ecnn import files
 from ecnn.errors import InputError
 from ecnn.progress import Progress
+
+if TYPE_CHECKING:
+    from PIL import Image
 
 _GREY_MODES = ("1", "L", "LA")
 _DEEP_MODES = ("I", "F")  # also I;16 and its kin: Pillow would clip them, not scale them
@@ -144,7 +147,7 @@ def read_images(
     """
     pictures: list[np.ndarray] = []
     for done, path in enumerate(paths, start=1):
-        picture = _read_image(path, image_size)
+        picture = pixels_of(read_image(path), image_size)
         if pictures and picture.shape[:2] != pictures[0].shape[:2]:
             raise InputError(
                 f"the images have different sizes ({paths[0]}: {_size(pictures[0])}, {path}: {_size(picture)} "
@@ -195,29 +198,42 @@ def check_memory(needed: int, most: int) -> None:
         )
 
 
-def _read_image(path: Path, image_size: tuple[int, int] | None) -> np.ndarray:
-    """(height, width) of a grey image or (height, width, 3) of any other, uint8."""
+def read_image(path: Path) -> Image.Image:
+    """The picture in a file, grey ("L") or "RGB"."""
+    return decode_image(files.read_bytes(path, most=files.MAX_IMAGE_BYTES), str(path))
+
+
+def decode_image(content: bytes, name: str) -> Image.Image:
+    """The picture that the bytes of an image file hold, grey ("L") or "RGB"; `name` is what sentences call it."""
     from PIL import Image
 
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error", Image.DecompressionBombWarning)
-            content = files.read_bytes(path, most=files.MAX_IMAGE_BYTES)
             with Image.open(io.BytesIO(content)) as image:
-                if image.mode.startswith(_DEEP_MODES):
-                    raise InputError(
-                        f"{path} has more than 8 bits per value (mode {image.mode}): convert it first."
-                    )
-                picture = image.convert("L" if image.mode in _GREY_MODES else "RGB")
+                return plain_image(image, name)
     except InputError:
         raise
     except (Image.DecompressionBombWarning, Image.DecompressionBombError) as error:
         raise InputError(
-            f"{path} is refused: it would unpack to too many pixels ({_first_line(error)})."
+            f"{name} is refused: it would unpack to too many pixels ({_first_line(error)})."
         ) from error
     # Pillow's decoders raise many kinds of error for damaged files.
     except Exception as error:
-        raise InputError(f"{path} cannot be read as an image: {_first_line(error)}.") from error
+        raise InputError(f"{name} cannot be read as an image: {_first_line(error)}.") from error
+
+
+def plain_image(image: Image.Image, name: str) -> Image.Image:
+    """The picture in mode "L" if it is grey, else in "RGB"; one with more than 8 bits per value is refused."""
+    if image.mode.startswith(_DEEP_MODES):
+        raise InputError(f"{name} has more than 8 bits per value (mode {image.mode}): convert it first.")
+    return image.convert("L" if image.mode in _GREY_MODES else "RGB")
+
+
+def pixels_of(picture: Image.Image, image_size: tuple[int, int] | None) -> np.ndarray:
+    """(height, width) of a grey picture or (height, width, 3), uint8, resized bilinearly to (height, width)."""
+    from PIL import Image
+
     if image_size is not None and picture.size != (image_size[1], image_size[0]):
         picture = picture.resize((image_size[1], image_size[0]), Image.Resampling.BILINEAR)
     return np.asarray(picture)

@@ -133,6 +133,17 @@ _GTSRB_NAMES = (
 )
 
 
+_TEN_DIGITS = tuple("0123456789")
+
+#: Of datasets whose classes never change, so that models without a list of their own can name theirs.
+CLASS_NAMES: dict[str, tuple[str, ...]] = {
+    "digits": _TEN_DIGITS,
+    "mnist": _TEN_DIGITS,
+    "cifar10": ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"),
+    "gtsrb": _GTSRB_NAMES,
+}
+
+
 @dataclass(frozen=True)
 class Request:
     """What the caller asked for, passed to every reader."""
@@ -173,7 +184,7 @@ def read_digits(request: Request) -> Arrays:
         np.arange(len(labels)), test_size=TEST_FRACTION, stratify=labels, random_state=TEST_SEED
     )
     train, test = np.sort(train), np.sort(test)
-    return Arrays(images[train], labels[train], images[test], labels[test], _ten_digits())
+    return Arrays(images[train], labels[train], images[test], labels[test], _TEN_DIGITS)
 
 
 def read_mnist(request: Request) -> Arrays:
@@ -184,7 +195,7 @@ def read_mnist(request: Request) -> Arrays:
         images = _read_mnist_file(request.root, f"{part}-images-idx3-ubyte", ndim=3)
         labels = _read_mnist_file(request.root, f"{part}-labels-idx1-ubyte", ndim=1)
         arrays += [resize(images[:, None], request.image_size, request.progress), labels]
-    return Arrays(arrays[0], arrays[1], arrays[2], arrays[3], _ten_digits())
+    return Arrays(arrays[0], arrays[1], arrays[2], arrays[3], _TEN_DIGITS)
 
 
 def _read_mnist_file(root: Path, file_name: str, ndim: int) -> np.ndarray:
@@ -349,10 +360,6 @@ def check_sizes(name: str, train: int, test: int) -> None:
             f"{name} should have {SIZES[name][0]} training and {SIZES[name][1]} test images, not {train} and {test}: "
             "some files are missing or were altered; delete them and fetch them again."
         )
-
-
-def _ten_digits() -> tuple[str, ...]:
-    return tuple("0123456789")
 
 
 READERS: dict[str, Callable[[Request], Arrays]] = {

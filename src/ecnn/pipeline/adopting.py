@@ -18,7 +18,7 @@ from ecnn.pipeline.training import AnyPath, load_spec_data, plan
 from ecnn.spec import AuditTable, Spec, make_attack
 from ecnn.training.loop import BEST, LOG
 
-_NETWORK = (runs.SPEC, runs.CODE, runs.ENVIRONMENT, runs.RESULTS, BEST, LOG)
+_NETWORK = (runs.SPEC, runs.CODE, runs.CLASSES, runs.ENVIRONMENT, runs.RESULTS, BEST, LOG)
 
 
 def adopt(folder: Path, network: Spec, asked: Spec, out: Path, root: AnyPath) -> None:

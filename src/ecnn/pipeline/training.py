@@ -272,7 +272,7 @@ def _train(
     model = made.model.to(place)
     damaged = runs.damaged_files(folder) if resume else ()
     if _is_first_process():
-        runs.start_run(folder, made.spec, made.code)
+        runs.start_run(folder, made.spec, made.code, data.class_names)
     started = time.monotonic()
     with runs.kept_in(folder, resume=resume), suitable_threads(model, data.train):
         history = fit(
