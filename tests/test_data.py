@@ -1006,6 +1006,23 @@ def test_an_archive_that_grows_too_large_is_refused(tmp_path: Path, monkeypatch:
     assert list((tmp_path / "out").iterdir()) == []
 
 
+def test_the_first_test_images_of_a_folder_are_of_all_classes_alike(tmp_path: Path) -> None:
+    for number, name in enumerate(("a", "b", "c")):
+        (tmp_path / "pics" / name).mkdir(parents=True)
+        for image in range(10 * (number + 1)):
+            pixels = np.full((8, 8), 80 * number + image, dtype=np.uint8)
+            Image.fromarray(pixels).save(tmp_path / "pics" / name / f"{image:02}.png")
+    data = load_data(tmp_path / "pics")
+    assert data.folder == str((tmp_path / "pics").resolve())
+    for split in (data.test, data.val):
+        for limit in range(3, 1 + 3 * int(torch.bincount(split.labels).min())):
+            counts = torch.bincount(split.take(limit).labels, minlength=3)
+            assert int(counts.max() - counts.min()) <= 1
+    assert torch.bincount(data.test.labels).tolist() == [2, 4, 6]
+    assert torch.equal(load_data(tmp_path / "pics", seed=5).test.images, data.test.images)
+    assert load_data("digits").folder is None
+
+
 def test_official_addresses() -> None:
     assert {name: len(archives) for name, archives in sources.ARCHIVES.items()} == {
         "mnist": 4,

@@ -12,13 +12,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import ecnn
-from ecnn import files
+from ecnn import files, runs
 from ecnn.codes import CodeMatrix, load_code
 from ecnn.errors import InputError
-from ecnn.pipeline import plan
+from ecnn.pipeline import plan, recording
 from ecnn.spec import Spec, load_spec, make_attack, parse_settings
+from ecnn.training.checkpoints import load_checkpoint, save_checkpoint
+from ecnn.training.loop import BEST, LAST
 
 VALUES: list[Any] = [
     -1, 0, 1, 2, 2**31, 2**63, 2**64, -(2**63), 10**400, 0.5, -0.5, math.nan, math.inf, -math.inf, 1e308, 1e-320, True,
@@ -81,8 +84,8 @@ def test_values_of_a_spec(whole_spec: dict[str, Any], digits: ecnn.data.Dataset)
             plan(spec, digits)
 
     for place in places(whole_spec):
-        for value in VALUES:
-            found = outcome(lambda: use(changed(whole_spec, place, value), rng.random() < 0.01))  # noqa: B023
+        for value in rng.sample(VALUES, 12):
+            found = outcome(lambda: use(changed(whole_spec, place, value), rng.random() < 0.02))  # noqa: B023
             if isinstance(value, datetime.date | datetime.time) or value == 10**400:
                 assert found, (place, value)
 
@@ -195,3 +198,72 @@ def test_a_large_image_size_is_refused_before_memory_is_taken() -> None:
             ecnn.load_data("digits", image_size=size)
     with pytest.raises(InputError, match=r"would take 1\.8 GiB"):
         ecnn.load_data("digits", image_size=1024)
+
+
+def test_facts_of_a_checkpoint(tmp_path: Path, digits: ecnn.data.Dataset) -> None:
+    few, rng = digits.train.take(32), random.Random(0)
+    values: list[Any] = [None, -1, 2**64, "x", [], [1], [{}], {}, True]
+
+    def train(epochs: int) -> object:
+        torch.manual_seed(0)
+        model = ecnn.ResNet(10, 1, width=4, depth=8, mean=digits.mean_image)
+        options: Any = {"objective": "cross_entropy", "seed": 0, "run_dir": tmp_path}
+        return ecnn.fit(model, few, val=None, recipe="small", epochs=epochs, **options)
+
+    train(1)
+    last, best = tmp_path / LAST, tmp_path / BEST
+    tensors, facts = load_checkpoint(last)
+    for place in (*places(facts), *(("epochs", key) for key in ("epoch", "loss"))):
+        for value in rng.sample(values, 3):
+            if place[0] == "epochs" and len(place) == 2:
+                changes = {**facts, "epochs": [{**facts["epochs"][0], place[1]: value}]}
+            else:
+                changes = changed(facts, place, value)
+            save_checkpoint(last, tensors, changes)
+            outcome(lambda: train(1))
+    for name in tensors:
+        if name.startswith("optimizer."):
+            for other in (
+                {f"{name}.x": tensors[name]},
+                {name: torch.zeros(1, 2, 3)},
+                {"optimizer.x.y": torch.ones(1)},
+            ):
+                save_checkpoint(
+                    last, {**{key: value for key, value in tensors.items() if key != name}, **other}, facts
+                )
+                outcome(lambda: train(1))
+            break
+    tensors, facts = load_checkpoint(best)
+    for place in places(facts):
+        for value in rng.sample(values, 3):
+            save_checkpoint(best, tensors, changed(facts, place, value))
+            outcome(lambda: ecnn.load_model(tmp_path))
+    for text in ("9" * 5000, "[" * 100_000, "{", "[]", "null"):
+        files.write_tensors(best, tensors, {"format": "ecnn-checkpoint", "version": "1", "facts": text})
+        assert outcome(lambda: ecnn.load_model(tmp_path))
+
+
+def test_results_and_records_of_a_run(tmp_path: Path) -> None:
+    result: dict[str, Any] = {"test_accuracy": 0.5, "images": 10}
+    audit: dict[str, Any] = {"accuracy": 0.5, "eps": 0.1, "norm": "linf", "budget": "quick"}
+    facts: dict[str, Any] = {
+        "format": "ecnn-record",
+        "version": 1,
+        "arm": "a",
+        "spec": {},
+        "parameters": 3,
+        "times": {},
+    }
+    facts |= {"test": {"accuracy": 0.5, "images": 10}, "attacks": {}, "audits": [audit]}
+    files.write_arrays(tmp_path / "outcomes.npz", {}, {})
+    for table, name, read in (
+        (result, "eval.json", runs.read_results),
+        (facts, "record.json", recording.read_record),
+    ):
+        files.write_json(tmp_path / name, table)
+        assert read(tmp_path)
+        for place in places(table):
+            for value in (None, "x", [], [1], False, 2**64):
+                files.write_json(tmp_path / name, changed(table, place, value))
+                fine = (place, value) in ((("arm",), "x"), (("audits",), []))
+                assert fine or outcome(lambda: read(tmp_path)), (place, value)  # noqa: B023

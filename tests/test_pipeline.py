@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from processes import run
 from typer.testing import CliRunner
 
@@ -22,9 +23,9 @@ from ecnn.cli import app, main
 from ecnn.codes import CodeMatrix, load_code
 from ecnn.data import Split, load_data
 from ecnn.errors import InputError
-from ecnn.pipeline import plan, train_run, training_attack
+from ecnn.pipeline import evaluate_run, plan, plan_evaluation, train_run, training_attack
 from ecnn.pipeline.devices import suitable_threads
-from ecnn.spec import DataTable, Spec, make_attack
+from ecnn.spec import DataTable, Spec, load_spec, make_attack
 
 SMALL = Spec(
     data=DataTable(name="digits"),
@@ -254,3 +255,36 @@ def test_any_attack_can_train(kind: str, tmp_path: Path) -> None:
     assert float(crafted.max()) <= 1
     if "eps" in table:
         assert float((crafted - images).abs().max()) <= 0.1 + 1e-6
+
+
+def test_a_run_on_a_folder_of_images_remembers_where_it_is(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    for name in ("a", "b"):
+        (tmp_path / "root" / "pics" / name).mkdir(parents=True)
+        for image in range(20):
+            pixels = rng.integers(256, size=(9, 9), dtype=np.uint8)
+            Image.fromarray(pixels).save(tmp_path / "root" / "pics" / name / f"{image}.png")
+    table = {"name": "pics", "image_size": 8}
+    spec = Spec.from_dict(
+        {**SMALL.to_dict(), "data": table, "model": {"kind": "resnet", "depth": 8, "width": 4}}
+    )
+    spec = spec.changed({"train.epochs": 1, "train.batch_size": 16})
+    run = train_run(spec, out=tmp_path / "run", root=tmp_path / "root", device="cpu")
+    assert "over after 1 optimizer steps" in " ".join(run.notes)
+    written = load_spec(tmp_path / "run" / "spec.toml")
+    assert (written.data.path, written.data.image_size) == (str(tmp_path / "root" / "pics"), [8, 8])
+    asked = written.changed({"attacks": {"fgsm": {"norm": "linf", "eps": 0.1}}, "data.test_limit": 4})
+
+    def evaluated(**options: Any) -> Any:
+        found = evaluate_run(plan_evaluation(str(tmp_path / "run"), asked, device="cpu", **options))
+        return found.clean.label.tolist()
+
+    assert sorted(evaluated(root=tmp_path)) == [0, 0, 1, 1]
+    # Elsewhere it is found by its name, and the run is still the same one.
+    (tmp_path / "root").rename(tmp_path / "moved")
+    assert sorted(evaluated(root=tmp_path / "moved")) == [0, 0, 1, 1]
+    assert train_run(spec, out=tmp_path / "run", root=tmp_path / "moved", device="cpu").was_finished
+    (tmp_path / "moved" / "pics" / "a" / "0.png").unlink()
+    with pytest.raises(InputError, match="not those that the model was trained on"):
+        evaluated(root=tmp_path / "moved")
+    assert evaluated(data=str(tmp_path / "moved" / "pics"))

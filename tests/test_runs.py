@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from torch import nn
 import ecnn
 from ecnn import files, runs
 from ecnn.attacks import FGSM
+from ecnn.baselines import Ensemble
 from ecnn.codes import load_code
 from ecnn.data import load_data
 from ecnn.errors import InputError
@@ -251,3 +253,35 @@ def test_shipped_model_on_real_images(name: str, facts: tuple[int, float]) -> No
     data = load_data(name.partition("-")[0], DATA, download=False)
     share = accuracy(runs.load_model(name), data.test.take(500), batch_size=250)
     assert abs(share - facts[1]) < 3 * (facts[1] * (1 - facts[1]) / 500) ** 0.5
+
+
+@pytest.mark.parametrize("kind", ["ecnn", "no mean", "resnet", "adp", "trunk", "module"])
+def test_what_fit_leaves_can_be_loaded(tmp_path: Path, kind: str) -> None:
+    digits = load_data("digits")
+    few = digits.train.take(64)
+
+    def made() -> nn.Module:
+        small: Any = {"width": 4, "depth": 8}
+        if kind == "adp":
+            return Ensemble(10, 1, num_members=2, mean=digits.mean_image, **small)
+        if kind == "resnet":
+            return ecnn.ResNet(10, 1, mean=digits.mean_image, **small)
+        if kind == "module":
+            return nn.Sequential(nn.Flatten(), nn.Linear(64, 10))
+        trunk = nn.Conv2d(1, 4, 3) if kind == "trunk" else None
+        mean = None if kind == "no mean" else digits.mean_image
+        return ecnn.ECNN(load_code("10x10"), 1, trunk=trunk, mean=mean, **small)
+
+    model = made()
+    objective = "member_hinge" if isinstance(model, ecnn.ECNN) else "cross_entropy"
+    ecnn.fit(model, few, val=None, recipe="small", epochs=1, objective=objective, seed=0, run_dir=tmp_path)
+    if kind in ("trunk", "module"):
+        with pytest.raises(InputError, match="pass it as module="):
+            ecnn.load_model(tmp_path)
+        loaded = ecnn.load_model(tmp_path, module=made())
+    else:
+        loaded = ecnn.load_model(tmp_path)
+    assert not loaded.training
+    assert torch.equal(loaded(few[:8][0]), model(few[:8][0]))
+    with pytest.raises(InputError, match="made for another model"):
+        ecnn.load_model(tmp_path, module=nn.Linear(2, 2))

@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import inspect
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -89,6 +89,36 @@ def build_model(
             "with room to train: make it smaller."
         )
     return build()
+
+
+def describe_model(model: nn.Module, num_classes: int, image_shape: Sequence[int]) -> dict[str, Any] | None:
+    """What `rebuild_model` makes the model of again, as JSON holds it; None for a class or a trunk of one's own.
+
+    Args:
+        image_shape: (channel, height, width).
+    """
+    made_by = (type(model), type(model).__module__)
+    kind = next((kind for kind in MODELS.values() if {kind.model, kind.model.__module__} & {*made_by}), None)
+    try:
+        config: dict[str, Any] = getattr(model, "config", {})
+    except InputError:  # a trunk of one's own
+        return None
+    if kind is None:
+        return None
+    code: Any = getattr(model, "code", None) if kind.needs_code else None
+    options = {name: value for name, value in config.items() if name in kind.options}
+    size = {"num_classes": num_classes, "image_shape": list(image_shape)}
+    return {"kind": kind.name, **size, "options": options, "code": code and code.to_dict()}
+
+
+def rebuild_model(owner: str, described: Any, mean: Mean) -> nn.Module:
+    """The model that `describe_model` described, with random weights."""
+    kinds = {"kind": str, "num_classes": int, "image_shape": list[int], "options": dict, "code": dict | None}
+    check_entries(owner, described, kinds)
+    code = None if described["code"] is None else CodeMatrix.from_dict(described["code"])
+    channels = (*described["image_shape"], 0)[0]
+    sizes: Any = {"num_classes": described["num_classes"], "in_channels": channels}
+    return build_model(described["kind"], code=code, mean=mean, **sizes, **described["options"])
 
 
 def resolve_recipe(recipe: str | Recipe, **changes: Any) -> Recipe:

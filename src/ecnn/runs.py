@@ -16,11 +16,11 @@ from torch import nn
 
 import ecnn
 from ecnn import files
-from ecnn.checks import check_choice
+from ecnn.checks import check_choice, check_entries, check_number
 from ecnn.codes import CodeMatrix, load_code
 from ecnn.data.sources import CLASS_NAMES
 from ecnn.errors import InputError
-from ecnn.models import build_model
+from ecnn.models import build_model, rebuild_model
 from ecnn.spec import Spec, load_spec, save_spec
 from ecnn.training.checkpoints import load_checkpoint, load_model_tensors
 from ecnn.training.loop import BEST, LOG
@@ -45,7 +45,7 @@ def start_run(folder: Path, spec: Spec, code: CodeMatrix | None, class_names: Se
 
     A folder that holds another run is refused.
     """
-    if (folder / SPEC).exists() and files.read_toml(folder / SPEC) != spec.to_dict():
+    if (folder / SPEC).exists() and not holds(folder, spec):
         raise InputError(f"{folder} holds a run with another spec.toml: choose another folder.")
     (folder / DONE).unlink(missing_ok=True)
     save_spec(folder / SPEC, spec)
@@ -55,11 +55,20 @@ def start_run(folder: Path, spec: Spec, code: CodeMatrix | None, class_names: Se
     files.write_json(folder / ENVIRONMENT, environment())
 
 
+def holds(folder: Path, spec: Spec) -> bool:
+    """Whether the folder's spec.toml is this one, wherever the images were."""
+    tables = files.read_toml(folder / SPEC)
+    data = tables.get("data")
+    if isinstance(data, dict):
+        data.pop("path", None)
+    return tables == spec.identity
+
+
 def is_finished(folder: Path, spec: Spec) -> bool:
     """Whether the folder holds a complete and undamaged run of that spec."""
     return (
         all((folder / name).exists() for name in (DONE, SPEC, RESULTS))
-        and files.read_toml(folder / SPEC) == spec.to_dict()
+        and holds(folder, spec)
         and not damaged_files(folder)
     )
 
@@ -149,28 +158,54 @@ def environment() -> dict[str, Any]:
     }
 
 
-def load_model(source: str | os.PathLike[str], *, device: str | torch.device = "cpu") -> nn.Module:
-    """The best weights of a run directory or of a shipped model (see `models`), in eval mode."""
+def load_model(
+    source: str | os.PathLike[str], *, module: nn.Module | None = None, device: str | torch.device = "cpu"
+) -> nn.Module:
+    """The best weights of a run directory or of a shipped model (see `models`), in eval mode.
+
+    Args:
+        source: what `ecnn train` or `fit(run_dir=)` left, or a name.
+        module: gets the weights and is returned; for a network, or a trunk, of your own, which no file describes.
+    """
     folder = run_folder(source)
+    model = module
+    if model is None:
+        model = _model_of_spec(folder) if (folder / SPEC).exists() else _model_of_weights(folder)
+    _check_whole(folder, BEST)
+    tensors, _ = load_checkpoint(folder / BEST)
+    load_model_tensors(model, tensors, folder / BEST)
+    return model.to(device).eval()
+
+
+def _model_of_weights(folder: Path) -> nn.Module:
+    """The model that the file of weights describes, as `fit` leaves it, with random ones."""
+    tensors, facts = load_checkpoint(folder / BEST)
+    if facts.get("model") is None:
+        raise InputError(
+            f"{folder} holds weights of a network that has no name here: build it as before and pass it as module=."
+        )
+    means = [value for name, value in tensors.items() if name.endswith("centre.mean")]
+    return rebuild_model(str(folder / BEST), facts["model"], torch.zeros_like(means[0]) if means else 0.0)
+
+
+def _model_of_spec(folder: Path) -> nn.Module:
+    """The model that spec.toml describes, with random weights."""
     spec = read_spec(folder)
     facts = spec.data
     if facts.num_classes is None or facts.in_channels is None or not isinstance(facts.image_size, list):
         raise InputError(
             f"{folder / SPEC} does not say num_classes, in_channels and image_size of its [data]."
         )
-    _check_whole(folder, CODE, BEST)
+    _check_whole(folder, CODE)
     options = dict(spec.model)
-    model = build_model(
-        options.pop("kind"),
+    return build_model(
+        str(options.pop("kind", "ecnn")),
         code=load_code(folder / CODE) if (folder / CODE).exists() else None,
         num_classes=facts.num_classes,
         in_channels=facts.in_channels,
         mean=torch.zeros(facts.in_channels, *facts.image_size),  # the true one is among the weights
         **options,
     )
-    tensors, _ = load_checkpoint(folder / BEST)
-    load_model_tensors(model, tensors, folder / BEST)
-    return model.to(device).eval()
 
 
 def read_spec(source: str | os.PathLike[str]) -> Spec:
@@ -215,15 +250,23 @@ def describe_run(folder: Path) -> dict[str, Any]:
     """What a list of models shows of one: kind, data, radius of adversarial training, best epoch, test accuracy."""
     spec = read_spec(folder)
     attack = spec.train.get("attack") or spec.train.get("val_attack") or {}
-    result = files.read_json(folder / RESULTS) if (folder / RESULTS).exists() else {}
+    result = read_results(folder) if (folder / RESULTS).exists() else {}
     _, facts = load_checkpoint(folder / BEST)
     return {
-        "kind": spec.model["kind"],
+        "kind": spec.model.get("kind", "ecnn"),
         "data": spec.data.name,
         "adversarial": attack.get("eps"),
         "best_epoch": facts.get("best_epoch"),
         "test_accuracy": result.get("test_accuracy"),
     }
+
+
+def read_results(folder: Path) -> dict[str, Any]:
+    """What eval.json of a finished run holds."""
+    result: dict[str, Any] = files.read_json(folder / RESULTS)
+    check_entries(str(folder / RESULTS), result, {"test_accuracy": float, "images": int})
+    check_number(f"{folder / RESULTS}: test_accuracy", result["test_accuracy"], most=1)
+    return result
 
 
 def models() -> tuple[str, ...]:

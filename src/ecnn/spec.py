@@ -51,15 +51,16 @@ _TRAIN_KEYS = ("recipe", "attack", "val_attack", *(entry.name for entry in datac
 
 @dataclass(frozen=True, kw_only=True)
 class DataTable:
-    """Which images; the last four are facts that a run writes down and later runs must meet.
+    """Which images; the last five are facts that a run writes down, and later runs must meet all but the place.
 
     Attributes:
         name: of a dataset, or a folder of images by class.
         val_fraction: share of the training images that chooses the epoch.
-        test_limit: attacks see the first so many test images; None for all.
+        test_limit: attacks see the first so many test images; None for all. Of a folder they are of all classes alike.
         image_size: [height, width]; of a folder of images, what they are resized to.
         num_classes, in_channels: of the dataset.
         fingerprint: of all its images and labels.
+        path: where a folder of images was; looked for there first, then by its name.
     """
 
     name: str
@@ -69,6 +70,7 @@ class DataTable:
     num_classes: int | None = None
     in_channels: int | None = None
     fingerprint: str | None = None
+    path: str | None = None
 
     def __post_init__(self) -> None:
         check_fields("[data]", self)
@@ -200,8 +202,13 @@ class Spec:
 
     @property
     def content_hash(self) -> str:
-        """SHA-256 of everything in it."""
-        return hashlib.sha256(json.dumps(self.to_dict(), sort_keys=True).encode()).hexdigest()
+        """SHA-256 of everything that decides the result."""
+        return hashlib.sha256(json.dumps(self.identity, sort_keys=True).encode()).hexdigest()
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What decides the result: all of it but the place of the images, which may be moved."""
+        return dataclasses.replace(self, data=dataclasses.replace(self.data, path=None)).to_dict()
 
     def changed(self, values: Mapping[str, Any]) -> Spec:
         """Another spec: `{"train.lr": 0.1}` replaces or adds entries by their dotted names; None changes nothing."""

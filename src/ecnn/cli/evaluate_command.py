@@ -31,7 +31,12 @@ def evaluate(
     settings: Annotated[
         list[str] | None, typer.Option("--set", help="Any other field: attack.restarts=5. Repeatable.")
     ] = None,
-    limit: Annotated[int | None, typer.Option(help="The first so many test images.  [default: all]")] = None,
+    limit: Annotated[
+        int | None,
+        typer.Option(
+            help="The first so many test images; of a folder, of all classes alike.  [default: all]"
+        ),
+    ] = None,
     seed: Annotated[int, typer.Option(help="Same seed, same random numbers for every image.")] = 0,
     data: Annotated[str | None, typer.Option(help="Other data than the model was trained on.")] = None,
     root: Root = Path("data"),

@@ -102,6 +102,7 @@ class Dataset:
 
     Attributes:
         may_be_mirrored: whether a mirrored image still belongs to its class; of digits and road signs it may not.
+        folder: where one's own images are, as an absolute path; None for a dataset that has a name.
     """
 
     name: str
@@ -110,6 +111,7 @@ class Dataset:
     test: Split
     class_names: tuple[str, ...]
     may_be_mirrored: bool = True
+    folder: str | None = None
 
     def __post_init__(self) -> None:
         check_count(f"{self.name}: num_classes", self.num_classes, least=2)
@@ -222,6 +224,19 @@ class AdversarialSigns:
 
     def __repr__(self) -> str:
         return f"AdversarialSigns({len(self)} images of {len(self.clean_images)} signs)"
+
+
+def balanced_order(labels: np.ndarray, seed: int) -> np.ndarray:
+    """All image numbers in an order whose every beginning has the classes alike, as far as there are images of them.
+
+    Each class is shuffled by itself; then come the first of all classes, the second, and so on, each in random order.
+    """
+    order = np.random.default_rng(seed).permutation(len(labels))
+    turn = np.zeros(len(labels), dtype=int)
+    for label in np.unique(labels):
+        own = order[labels[order] == label]
+        turn[own] = np.arange(len(own))
+    return order[np.argsort(turn[order], kind="stable")]
 
 
 def hold_out(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -10,9 +11,18 @@ import torch
 
 from ecnn import files
 from ecnn.checks import check_array, check_choice, check_count, check_number, shown
-from ecnn.data.datasets import AdversarialSigns, Dataset, Split, hold_out
+from ecnn.data.datasets import AdversarialSigns, Dataset, Split, balanced_order, hold_out
 from ecnn.data.formats import read_checked
-from ecnn.data.sources import CHECKSUMS, NEVER_MIRRORED, READERS, Arrays, Request, check_sizes, read_folder
+from ecnn.data.sources import (
+    CHECKSUMS,
+    NEVER_MIRRORED,
+    READERS,
+    TEST_SEED,
+    Arrays,
+    Request,
+    check_sizes,
+    read_folder,
+)
 from ecnn.errors import InputError
 from ecnn.progress import Progress
 
@@ -52,7 +62,12 @@ def load_data(
     title = str(name)
     folder = None if title in READERS else _find_folder(title, request.root)
     if folder is not None:
-        return _as_dataset(folder.resolve().name, read_folder(folder, request), val_fraction, seed)
+        found = _as_dataset(folder.resolve().name, read_folder(folder, request), val_fraction, seed)
+        # Files come class by class; so that the first few images are of all classes, whoever takes them.
+        val, test = (
+            split.select(balanced_order(split.labels.numpy(), TEST_SEED)) for split in (found.val, found.test)
+        )
+        return replace(found, val=val, test=test, folder=str(folder.resolve()))
     if title == "optprojtran":
         raise InputError("optprojtran is no dataset to train on: use load_adversarial_signs.")
     check_choice("a dataset that is no folder", title, READERS)

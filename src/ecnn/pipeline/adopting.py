@@ -35,15 +35,15 @@ def adopt(folder: Path, network: Spec, asked: Spec, out: Path, root: AnyPath) ->
     if all(twin == folder for twin in twins):
         return
     data = load_spec_data(network, root)
-    wanted = plan(network, data).spec.to_dict()
+    planned = plan(network, data).spec
     for twin in twins:
         if twin == folder:
             continue
         if (twin / runs.DONE).exists():
-            if files.read_toml(twin / runs.SPEC) == wanted:
+            if runs.holds(twin, planned):
                 _copy_run(twin, folder, asked, data)
                 return
-        elif _copy_record(twin, folder, wanted, asked, data):
+        elif _copy_record(twin, folder, planned.identity, asked, data):
             return
 
 

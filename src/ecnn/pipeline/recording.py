@@ -18,7 +18,7 @@ import numpy as np
 
 from ecnn import files, runs
 from ecnn.auditing import load_audit
-from ecnn.checks import parse_eps
+from ecnn.checks import check_entries, check_number, parse_eps
 from ecnn.errors import InputError
 from ecnn.evaluation import Rate
 from ecnn.evaluation.records import read_all
@@ -46,7 +46,7 @@ def place_of(folder: Path, data: str | None) -> Path:
 def write_record(folder: Path, *, arm: str, asked: Spec, times: dict[str, float]) -> None:
     """Writes both files from what the run folder holds; audits that an earlier record has stay in it."""
     tensors, facts = load_checkpoint(folder / BEST)
-    summary = files.read_json(folder / runs.RESULTS)
+    summary = runs.read_results(folder)
     places = [folder, *(path.parent for path in sorted(folder.glob(f"{ELSEWHERE}/*/eval")))]
     outcomes = {name: found for place in places for name, found in read_all(place).items() if name != CLEAN}
     transfers = {path.stem: files.read_json(path) for path in sorted(folder.glob(f"{TRANSFERS}/*.json"))}
@@ -185,5 +185,12 @@ def read_record(folder: Path) -> Record | None:
     facts = files.read_json(folder / RECORD)
     if not isinstance(facts, dict) or facts.get("format") != FORMAT or facts.get("version") != VERSION:
         raise InputError(f"{folder / RECORD} is no record of this version of ecnn.")
+    owner, tables = str(folder / RECORD), {"spec": dict, "test": dict, "times": dict, "attacks": dict}
+    check_entries(owner, facts, {"arm": str, "parameters": int, **tables, "audits": list[dict[str, Any]]})
+    check_entries(owner, facts["test"], {"accuracy": float, "images": int})
+    for audit in facts["audits"]:
+        check_entries(owner, audit, {"accuracy": float, "eps": float, "norm": str, "budget": str})
+    for found in (facts["test"], *facts["audits"]):
+        check_number(f"{owner}: accuracy", found["accuracy"], most=1)
     arrays, _ = files.read_arrays(folder / OUTCOMES)
     return Record(facts, arrays)

@@ -108,6 +108,7 @@ def plan(spec: Spec, data: Dataset) -> Plan:
             in_channels=data.in_channels,
             image_size=list(data.image_size),
             fingerprint=data.fingerprint,
+            path=data.folder,
         ),
         code=code_table,
         model=runs.describe_model(kind.name, model),
@@ -315,7 +316,7 @@ def _train(
 def _finished_run(folder: Path, model: nn.Module) -> TrainedRun:
     """What came of a run that has ended, from its folder."""
     _, facts = load_checkpoint(folder / BEST)
-    result = files.read_json(folder / runs.RESULTS)
+    result = runs.read_results(folder)
     return TrainedRun(
         folder=folder,
         parameters=sum(parameter.numel() for parameter in model.parameters()),
@@ -333,8 +334,9 @@ def _finished_run(folder: Path, model: nn.Module) -> TrainedRun:
 def load_spec_data(spec: Spec, root: AnyPath, other: str | None = None) -> Dataset:
     """The images that the spec asks for; or those of another dataset, which keep their size if it has a name."""
     size = spec.data.image_size if other not in NAMES else None
+    path = spec.data.path
     return load_data(
-        other or spec.data.name,
+        other or (path if path and files.is_folder(path) else spec.data.name),
         root,
         val_fraction=spec.data.val_fraction,
         image_size=(size[0], size[1]) if isinstance(size, list) else size,
@@ -347,6 +349,11 @@ def load_test_images(spec: Spec, root: AnyPath, other: str | None = None) -> Spl
         return load_adversarial_signs(root).split
     found = load_spec_data(spec, root, other)
     spec.data.check_shape(found)
+    if other is None and found.folder and spec.data.fingerprint not in (None, found.fingerprint):
+        raise InputError(
+            f"the images in {found.folder} are not those that the model was trained on: put those back, or give "
+            f"--data {found.folder} to take these."
+        )
     return found.test
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ecnn import files
+from ecnn.checks import check_entries
 from ecnn.errors import InputError
 
 FORMAT = "ecnn-checkpoint"
@@ -59,7 +60,8 @@ def load_checkpoint(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
         raise InputError(f"{path} is not a checkpoint of this version of ecnn: move it away to start anew.")
     try:
         facts = json.loads(header["facts"])
-    except (KeyError, json.JSONDecodeError) as error:
+        check_entries(f"{path}: its facts", facts, {"best_epoch": int, "best_accuracy": float | None})
+    except (KeyError, ValueError, RecursionError) as error:
         raise InputError(f"{path} lacks the facts of its run: move it away to start anew.") from error
     return tensors, facts
 

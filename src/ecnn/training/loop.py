@@ -21,9 +21,10 @@ from torch import Tensor, nn
 
 from ecnn import files
 from ecnn.backbones import eval_mode, without_tf32
+from ecnn.checks import build, check_entries, check_fields
 from ecnn.data import Split
 from ecnn.errors import InputError
-from ecnn.models import objective_of, resolve_recipe
+from ecnn.models import describe_model, objective_of, resolve_recipe
 from ecnn.objectives import Objective, predicted_classes
 from ecnn.progress import Milestone, Progress
 from ecnn.recipes import Recipe
@@ -39,6 +40,7 @@ from ecnn.training.engine import Craft, Engine, craft
 
 LAST, PREVIOUS, BEST, LOG = "last.safetensors", "previous.safetensors", "model.safetensors", "train.jsonl"
 _ROBUST_VAL_IMAGES = 1000
+_FEW_STEPS = 20
 _logger = logging.getLogger("ecnn")
 
 
@@ -54,7 +56,7 @@ class History:
         epochs: one dict per epoch: epoch, loss, lr, val_accuracy, val_robust_accuracy, images_per_second, seconds.
         best_epoch: the epoch whose weights the model has now (-1 when nothing was trained).
         best_accuracy: its validation accuracy (under attack when there is one), None without validation data.
-        alarms: sentences about robust or catastrophic overfitting.
+        alarms: sentences about robust or catastrophic overfitting, and about a training of very few steps.
         note: why the step ran eagerly although a graph was wanted, or which checkpoint could not be read; empty
             otherwise.
         resumed_from: how many epochs a checkpoint contributed.
@@ -136,7 +138,7 @@ def fit(
         precision=precision,
     )
     loss = objective if callable(objective) else objective_of(settings)
-    _check_labels(model, train, val)
+    num_classes = _check_labels(model, train, val)
     device = next(model.parameters()).device
     engine = Engine(
         model,
@@ -151,6 +153,7 @@ def fit(
     val_attack = attack if val_attack is None else val_attack
     folder = None if run_dir is None else Path(run_dir)
     loop = _Loop(engine, val, settings, val_attack, folder, progress)
+    loop.about = {"model": describe_model(model, num_classes, train.images.shape[1:])}
     fingerprint = _fingerprint(model, train, settings, loss, (attack, val_attack), seed)
     with nullcontext() if folder is None or engine.rank else files.locked(folder, "training"):
         return loop.run(resume=resume, fingerprint=fingerprint)
@@ -199,11 +202,13 @@ class _Loop:
         self.best: dict[str, Tensor] | None = None
         self.news, self.note = "", ""
         self.best_is_new = False
+        self.about: dict[str, Any] = {}  # what the file of the best weights says besides
         self.writer = ThreadPoolExecutor(max_workers=1)
         self.writing: Future[None] | None = None
 
     def run(self, *, resume: bool, fingerprint: str) -> History:
         start = self._resume(fingerprint) if resume else 0
+        self._warn(few_steps_alarm(self.engine.steps_per_epoch, self.settings))
         try:
             for epoch in range(start, self.settings.epochs):
                 self._one_epoch(epoch)
@@ -283,9 +288,12 @@ class _Loop:
 
     def _raise_alarms(self) -> None:
         for alarm in overfitting_alarms(self.state.epochs):
-            if alarm not in self.state.alarms:
-                self.state.alarms.append(alarm)
-                _logger.warning(alarm)
+            self._warn(alarm)
+
+    def _warn(self, alarm: str) -> None:
+        if alarm and alarm not in self.state.alarms:
+            self.state.alarms.append(alarm)
+            _logger.warning(alarm)
 
     def _report(self, epoch: int, step: int, *, is_end: bool = False) -> None:
         if self.progress:
@@ -308,7 +316,7 @@ class _Loop:
         best = self.best if self.best_is_new else None
         self.best_is_new = False
         self._wait_for_writer()
-        self.writing = self.writer.submit(_write, self.run_dir, tensors, facts, best)
+        self.writing = self.writer.submit(_write, self.run_dir, tensors, facts, best, self.about)
 
     def _wait_for_writer(self) -> None:
         if self.writing is not None:
@@ -327,15 +335,21 @@ class _Loop:
         load_model_tensors(self.engine.model, tensors, path, "model.")
         if self.engine.averaged is not None:
             load_model_tensors(self.engine.averaged, tensors, path, "averaged.")
-        load_optimizer(self.engine.optimizer, tensors)
-        facts.pop("fingerprint")
-        self.state = _LoopState(**facts)
+        try:
+            load_optimizer(self.engine.optimizer, tensors)
+        except (ValueError, KeyError, RuntimeError) as error:
+            raise InputError(f"{path} was made with another optimizer: choose another folder.") from error
+        state = {name: value for name, value in facts.items() if name != "fingerprint"}
+        self.state = build(str(path), _LoopState, state)
+        check_fields(str(path), self.state)
+        for record in self.state.epochs:
+            check_entries(f"{path}: an epoch", record, {"epoch": int, "loss": float})
         best = {key.removeprefix("best."): value for key, value in tensors.items() if key.startswith("best.")}
         self.best = best or None
         if self.engine.rank == 0:  # whatever became of them since
             if path.name == PREVIOUS:
                 files.keep(path, self.run_dir / LAST)
-            _write_products(self.run_dir, vars(self.state), self.best)
+            _write_products(self.run_dir, vars(self.state), self.best, self.about)
         return len(self.state.epochs)
 
     def _read_checkpoint(self, run_dir: Path) -> tuple[Path, dict[str, Tensor], dict[str, Any]]:
@@ -359,9 +373,13 @@ class _Loop:
 
 
 def _write(
-    run_dir: Path, tensors: dict[str, Tensor], facts: dict[str, Any], best: dict[str, Tensor] | None
+    run_dir: Path,
+    tensors: dict[str, Tensor],
+    facts: dict[str, Any],
+    best: dict[str, Tensor] | None,
+    about: dict[str, Any],
 ) -> None:
-    _write_products(run_dir, facts, best)
+    _write_products(run_dir, facts, best, about)
     if len(facts["epochs"]) > 1:  # otherwise what is there belongs to another run
         files.keep(run_dir / LAST, run_dir / PREVIOUS)
     else:
@@ -371,10 +389,13 @@ def _write(
         _show_on_board(run_dir, facts["epochs"][-1])
 
 
-def _write_products(run_dir: Path, facts: dict[str, Any], best: dict[str, Tensor] | None) -> None:
+def _write_products(
+    run_dir: Path, facts: dict[str, Any], best: dict[str, Tensor] | None, about: dict[str, Any]
+) -> None:
     """Writes what a checkpoint holds for others: the best weights, if they are given, and the log."""
     if best is not None:
-        save_checkpoint(run_dir / BEST, best, {key: facts[key] for key in ("best_epoch", "best_accuracy")})
+        own = {key: facts[key] for key in ("best_epoch", "best_accuracy")}
+        save_checkpoint(run_dir / BEST, best, {**own, **about})
     files.write_text(run_dir / LOG, "".join(json.dumps(record) + "\n" for record in facts["epochs"]))
 
 
@@ -388,6 +409,17 @@ def _show_on_board(run_dir: Path, record: dict[str, Any]) -> None:
         for key, value in record.items():
             if key != "epoch":
                 board.add_scalar(key, value, record["epoch"])
+
+
+def few_steps_alarm(steps_per_epoch: int, settings: Recipe) -> str:
+    """A sentence where the whole training is a handful of steps, which nobody means; else nothing."""
+    steps = steps_per_epoch * settings.epochs
+    if steps >= _FEW_STEPS:
+        return ""
+    return (
+        f"training is over after {steps} optimizer steps (epochs: {settings.epochs}, batches of {settings.batch_size} "
+        f"in each: {steps_per_epoch}), too few to learn much: use a smaller batch_size or more epochs."
+    )
 
 
 def overfitting_alarms(epochs: list[dict[str, Any]]) -> list[str]:
@@ -414,8 +446,8 @@ def _wants_graph(graph: bool | None, device: torch.device) -> bool:
     return device.type == "cuda" and alone and graph is not False
 
 
-def _check_labels(model: nn.Module, train: Split, val: Split | None) -> None:
-    """Raises InputError if the model has no score for some label; one image is scored to find out."""
+def _check_labels(model: nn.Module, train: Split, val: Split | None) -> int:
+    """How many classes the model knows; InputError if it has no score for some label. One image is scored for it."""
     if not len(train):
         raise InputError("the training set is empty.")
     if train.is_float:
@@ -430,6 +462,7 @@ def _check_labels(model: nn.Module, train: Split, val: Split | None) -> None:
             f"a label is {highest}, but the model has scores for {num_classes} classes (0 to {num_classes - 1}): use "
             "a code or a head for as many classes as the data has."
         )
+    return int(num_classes)
 
 
 def _fingerprint(
