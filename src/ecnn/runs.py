@@ -170,7 +170,8 @@ def load_model(
     folder = run_folder(source)
     model = module
     if model is None:
-        model = _model_of_spec(folder) if (folder / SPEC).exists() else _model_of_weights(folder)
+        has_spec = (folder / SPEC).exists() or not (folder / BEST).exists()
+        model = _model_of_spec(folder) if has_spec else _model_of_weights(folder)
     _check_whole(folder, BEST)
     tensors, _ = load_checkpoint(folder / BEST)
     load_model_tensors(model, tensors, folder / BEST)
