@@ -570,6 +570,7 @@ def test_pipes_and_devices_are_no_images(tmp_path: Path) -> None:
             read_images([tmp_path / name], image_size=None)
 
 
+@pytest.mark.usefixtures("unofficial")
 def test_bad_gtsrb_folders_are_refused(tmp_path: Path) -> None:
     write_gtsrb_folders(tmp_path)
     folder = tmp_path / "GTSRB" / "Final_Training" / "Images" / "00007"
