@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 import subprocess
@@ -41,7 +42,7 @@ from ecnn.pipeline import (
     table_text,
     tasks_of,
 )
-from ecnn.pipeline.recording import read_record
+from ecnn.pipeline.recording import covers, read_record
 from ecnn.pipeline.spreading import waves
 from ecnn.pipeline.training import load_test_images
 from ecnn.spec import make_attack
@@ -548,3 +549,7 @@ def test_committed_results_belong_to_their_experiment(folder: Path) -> None:
     clean = record.rate("clean")
     assert clean is not None
     assert clean.n == SIZES[spec.data.name][1]
+    assert covers(record, spec)
+    assert not covers(record, dataclasses.replace(spec, seed=spec.seed + 1))
+    assert not covers(record, spec.changed({"train.epochs": 7}))
+    assert not covers(record, spec.changed({"attacks.pgd.steps": 7}))

@@ -10,12 +10,20 @@ from ecnn import files, runs
 from ecnn.auditing import load_audit, resolve_budget
 from ecnn.data import Dataset
 from ecnn.evaluation import Outcomes
-from ecnn.evaluation.provenance import describe
 from ecnn.evaluation.records import FOLDER
 from ecnn.experiment import CLEAN
-from ecnn.pipeline.recording import AUDIT_RESULT, RECORD, Record, answers, covers, read_record, save_record
+from ecnn.pipeline.recording import (
+    AUDIT_RESULT,
+    RECORD,
+    Record,
+    answers,
+    covers,
+    descriptions,
+    read_record,
+    save_record,
+)
 from ecnn.pipeline.training import AnyPath, load_spec_data, plan
-from ecnn.spec import AuditTable, Spec, make_attack
+from ecnn.spec import AuditTable, Spec
 from ecnn.training.loop import BEST, LOG
 
 _NETWORK = (runs.SPEC, runs.CODE, runs.CLASSES, runs.ENVIRONMENT, runs.RESULTS, BEST, LOG)
@@ -100,16 +108,6 @@ def _copy_record(twin: Path, folder: Path, wanted: Mapping[str, Any], asked: Spe
         return False
     save_record(folder, found)
     return True
-
-
-def descriptions(asked: Spec) -> dict[str, Any]:
-    """What records say of each attack; None, which no record says, where that depends on more than its table."""
-    return {
-        name: None
-        if {"source", "data", "members"} & set(table)
-        else describe(make_attack({"kind": name, **table}))
-        for name, table in asked.attacks.items()
-    }
 
 
 def _is_asked(found: Mapping[str, Any], table: AuditTable, data: Dataset) -> bool:

@@ -9,6 +9,7 @@ An audit is added to those before it with its version, so that a stronger one re
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,9 +22,11 @@ from ecnn.auditing import load_audit
 from ecnn.checks import check_entries, check_number, parse_eps
 from ecnn.errors import InputError
 from ecnn.evaluation import Rate
+from ecnn.evaluation.provenance import describe
 from ecnn.evaluation.records import read_all
 from ecnn.experiment import AUDIT, CLEAN
-from ecnn.spec import AuditTable, Spec
+from ecnn.models import resolve_recipe
+from ecnn.spec import AuditTable, Spec, make_attack
 from ecnn.training.checkpoints import load_checkpoint
 from ecnn.training.loop import BEST
 
@@ -115,8 +118,48 @@ def answers(found: Mapping[str, Any], table: AuditTable, images: int) -> bool:
 def covers(record: Record, asked: Spec) -> bool:
     """Whether the record was made for what is asked, and holds all of it."""
     made = {*record.facts["attacks"], *record.transfers}
-    has_audit = asked.audit is None or record.audit is not None
-    return record.facts.get("asked") == asked.content_hash and made >= set(asked.attacks) and has_audit
+    if not made >= set(asked.attacks) or (asked.audit is not None and record.audit is None):
+        return False
+    if "asked" in record.facts:
+        return bool(record.facts["asked"] == asked.content_hash)
+    return _was_asked(record, asked)
+
+
+def _was_asked(record: Record, asked: Spec) -> bool:
+    """The same of a record that does not say what it was made for: whether all that is asked is in it."""
+    found = record.facts["spec"]
+    recipe = dataclasses.asdict(resolve_recipe(asked.train["recipe"])) if "recipe" in asked.train else {}
+    train = {name: recipe[name] for name in ("epochs", "batch_size", "optimizer", "lr", "schedule") if recipe}
+    given = asked.to_dict()
+    given["train"] = {**train, **{key: value for key, value in asked.train.items() if key != "recipe"}}
+    given["data"].pop("test_limit", None)
+    wanted = {name: given[name] for name in ("seed", "data", "code", "model", "train") if name in given}
+    attacks = descriptions(asked)
+    seen = {name: len(record.arrays[f"{name}.label"]) for name in attacks if f"{name}.label" in record.arrays}
+    limits = {name: asked.attacks[name].get("limit", asked.data.test_limit) for name in attacks}
+    return (
+        _holds(found, wanted)
+        and all(record.facts["attacks"].get(name) == found for name, found in attacks.items())
+        and all(limits[name] in (None, count) for name, count in seen.items())
+        and (asked.audit is None or answers(record.audit or {}, asked.audit, (record.audit or {})["images"]))
+    )
+
+
+def _holds(found: Any, wanted: Any) -> bool:
+    """Whether all that is wanted is in tables that were found, whatever else they hold."""
+    if isinstance(wanted, Mapping):
+        return isinstance(found, Mapping) and all(_holds(found.get(name), wanted[name]) for name in wanted)
+    return bool(found == wanted)
+
+
+def descriptions(asked: Spec) -> dict[str, Any]:
+    """What records say of each attack; None, which no record says, where that depends on more than its table."""
+    return {
+        name: None
+        if {"source", "data", "members"} & set(table)
+        else describe(make_attack({"kind": name, **table}))
+        for name, table in asked.attacks.items()
+    }
 
 
 @dataclass(frozen=True, eq=False)
