@@ -85,10 +85,17 @@ class TaskCost:
         return sum(part.passes for part in self.parts)
 
 
-def estimate_tasks(tasks: Sequence[Task], root: AnyPath = "data") -> list[TaskCost]:
-    """What each run will cost; what is done, or shared with an earlier run of the list, costs nothing."""
+def estimate_tasks(
+    tasks: Sequence[Task], root: AnyPath = "data", *, sizes: Sizes | None = None
+) -> list[TaskCost]:
+    """What each run will cost; what is done, or shared with an earlier run of the list, costs nothing.
+
+    Args:
+        root: where dataset files are, for data whose size is not known by its name.
+        sizes: those of an earlier estimate, so that a network is built once.
+    """
     known: set[str] = set()
-    sizes = _Sizes(root)
+    sizes = Sizes(root) if sizes is None else sizes
     found = []
     for task in tasks:
         if task.is_done():
@@ -137,10 +144,10 @@ def _key(task: Task, part: str) -> str:
 
 
 @dataclass
-class _Sizes:
+class Sizes:
     """Sizes of datasets and of networks, each found once."""
 
-    root: AnyPath
+    root: AnyPath = "data"
     forms: dict[str, tuple[int, int, tuple[int, int], int, int]] = field(default_factory=dict)
     models: dict[str, tuple[nn.Module, float]] = field(default_factory=dict)
 
@@ -189,7 +196,7 @@ def _code(table: CodeTable | None, classes: int) -> CodeMatrix:
     return random_code(classes, length, arity=2 if table is None else table.arity or 2, seed=0)
 
 
-def _parts(task: Task, sizes: _Sizes) -> list[Part]:
+def _parts(task: Task, sizes: Sizes) -> list[Part]:
     spec = task.spec
     classes, channels, size, train, test = sizes.form(spec)
     model, operations = sizes.model(spec)

@@ -10,9 +10,12 @@ import numpy as np
 from ecnn.evaluation import TransferMatrix
 from ecnn.experiment import CLEAN, PARAMETERS, Experiment, experiments, load_experiment
 from ecnn.pipeline.cells import Cell, number, read_cells
+from ecnn.pipeline.costing import Sizes, estimate_tasks
 from ecnn.pipeline.recording import read_record
+from ecnn.pipeline.reproducing import tasks_of
 from ecnn.plots import plot_bars, plot_transfers
 
+_NOWHERE = Path("/nonexistent")  # where nothing is done yet
 _CORNER = 4  # members that the paper's figure shows
 
 HEAD = """# Results: the paper's numbers, ours, and the audited ones
@@ -37,12 +40,15 @@ def results_page(out: Path, *, figures: str) -> str:
         out: the folder of all records.
         figures: where the page finds its figures, relative to itself.
     """
-    parts, waiting = [HEAD], []
+    parts, waiting, sizes = [HEAD], [], Sizes()
     for name in experiments():
         experiment = load_experiment(name)
         cells = read_cells(experiment, out)
         if any(cell.rates for cell in cells):
-            parts.append(_section(experiment, cells, out, figures))
+            planned = sum(
+                cost.minutes for cost in estimate_tasks(tasks_of(experiment, _NOWHERE), sizes=sizes)
+            )
+            parts.append(_section(experiment, cells, out, figures, planned))
         else:
             waiting.append(name)
     if waiting:
@@ -71,7 +77,7 @@ def draw_results(out: Path, folder: Path) -> list[Path]:
     return drawn
 
 
-def _section(experiment: Experiment, cells: Sequence[Cell], out: Path, figures: str) -> str:
+def _section(experiment: Experiment, cells: Sequence[Cell], out: Path, figures: str, planned: float) -> str:
     lines = [f"## {experiment.title}", ""]
     source = f"`{experiment.paper}`" if ":" in experiment.paper else experiment.paper.capitalize()
     lines += [f"{source}; `ecnn reproduce {experiment.name}`. {experiment.note}", ""]
@@ -83,7 +89,7 @@ def _section(experiment: Experiment, cells: Sequence[Cell], out: Path, figures: 
         lines += [_row((arm.title if cell is own[0] else "", *_figures(cell))) for cell in own]
     missing = [arm.title for arm in experiment.arms if not any(c.rates for c in cells if c.arm == arm.name)]
     versions = sorted({version for cell in cells for version in cell.versions})
-    lines += ["", *_arm_notes(experiment, out, versions)]
+    lines += ["", *_arm_notes(experiment, out, versions, planned)]
     lines += [f"Not run yet: {'; '.join(missing)}.", ""] if missing else []
     lines += _transfer_lines(_transfers(experiment, out))
     has_figure = any(cell.rates and cell.row != CLEAN for cell in cells) or _transfers(experiment, out)
@@ -139,7 +145,7 @@ def _row(cells: Sequence[str]) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-def _arm_notes(experiment: Experiment, out: Path, versions: Sequence[int]) -> list[str]:
+def _arm_notes(experiment: Experiment, out: Path, versions: Sequence[int], planned: float) -> list[str]:
     """Counts of parameters, which audit it was, the time it took, and what the reader must know of single arms."""
     lines, seconds = [], 0.0
     for arm in experiment.arms:
@@ -156,4 +162,8 @@ def _arm_notes(experiment: Experiment, out: Path, versions: Sequence[int]) -> li
         lines.append(f"- {arm.title}: {count:,} parameters{same}.{note}")
     if versions:
         lines.append(f"- Version {' and '.join(map(str, versions))} of the audit.")
-    return [*lines, f"- Time: {seconds / 60:.0f} minutes, summed over runs that shared one H200.", ""]
+    lines.append(
+        f"- Time: {seconds / 60:.0f} minutes, summed over runs that shared one H200; planned for all arms, by "
+        f"operations and with audits in full: {planned:.0f}."
+    )
+    return [*lines, ""]
