@@ -45,11 +45,12 @@ def one_thread() -> Iterator[None]:
 @pytest.fixture
 def unofficial(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lets small files of the true formats pass for the official ones."""
+    import ecnn.pipeline.costing  # noqa: F401 which counts images by the official sizes, so must have them before
     from ecnn.data import sources  # only here: it loads torch
 
     for key in list(sources.CHECKSUMS):
         monkeypatch.delitem(sources.CHECKSUMS, key)
-    monkeypatch.setattr(sources, "SIZES", {})  # for others, who count images beforehand, it stays
+    monkeypatch.setattr(sources, "SIZES", {})
 
 
 @pytest.fixture(autouse=True)
