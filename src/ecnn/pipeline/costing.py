@@ -154,7 +154,7 @@ class Sizes:
     def form(self, spec: Spec) -> tuple[int, int, tuple[int, int], int, int]:
         """Classes, channels, (height, width), training images without the validation part, test images."""
         name = spec.data.name
-        if name in _FORMS and spec.data.image_size is None:
+        if name in _FORMS and name in SIZES and spec.data.image_size is None:
             classes, channels, side = _FORMS[name]
             train, test = SIZES[name]
             return classes, channels, (side, side), round(train * (1 - spec.data.val_fraction)), test
