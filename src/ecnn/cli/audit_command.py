@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 import ecnn
-from ecnn.cli.options import NORM_HELP, Device, JsonFlag, Root
+from ecnn.cli.options import NORM_HELP, Device, DryRun, JsonFlag, Resume, Root
 from ecnn.cli.statuses import telling_if_finished
 
 
@@ -50,11 +50,9 @@ def audit(
     out: Annotated[
         Path | None, typer.Option(help="Keep records, audit.json, audit.md and audit.png there, and resume.")
     ] = None,
-    resume: Annotated[bool, typer.Option(help="Go on with what --out holds.")] = True,
+    resume: Resume = True,
     device: Device = "auto",
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Only try the model on one image and say what it would cost.")
-    ] = False,
+    dry_run: DryRun = False,
     as_json: JsonFlag = False,
 ) -> int:
     """Find the accuracy that is left under attack, and say whether to believe a claimed one."""

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 import ecnn
-from ecnn.cli.options import NORM_HELP, Device, JsonFlag, Root, SavedModel
+from ecnn.cli.options import NORM_HELP, Device, DryRun, JsonFlag, Resume, Root, SavedModel
 from ecnn.cli.statuses import telling_if_finished
 from ecnn.errors import InputError
 
@@ -45,11 +45,9 @@ def evaluate(
         Path | None, typer.Option(help="Keep outcomes per image there, and resume from them.")
     ] = None,
     save_images: Annotated[Path | None, typer.Option(help="Write the attacked images to this .npz.")] = None,
-    resume: Annotated[bool, typer.Option(help="Go on with what --out holds.")] = True,
+    resume: Resume = True,
     device: Device = "auto",
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Only try the model on one image and say what it would cost.")
-    ] = False,
+    dry_run: DryRun = False,
     as_json: JsonFlag = False,
 ) -> None:
     """Attack a saved model and count, image by image, what survives."""
