@@ -2,6 +2,7 @@
 PYTHON ?= python3
 TORCH  ?= torch==2.13.0
 VENV   ?= .venv
+MINUTES ?= 10
 
 BIN   := $(VENV)/bin
 READY := $(VENV)/ready
@@ -9,12 +10,13 @@ PEERS := $(VENV)-peers
 # One process per core and one thread each: the networks of the tests are too small to share.
 TEST  := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto
 
-.PHONY: demo test test-fast test-all test-peers peers check format codebook bench clean help
+.PHONY: demo test test-fast test-all test-peers peers check format codebook bench campaign clean help
 
 help:
 	@echo "make demo       design a code, train three networks, attack and audit them; pictures in out/"
 	@echo "make test       the test suite (make test-fast: its quick part, make test-all: everything)"
 	@echo "make test-peers compare with other libraries, in an environment of their own ($(PEERS), see peers.txt)"
+	@echo "make campaign   kills, faults, damaged files and wrong inputs for MINUTES=$(MINUTES), and a table of what broke"
 	@echo "make check      ruff and mypy (make format: let ruff rewrite)"
 	@echo "make codebook   design the shipped codes again        make bench   do the benchmarks still run?"
 	@echo "Settings: PYTHON=$(PYTHON)  TORCH='$(TORCH)'  VENV=$(VENV)"
@@ -50,6 +52,9 @@ codebook: $(READY)
 
 bench: $(READY)
 	for name in annealing training baselines attacks audit; do $(BIN)/python benchmarks/$$name.py --quick || exit 1; done
+
+campaign: $(READY)
+	PYTHONPATH=tools $(BIN)/python -m campaign --minutes $(MINUTES)
 
 # torch comes first and alone: whatever build of it is chosen then constrains all the rest, so that no other package
 # can pull another one. constraints.txt pins everything that torch does not bring.

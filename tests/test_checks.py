@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 import torch
 
+import ecnn
+from ecnn.attacks import FGSM
 from ecnn.baselines import TRADESObjective
 from ecnn.checks import (
     build,
@@ -133,3 +135,45 @@ def test_what_is_no_radius_is_refused(value: Any) -> None:
 def test_radii_are_read_as_people_write_them_everywhere() -> None:
     assert parse_eps("0.5/255") == 0.5 / 255
     assert TRADESObjective(eps="0.5/255", steps=1, step_size="0.1/255").eps == "0.5/255"
+
+
+@pytest.mark.parametrize("thing", [None, "x", 3, [], len])
+def test_what_is_no_model_code_audit_or_split_is_named_at_every_door(thing: Any) -> None:
+    net, images, labels = torch.nn.Flatten(), torch.zeros(1, 1, 2, 2), torch.zeros(1, dtype=torch.int64)
+    split = ecnn.load_data("digits").test.take(2)
+    attack = FGSM(norm="linf", eps=0.1)
+    doors: list[tuple[str, Any]] = [
+        ("model", lambda: attack(thing, images, labels)),
+        ("model", lambda: ecnn.evaluate(thing, split, {}, limit=1)),
+        ("model", lambda: ecnn.audit(thing, split, norm="linf", eps=0.1)),
+        ("model", lambda: ecnn.fit(thing, split, val=None, recipe="small", seed=0)),
+        ("split", lambda: ecnn.evaluate(net, thing, {}, limit=1)),
+        ("attacks", lambda: ecnn.evaluate(net, split, thing, limit=1)),
+        ("train", lambda: ecnn.fit(net, thing, val=None, recipe="small", seed=0)),
+        ("images", lambda: ecnn.ResNet(2, 1, depth=8, width=2)(thing)),
+        ("code", lambda: ecnn.plot_code(thing, "x.png")),
+        ("audit", lambda: ecnn.plot_audit(thing, "x.png")),
+    ]
+    for name, call in doors:
+        with pytest.raises(InputError, match=f"{name} must be .*, not a {type(thing).__name__}"):
+            call()
+
+
+@pytest.mark.parametrize("device", ["8/255", -1, 2**63, None, "cpu:x"])
+def test_a_device_that_is_none_is_named(device: Any) -> None:
+    with pytest.raises(InputError, match=r"the device '.*' cannot be used here"):
+        ecnn.load_model("mnist-tanh16", device=device)
+
+
+def test_whole_numbers_of_numpy_count_as_those_of_python() -> None:
+    small: Any = np.uint8(40)
+    made, wanted = (ecnn.design_code(size, size, steps=1, chains=1, seed=0) for size in (small, 40))
+    assert made == wanted
+    split, seed = ecnn.load_data("digits").test, np.int64(2**40)
+    net = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 10))
+    assert ecnn.evaluate(net, split, {}, limit=2, seed=seed).clean.index.tolist() == [0, 1]  # type: ignore[arg-type]
+
+
+def test_a_depth_that_cannot_be_meant_is_refused() -> None:
+    with pytest.raises(InputError, match=r"depth .* must be a whole number from 8 to 10000, not 2147483648"):
+        ecnn.ResNet(2, depth=2**31)

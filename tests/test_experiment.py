@@ -141,6 +141,8 @@ def test_an_experiment_runs_resumes_and_becomes_a_table(tmp_path: Path) -> None:
     assert first is not None
     assert twin is not None
     assert other is not None
+    for name in ("audit.png", "record.json"):  # as a kill between the audit and its picture leaves it
+        (tasks[0].folder / name).unlink()
     assert not (tasks[1].folder / "last.safetensors").exists()  # it was trained once, for the other arm
     assert np.array_equal(first.arrays["pgd.prediction"], twin.arrays["pgd.prediction"])
     before = {
@@ -148,6 +150,7 @@ def test_an_experiment_runs_resumes_and_becomes_a_table(tmp_path: Path) -> None:
     }
     for task in tasks:
         run_task(task, device="cpu")
+    assert (tasks[0].folder / "audit.png").exists()
     assert {path: path.stat().st_mtime_ns for path in before} == before
     cells = {(cell.arm, cell.row): cell for cell in read_cells(experiment, tmp_path)}
     rows = {"a": experiment.rows, "b": ("clean", "pgd"), "c": experiment.rows}
@@ -553,3 +556,13 @@ def test_committed_results_belong_to_their_experiment(folder: Path) -> None:
     assert not covers(record, dataclasses.replace(spec, seed=spec.seed + 1))
     assert not covers(record, spec.changed({"train.epochs": 7}))
     assert not covers(record, spec.changed({"attacks.pgd.steps": 7}))
+
+
+@pytest.mark.parametrize("name", ["pgd.label", "pgd.l2", "pgd.other"])
+def test_a_record_with_columns_of_another_kind_is_refused(name: str, tmp_path: Path) -> None:
+    committed = next(RESULTS.glob("*/*/*"))
+    files.copy(committed / "record.json", tmp_path / "record.json")
+    arrays, header = files.read_arrays(committed / "outcomes.npz")
+    files.write_arrays(tmp_path / "outcomes.npz", {**arrays, name: np.zeros(3)}, header)
+    with pytest.raises(InputError, match=f"outcomes.npz is damaged: '{name}' is not a column"):
+        read_record(tmp_path)

@@ -24,7 +24,7 @@ from ecnn.codes import CodeMatrix, load_code
 from ecnn.data import Split, load_data
 from ecnn.errors import InputError
 from ecnn.pipeline import evaluate_run, plan, plan_evaluation, train_run, training_attack
-from ecnn.pipeline.devices import suitable_threads
+from ecnn.pipeline.threads import suitable_threads
 from ecnn.spec import DataTable, Spec, load_spec, make_attack
 
 SMALL = Spec(

@@ -17,13 +17,15 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from ecnn.checks import check_choice, check_count
+from ecnn.checks import check_choice, check_count, check_kind
 from ecnn.errors import InputError
 
 ACTIVATIONS: dict[str, type[nn.Module]] = {"relu": nn.ReLU, "silu": nn.SiLU, "gelu": nn.GELU, "elu": nn.ELU}
 
 Mean = float | npt.ArrayLike | Tensor
 
+#: More layers, channels or classes of a network than anybody means.
+MOST_OF_ANYTHING = 10_000
 # Standard deviation of a standard normal cut off at two: dividing by it keeps the variance asked for.
 _CUT_NORMAL_STD = 0.8796256610342398
 
@@ -48,6 +50,7 @@ def full_precision(values: Tensor) -> Tensor:
 @contextmanager
 def eval_mode(model: nn.Module) -> Iterator[None]:
     """The model in eval mode, every part of it restored afterwards."""
+    check_kind("model", model, nn.Module, "a torch module")
     modes = {module: module.training for module in model.modules()}
     model.eval()
     try:
@@ -63,6 +66,7 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
 
     Inside, a model whose numbers are all float16 or bfloat16 takes images of any precision and rounds them itself.
     """
+    check_kind("model", model, nn.Module, "a torch module")
     gradients = [(parameter, parameter.grad, parameter.requires_grad) for parameter in model.parameters()]
     buffers = [
         (module, name, value, value._version, value.clone())
@@ -114,6 +118,7 @@ def without_tf32() -> Iterator[None]:
 
 def check_images(images: Tensor, in_channels: int) -> None:
     """Raises InputError unless images are floating (batch, channel, height, width); looks at no value."""
+    check_kind("images", images, Tensor, "a tensor of floating numbers in [0, 1]")
     if images.ndim != 4 or images.shape[1] != in_channels:
         raise InputError(
             f"images must have the shape (batch, {in_channels}, height, width), not {tuple(images.shape)}."
@@ -316,9 +321,10 @@ def unit_plan(depth: int, width: int) -> list[tuple[int, int, int]]:
         depth: 6n + 2 for n units a stack: 8, 14, 20, 26, 32, ...
         width: channels of the stem and of the first stack.
     """
-    if isinstance(depth, bool) or not isinstance(depth, int) or depth < 8 or depth % 6 != 2:
+    check_count("depth (6n + 2, such as 20)", depth, least=8, most=MOST_OF_ANYTHING)
+    if depth % 6 != 2:
         raise InputError(f"depth must be 6n + 2, such as 8, 14, 20 or 32, not {depth!r}.")
-    check_count("width", width)
+    check_count("width", width, most=MOST_OF_ANYTHING)
     plan, channels = [], width
     for stack in range(3):
         for unit in range((depth - 2) // 6):
@@ -352,6 +358,7 @@ class Trunk(nn.Module):
         groups: int = 1,
     ) -> None:
         super().__init__()
+        check_count("in_channels", in_channels, most=MOST_OF_ANYTHING)
         plan = unit_plan(depth, width)
         num_units = len(plan) if num_units is None else num_units
         check_count("num_units", num_units, most=len(plan))
@@ -406,6 +413,7 @@ class ResNet(nn.Module):
             "batch_norm": batch_norm,
             "activation": activation,
         }
+        check_count("num_classes", num_classes, most=MOST_OF_ANYTHING)
         self.config: dict[str, Any] = {"num_classes": num_classes, "in_channels": in_channels, **network}
         self.in_channels = in_channels
         self.centre = Centre(mean)

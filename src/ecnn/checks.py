@@ -130,6 +130,12 @@ def check_shares(**shares: float | None) -> None:
             check_number(f"{name} (such as 0.72 for 72 %)", share, most=1.0)
 
 
+def check_kind(name: str, value: Any, kind: type, words: str) -> None:
+    """Raises InputError unless the value is of that class, which the words describe to a person."""
+    if not isinstance(value, kind):
+        raise InputError(f"{name} must be {words}, not a {type(value).__name__}.")
+
+
 def check_choice(name: str, value: Any, known: Iterable[str]) -> None:
     """Raises InputError unless the value is one of the names; the sentence lists them and guesses which was meant."""
     known = list(known)

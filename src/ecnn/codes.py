@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from ecnn import files
 from ecnn.bounds import max_entropy, min_column_distance_bound, min_row_distance_bound, most_balanced
-from ecnn.checks import check_array, check_choice, check_count, shown
+from ecnn.checks import check_array, check_choice, check_count, check_kind, shown
 from ecnn.errors import InputError
 
 FORMAT = "ecnn-code"
@@ -63,6 +63,7 @@ def check_size(num_classes: int, code_length: int, arity: int) -> None:
     check_count("num_classes", num_classes, least=2, most=MAX_CLASSES)
     check_count("arity", arity, least=2, most=MAX_ARITY)
     check_count("code_length", code_length, most=MAX_SYMBOLS // arity)
+    num_classes, code_length, arity = int(num_classes), int(code_length), int(arity)  # NumPy's would overflow
     if code_length * math.log2(arity) < 63 and arity**code_length < num_classes:
         needed = math.ceil(math.log(num_classes, arity) - 1e-12)
         raise InputError(
@@ -168,6 +169,8 @@ class CodeMatrix:
         allow_equal_rows: bool = False,
         allow_constant_columns: bool = False,
     ) -> None:
+        if provenance is not None:
+            check_kind("provenance", provenance, Mapping, "a table")
         checked = _checked_symbols(symbols, arity)
         check_count("num_classes", len(checked), least=2)
         if not allow_equal_rows:

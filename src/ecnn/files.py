@@ -89,7 +89,7 @@ def naming(path: AnyPath, verb: str) -> Iterator[None]:
 def _kind_of(path: AnyPath) -> str | None:
     """What lies at a path, links followed: "" for a file, None for nothing, else a word for it."""
     try:
-        mode = os.stat(path).st_mode
+        mode = os.stat(os.fspath(path)).st_mode  # a number would be an open file
     except (FileNotFoundError, NotADirectoryError):
         return None
     except ValueError as error:  # a zero byte

@@ -16,17 +16,17 @@ import torch
 from torch import nn
 
 from ecnn import model, objectives, recipes
-from ecnn.backbones import Mean
+from ecnn.backbones import MOST_OF_ANYTHING, Mean
 from ecnn.baselines import adp, ecoc, empir, multiscale, resnet, specialists, squeezing, tanh_ensemble, trades
-from ecnn.checks import check_choice, check_count, check_entries, check_options
+from ecnn.checks import check_choice, check_count, check_entries, check_kind, check_options
 from ecnn.codes import CodeMatrix
 from ecnn.errors import InputError
 from ecnn.kinds import ModelKind
 from ecnn.objectives import Objective, make_objective
 from ecnn.recipes import MEMBER_OPTIONS, Recipe
 
-#: Limits of what a spec can ask for: layers, channels or classes of one model, and weights (1 GiB of them).
-MOST_OF_ANYTHING, MOST_WEIGHTS = 10_000, 2**28
+#: How many weights a spec can ask for (1 GiB of them).
+MOST_WEIGHTS = 2**28
 
 _FILES: tuple[Any, ...] = (model, resnet, multiscale, adp, tanh_ensemble, ecoc, specialists, squeezing, empir)
 
@@ -126,6 +126,7 @@ def resolve_recipe(recipe: str | Recipe, **changes: Any) -> Recipe:
     if isinstance(recipe, str):
         check_choice("recipe", recipe, RECIPES)
         recipe = RECIPES[recipe]
+    check_kind("recipe", recipe, Recipe, "a Recipe or the name of one")
     check_options("a recipe", changes, [entry.name for entry in dataclasses.fields(Recipe)])
     changes = {key: value for key, value in changes.items() if value is not None}
     if changes.get("objective", recipe.objective) != recipe.objective:

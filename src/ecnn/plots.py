@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ecnn import files
-from ecnn.checks import check_choice
+from ecnn.checks import check_choice, check_kind
 from ecnn.codes import CodeMatrix
 from ecnn.errors import InputError
 
@@ -35,6 +35,7 @@ def plot_code(
     """
     from matplotlib.figure import Figure
 
+    check_kind("code", code, CodeMatrix, "a CodeMatrix")
     names = [str(name) for name in (class_names if class_names is not None else range(code.num_classes))]
     if len(names) != code.num_classes:
         raise InputError(f"class_names must name {code.num_classes} classes, not {len(names)}.")
@@ -144,6 +145,9 @@ def plot_audit(audit: Audit, path: str | os.PathLike[str]) -> Path:
     """
     from matplotlib.figure import Figure
 
+    from ecnn.auditing import Audit
+
+    check_kind("audit", audit, Audit, "what `audit` returned")
     curve: list[dict[str, Any]] = next(
         (found.evidence.get("curve", []) for found in audit.findings if found.name == "radius"), []
     )

@@ -158,6 +158,20 @@ def environment() -> dict[str, Any]:
     }
 
 
+def find_device(name: str | torch.device) -> torch.device:
+    """The device of that name; "auto" is CUDA where there is one, else the CPU."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+        torch.zeros(1, device=device)
+    except (RuntimeError, AssertionError, ValueError, TypeError) as error:
+        raise InputError(
+            f"the device {str(name)!r} cannot be used here: {str(error).splitlines()[0]}"
+        ) from error
+    return device
+
+
 def load_model(
     source: str | os.PathLike[str], *, module: nn.Module | None = None, device: str | torch.device = "cpu"
 ) -> nn.Module:
@@ -175,7 +189,7 @@ def load_model(
     _check_whole(folder, BEST)
     tensors, _ = load_checkpoint(folder / BEST)
     load_model_tensors(model, tensors, folder / BEST)
-    return model.to(device).eval()
+    return model.to(find_device(device)).eval()
 
 
 def _model_of_weights(folder: Path) -> nn.Module:

@@ -11,7 +11,7 @@ import numpy as np
 
 from ecnn.annealing.chains import Allowance, anneal_chain, distance_problem, energy_problem
 from ecnn.bounds import min_column_distance_bound, min_row_distance_bound
-from ecnn.checks import check_choice, check_count, check_number
+from ecnn.checks import check_choice, check_count, check_kind, check_number
 from ecnn.codes import CodeMatrix, ColumnWeight, check_size, resolve_column_weight
 from ecnn.constructions import HadamardSource, hadamard_matrices, levenshtein_code, random_code
 from ecnn.errors import InputError
@@ -62,9 +62,12 @@ def design_code(
     """
     check_size(num_classes, code_length, arity)
     check_count("seed", seed, least=0)
+    num_classes, code_length, arity = int(num_classes), int(code_length), int(arity)  # NumPy's would overflow
     weight = resolve_column_weight(column_weight, num_classes, code_length, arity)
-    steps = _checked_steps(objective, chains, steps, seconds)
+    steps, chains = _checked_steps(objective, chains, steps, seconds), int(chains)
     size = (num_classes, code_length, arity)
+    if init is not None:
+        check_kind("init", init, CodeMatrix, "a CodeMatrix")
     if init is not None and (init.num_classes, init.code_length, init.arity) != size:
         raise InputError(
             f"init is {init.num_classes} x {init.code_length} with arity {init.arity}, but the design is "
@@ -101,7 +104,7 @@ def _checked_steps(objective: str, chains: int, steps: int | None, seconds: floa
     check_count("steps", steps)
     if seconds is not None:
         check_number("seconds", seconds, above=True)
-    return steps
+    return int(steps)
 
 
 class _Search:

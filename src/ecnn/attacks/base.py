@@ -18,7 +18,7 @@ from ecnn.attacks.speed.quick_copy import quick_copy
 from ecnn.attacks.speed.replay import Recorder, Values, run_in_pieces
 from ecnn.attacks.views import Aim, Look, View
 from ecnn.backbones import full_precision, undisturbed, without_tf32
-from ecnn.checks import check_choice, parse_eps
+from ecnn.checks import check_choice, check_kind, parse_eps
 from ecnn.errors import InputError
 from ecnn.objectives import largest_score, predicted_classes
 
@@ -334,7 +334,7 @@ class Attack:
         """
         if generator is None:
             return self.run(model, images, labels, seed=seed, index=index).images
-        check_batch(images, labels)
+        check_batch(model, images, labels)
         images = images.detach()
         target = Target(model, len(images), images.device, self.precision)
         whole = replace(self, early_exit=False)
@@ -354,7 +354,7 @@ class Attack:
         The model is asked in eval mode. It is left as it was, and so are the generators that it may draw from, also
         when it raises an error.
         """
-        check_batch(images, labels, index)
+        check_batch(model, images, labels, index)
         with undisturbed(model), forked_generators(images.device):
             return self._run_in_memory(model, images, labels, seed, index)
 
@@ -433,8 +433,9 @@ class BallAttack(Attack):
         return parse_eps(self.eps)
 
 
-def check_batch(images: Tensor, labels: Tensor, index: Tensor | None = None) -> None:
-    """Raises InputError unless these are pixels in [0, 1] with a label, a whole number, for each image."""
+def check_batch(model: nn.Module, images: Tensor, labels: Tensor, index: Tensor | None = None) -> None:
+    """Raises InputError unless these are a model and pixels in [0, 1] with a label, a whole number, for each image."""
+    check_kind("model", model, nn.Module, "a torch module")
     check_pixels(images)
     check_tensor("labels", labels, len(images))
     if index is not None:

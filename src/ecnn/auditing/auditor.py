@@ -29,7 +29,7 @@ from ecnn.auditing.subject import Subject
 from ecnn.auditing.suite import find_traits, suite
 from ecnn.auditing.surrogates import choose_examples
 from ecnn.backbones import half_precision_of, undisturbed, without_tf32
-from ecnn.checks import check_choice, check_shares, parse_eps
+from ecnn.checks import check_choice, check_count, check_shares, parse_eps
 from ecnn.data import Split
 from ecnn.errors import InputError
 from ecnn.evaluation import Evaluation
@@ -92,6 +92,7 @@ def audit(
         progress: called as progress(done, total, note).
     """
     check_choice("norm", norm, NORMS)
+    check_count("seed", seed, least=0)
     eps, budget = parse_eps(eps, most=NORMS[norm].longest), resolve_budget(budget)
     check_shares(claim=claim, min_accuracy=min_accuracy)
     chosen = check_request(model, split, budget.images if limit is None else limit, BATCH_SIZE)
@@ -100,7 +101,9 @@ def audit(
         files.check_writable(Path(run_dir) / RESULT)
     images = place(model, chosen[:][0])
     labels = chosen.labels.to(images.device)
-    subject = Subject(model=model, images=images, labels=labels, norm=norm, eps=eps, budget=budget, seed=seed)
+    subject = Subject(
+        model=model, images=images, labels=labels, norm=norm, eps=eps, budget=budget, seed=int(seed)
+    )
     with nullcontext() if run_dir is None else files.locked(run_dir, "audit"):
         with undisturbed(model), without_tf32():
             attacks, is_random = _choose_attacks(subject, split, folder, resume)
@@ -113,8 +116,8 @@ def audit(
         trouble = [*_failures(staged), *_nan_gradients(staged), *_precision(subject), *_wide_ball(subject)]
         result = _conclude(subject, staged, [*evidence, *trouble, *findings], claim, min_accuracy, is_random)
         if run_dir is not None:
-            result.save(Path(run_dir) / RESULT)
             files.write_text(Path(run_dir) / PAGE, result.markdown())
+            result.save(Path(run_dir) / RESULT)  # last: who finds it takes the audit for finished
     return result
 
 

@@ -35,8 +35,8 @@ def predict(
     as_csv: Annotated[bool, typer.Option("--csv", help="Print a table with a row per image.")] = False,
 ) -> int:
     """Classify image files: names of the classes, probabilities, margin, distance to the nearest codeword."""
-    from ecnn.pipeline.devices import find_device
     from ecnn.predicting import load_classifier
+    from ecnn.runs import find_device
 
     if as_json and as_csv:
         raise InputError("--json and --csv are two forms of the same: give one.")

@@ -15,7 +15,7 @@ from ecnn.attacks import Attack
 from ecnn.attacks.base import read_model
 from ecnn.attacks.norms import NORMS
 from ecnn.backbones import undisturbed
-from ecnn.checks import check_count
+from ecnn.checks import check_count, check_kind
 from ecnn.data import Split
 from ecnn.errors import InputError
 from ecnn.objectives import predicted_classes
@@ -27,10 +27,8 @@ ForeignAttack = Callable[[nn.Module, Tensor, Tensor], Tensor]
 
 def check_request(model: nn.Module, split: Split, limit: int | None, batch_size: int) -> Split:
     """The images to evaluate; InputError unless the model has a score for each of their labels."""
-    if not isinstance(model, nn.Module):
-        raise InputError(f"model must be a torch module, not a {type(model).__name__}.")
-    if not isinstance(split, Split):
-        raise InputError(f"evaluate takes a Split such as data.test, not a {type(split).__name__}.")
+    check_kind("model", model, nn.Module, "a torch module")
+    check_kind("split", split, Split, "a Split such as data.test")
     check_count("batch_size", batch_size)
     chosen = split.take(limit)
     if not len(chosen):

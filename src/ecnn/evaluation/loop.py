@@ -19,7 +19,7 @@ from ecnn.attacks import NORMS, Attack
 from ecnn.attacks.base import read_model
 from ecnn.attacks.draws import forked_generators
 from ecnn.backbones import undisturbed, without_tf32
-from ecnn.checks import check_count, parse_eps
+from ecnn.checks import check_count, check_kind, parse_eps
 from ecnn.data import Split
 from ecnn.errors import InputError
 from ecnn.evaluation.batch import (
@@ -143,6 +143,7 @@ def _plan(
     attacks: Mapping[str, Attack | ForeignAttack], eps: Sequence[float | str] | None, seed: int
 ) -> list[_Job]:
     check_count("seed", seed, least=0)
+    check_kind("attacks", attacks, Mapping, "a table of attacks by name")
     if isinstance(eps, str) or (eps is not None and not len(eps)):
         raise InputError(f'eps must be None or a list of radii such as ["2/255", "4/255"], not {eps!r}.')
     jobs = []
@@ -152,12 +153,12 @@ def _plan(
         own = getattr(attack, "eps", None)
         if eps is None or not _has_eps(attack):
             radius = parse_eps(own) if isinstance(own, float | int | str) and _has_eps(attack) else None
-            jobs.append(_Job(base, base, radius, attack, seed))
+            jobs.append(_Job(base, base, radius, attack, int(seed)))
             continue
         for value in eps:
             label = value.strip() if isinstance(value, str) else f"{value:g}"
             part: Any = dataclasses.replace(attack, eps=value)  # type: ignore[type-var]
-            jobs.append(_Job(f"{base}@{label}", base, parse_eps(value), part, seed))
+            jobs.append(_Job(f"{base}@{label}", base, parse_eps(value), part, int(seed)))
     check_names([job.name for job in jobs])
     return jobs
 

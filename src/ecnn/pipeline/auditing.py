@@ -18,11 +18,13 @@ from ecnn.auditing import Audit, Cost, audit, estimate_cost, resolve_budget
 from ecnn.data import NAMES, Split, load_data
 from ecnn.errors import InputError
 from ecnn.evaluation.batch import BATCH_SIZE, check_request
-from ecnn.pipeline.devices import find_device, suitable_threads
+from ecnn.pipeline.threads import suitable_threads
 from ecnn.pipeline.training import AnyPath, load_test_images
 from ecnn.plots import plot_audit
 from ecnn.progress import Progress
 from ecnn.spec import AuditTable
+
+PICTURE = "audit.png"
 
 
 @dataclass(frozen=True)
@@ -62,7 +64,7 @@ def plan_audit(
     """
     if (source is None) == (module is None):
         raise InputError("give either a run folder or the name of a model, or --module file.py:name.")
-    place = find_device(device)
+    place = runs.find_device(device)
     if source is not None:
         spec = runs.read_spec(source)
         model = runs.load_model(source, device=place)
@@ -96,7 +98,7 @@ def audit_run(
     with runs.kept_in(out, resume=resume), lock, suitable_threads(made.model, made.split):
         found = audit(made.model, made.split, progress=progress, **options)
         if out is not None:
-            plot_audit(found, Path(out) / "audit.png")
+            plot_audit(found, Path(out) / PICTURE)
     return found
 
 

@@ -20,7 +20,7 @@ from ecnn.data import Split
 from ecnn.errors import InputError
 from ecnn.evaluation import Evaluation, evaluate, load_images
 from ecnn.evaluation.batch import BATCH_SIZE, check_request
-from ecnn.pipeline.devices import find_device, suitable_threads
+from ecnn.pipeline.threads import suitable_threads
 from ecnn.pipeline.training import AnyPath, load_test_images
 from ecnn.progress import Progress
 from ecnn.spec import Spec, attack_options, make_attack
@@ -74,7 +74,7 @@ def plan_evaluation(
         spec: the run's own, with the attacks to be made.
         data: another dataset than the model was trained on, or "optprojtran".
     """
-    place = find_device(device)
+    place = runs.find_device(device)
     model, split = runs.load_model(source, device=place), load_test_images(spec, root, data)
     attacks, cost = _groups(spec, place), Cost(0, 0)
     for (limit, eps), group in attacks.items():

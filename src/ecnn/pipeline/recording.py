@@ -236,4 +236,10 @@ def read_record(folder: Path) -> Record | None:
     for found in (facts["test"], *facts["audits"]):
         check_number(f"{owner}: accuracy", found["accuracy"], most=1)
     arrays, _ = files.read_arrays(folder / OUTCOMES)
+    for name, values in arrays.items():
+        dtype = _COLUMNS.get(name.rpartition(".")[2])
+        if values.ndim != 1 or str(values.dtype) != dtype:
+            raise InputError(
+                f"{folder / OUTCOMES} is damaged: {name!r} is not a column of {dtype or 'outcomes'}."
+            )
     return Record(facts, arrays)

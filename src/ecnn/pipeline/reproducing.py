@@ -18,8 +18,7 @@ from ecnn.evaluation import member_transfer
 from ecnn.evaluation.provenance import describe
 from ecnn.experiment import AUDIT, Arm, Experiment
 from ecnn.pipeline.adopting import adopt
-from ecnn.pipeline.auditing import audit_run, plan_audit
-from ecnn.pipeline.devices import find_device
+from ecnn.pipeline.auditing import PICTURE, audit_run, plan_audit
 from ecnn.pipeline.evaluating import evaluate_run, plan_evaluation
 from ecnn.pipeline.recording import (
     AUDIT_RESULT,
@@ -33,6 +32,7 @@ from ecnn.pipeline.recording import (
     write_record,
 )
 from ecnn.pipeline.training import AnyPath, load_test_images, train_run
+from ecnn.plots import plot_audit
 from ecnn.progress import Progress
 from ecnn.spec import AuditTable, Spec, make_attack
 from ecnn.training.loop import LOG
@@ -143,6 +143,8 @@ def _run_stages(
         if not _is_audited(folder, spec.audit, made.images):
             with _timed(folder, AUDIT):
                 audit_run(made, out=folder, progress=progress)
+        elif not (folder / PICTURE).exists():  # a kill came between the audit and its picture
+            plot_audit(load_audit(folder / AUDIT_RESULT), folder / PICTURE)
     _write_record(task)
 
 
@@ -187,7 +189,7 @@ def _transfer(
         return
     attack = make_attack({"kind": name, **table})
     matrix = member_transfer(
-        runs.load_model(task.folder, device=find_device(device)),
+        runs.load_model(task.folder, device=runs.find_device(device)),
         load_test_images(runs.read_spec(task.folder), root, table.get("data")),
         attack,
         limit=table.get("limit", task.spec.data.test_limit),

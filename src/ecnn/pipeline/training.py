@@ -25,7 +25,7 @@ from ecnn.errors import InputError
 from ecnn.evaluation.batch import BATCH_SIZE, check_request
 from ecnn.kinds import ModelKind
 from ecnn.models import build_model, find_kind, resolve_recipe, spell_out
-from ecnn.pipeline.devices import find_device, suitable_threads
+from ecnn.pipeline.threads import suitable_threads
 from ecnn.progress import Progress
 from ecnn.recipes import MEMBER_OPTIONS, Recipe
 from ecnn.spec import CodeTable, Spec, attack_options, make_attack
@@ -120,7 +120,7 @@ def plan(spec: Spec, data: Dataset) -> Plan:
 
 def try_plan(spec: Spec, *, root: AnyPath = "data", device: str = "auto") -> Plan:
     """The plan of a spec whose model has classified one training image, so that training can begin."""
-    place, data = find_device(device), load_spec_data(spec, root)
+    place, data = runs.find_device(device), load_spec_data(spec, root)
     made = plan(spec, data)
     check_request(made.model.to(place), data.train, 1, BATCH_SIZE)
     return made
@@ -247,7 +247,7 @@ def train_run(
         resume: goes on with what an earlier run left in the folder.
         compile_parts: as in `fit`.
     """
-    place = find_device(device)
+    place = runs.find_device(device)
     data = load_spec_data(spec, root)
     made = plan(spec, data)
     usual = Path("runs") / Path(data.name).name / str(made.spec.model["kind"]) / str(spec.seed)

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from ecnn import files
 from ecnn.backbones import eval_mode, without_tf32
-from ecnn.checks import build, check_entries, check_fields
+from ecnn.checks import build, check_count, check_entries, check_fields, check_kind
 from ecnn.data import Split
 from ecnn.errors import InputError
 from ecnn.models import describe_model, objective_of, resolve_recipe
@@ -123,6 +123,7 @@ def fit(
 
     Under torchrun every process calls it with the same arguments; the batch is shared and gradients are averaged.
     """
+    check_count("seed", seed, least=0)
     name = objective if isinstance(objective, str) else None
     settings = resolve_recipe(
         recipe,
@@ -448,6 +449,9 @@ def _wants_graph(graph: bool | None, device: torch.device) -> bool:
 
 def _check_labels(model: nn.Module, train: Split, val: Split | None) -> int:
     """How many classes the model knows; InputError if it has no score for some label. One image is scored for it."""
+    for name, split in (("train", train), ("val", val)):
+        if split is not None or name == "train":
+            check_kind(name, split, Split, "a Split such as data.train")
     if not len(train):
         raise InputError("the training set is empty.")
     if train.is_float:

@@ -1,4 +1,4 @@
-"""Which device a command runs on, and on how many threads."""
+"""On how many threads a command runs."""
 
 from __future__ import annotations
 
@@ -10,23 +10,10 @@ import torch
 from torch import nn
 
 from ecnn.data import Split
-from ecnn.errors import InputError
 
 # Weights times pixels, which is at least the multiplications that an image takes. Below it an operation is over
 # sooner than threads have met: on 8x8 digits (31 million) two threads gain nothing, on MNIST (384 million) they do.
 _WORK_TO_SHARE = 100_000_000
-
-
-def find_device(name: str) -> torch.device:
-    """The device of that name; "auto" is CUDA where there is one, else the CPU."""
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        device = torch.device(name)
-        torch.zeros(1, device=device)
-    except (RuntimeError, AssertionError) as error:
-        raise InputError(f"the device {name!r} cannot be used here: {str(error).splitlines()[0]}") from error
-    return device
 
 
 @contextmanager

@@ -1,0 +1,108 @@
+"""Repeated use: memory, descriptors, threads and files must not grow with the number of uses."""
+
+from __future__ import annotations
+
+import gc
+import os
+import random
+import shutil
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import matplotlib.pyplot as plt
+
+import ecnn
+from campaign.forks import Violation, command, in_child
+from campaign.scene import Scene
+from ecnn.attacks import PGD, Square
+
+_WARM, _USES = 6, 24
+#: What a use may keep on average: allocators round up, leaks of tensors are larger.
+_BYTES_PER_USE = 200_000
+
+
+def _uses(scene: Scene) -> dict[str, Callable[[], Any]]:
+    """What is done again and again, in a folder of its own."""
+    data = ecnn.load_data(scene.pictures)
+    code, model = ecnn.load_code(scene.done / "code.json"), ecnn.load_model(scene.done / "run")
+    images, labels = data.test[:12]
+    pgd = PGD(norm="linf", eps=0.1, steps=3, step_size=0.05)
+    square = Square(norm="linf", eps=0.1, queries=20)
+
+    def call(*words: str) -> None:
+        try:
+            command(*words)()
+        except SystemExit as stop:
+            if stop.code not in (0, 1, 2, 3, None):
+                raise
+
+    return {
+        "load_model": lambda: ecnn.load_model(scene.done / "run"),
+        "load_data": lambda: ecnn.load_data(scene.pictures),
+        "load_code": lambda: ecnn.load_code("10x30"),
+        "attack": lambda: pgd(model, images, labels),
+        "square": lambda: square(model, images, labels),
+        "design_code": lambda: ecnn.design_code(3, 4, steps=100, seed=0),
+        "plot_code": lambda: ecnn.plot_code(code, "code.png"),
+        "evaluate": lambda: ecnn.evaluate(model, data.test, {"pgd": pgd}, limit=4, run_dir="kept"),
+        "evaluate anew": lambda: ecnn.evaluate(
+            model, data.test, {"pgd": pgd}, limit=4, run_dir="kept", resume=False
+        ),
+        "fit": lambda: ecnn.fit(
+            model, data.train, val=data.val, recipe="small", epochs=1, seed=0, run_dir="fitted", resume=False
+        ),
+        "ecnn train": lambda: call(*scene.workflows["train"].words),
+        "ecnn evaluate": lambda: call(*scene.workflows["evaluate"].words),
+        "ecnn code": lambda: call("code", "--show", "code.json"),
+        "a refused file": lambda: call("code", "--show", "run/spec.toml"),
+        "a refused run": lambda: call("evaluate", "run", "--attack", "nothing"),
+    }
+
+
+def try_growth(scene: Scene, number: int, rng: random.Random) -> Iterator[tuple[str, list[Violation]]]:
+    """One use, repeated; there are as many cases as uses."""
+    names = list(_uses_names(scene))
+    if number >= len(names):
+        return
+    name = names[number]
+    with scene.folder_from(scene.done) as folder:
+        shutil.rmtree(folder / "table", ignore_errors=True)
+
+        def work() -> Iterator[tuple[int, int, int, int]]:
+            use = _uses(scene)[name]
+            for times in (_WARM, _USES):
+                for _ in range(times):
+                    use()
+                gc.collect()
+                yield _held(folder)
+
+        ended = in_child(work, folder=folder, seconds=60)
+    found = ended.violations()
+    if len(ended.answers) == 2:
+        before, after = ended.answers
+        units = ("bytes", "descriptors", "threads and figures", "files")
+        for unit, one, other in zip(units, before, after, strict=True):
+            if other - one > (_BYTES_PER_USE * _USES if unit == "bytes" else 0):
+                found.append(Violation("growth", f"{unit} from {one:,} to {other:,} in {_USES} uses"))
+    elif not found:
+        found.append(Violation("status", f"no figures: {ended.last_words}"))
+    yield f"{name} {_WARM + _USES} times", found
+
+
+def _uses_names(scene: Scene) -> tuple[str, ...]:
+    return tuple(_uses(scene))
+
+
+def _held(folder: Path) -> tuple[int, int, int, int]:
+    """Bytes in memory, open descriptors, threads and figures, files in the folder."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    files = sum(1 for path in folder.rglob("*") if path.is_file())
+    descriptors = len(list(Path("/proc/self/fd").iterdir()))
+    return (
+        pages * os.sysconf("SC_PAGESIZE"),
+        descriptors,
+        threading.active_count() + len(plt.get_fignums()),
+        files,
+    )
