@@ -79,7 +79,11 @@ def draw_results(out: Path, folder: Path) -> list[Path]:
 
 def _section(experiment: Experiment, cells: Sequence[Cell], out: Path, figures: str, planned: float) -> str:
     lines = [f"## {experiment.title}", ""]
-    source = f"`{experiment.paper}`" if ":" in experiment.paper else experiment.paper.capitalize()
+    source = (
+        f"`{experiment.paper}`"
+        if experiment.paper.startswith(("tab:", "fig:"))
+        else experiment.paper.capitalize()
+    )
     lines += [f"{source}; `ecnn reproduce {experiment.name}`. {experiment.note}", ""]
     head = ("network", "attack", "paper", "ours", "seeds", "differs", "audited", "images")
     lines += [_row(head), "|---|---" + 6 * "|---:" + "|"]
@@ -163,7 +167,7 @@ def _arm_notes(experiment: Experiment, out: Path, versions: Sequence[int], plann
     if versions:
         lines.append(f"- Version {' and '.join(map(str, versions))} of the audit.")
     lines.append(
-        f"- Time: {seconds / 60:.0f} minutes, summed over runs that shared one H200; planned for all arms, by "
+        f"- GPU time: {seconds / 60:.0f} min, summed over runs that shared one H200 (a network of another table costs nothing here); planned for all arms, by "
         f"operations and with audits in full: {planned:.0f}."
     )
     return [*lines, ""]
