@@ -167,7 +167,8 @@ def _arm_notes(experiment: Experiment, out: Path, versions: Sequence[int], plann
     if versions:
         lines.append(f"- Version {' and '.join(map(str, versions))} of the audit.")
     lines.append(
-        f"- GPU time: {seconds / 60:.0f} min, summed over runs that shared one H200 (a network of another table costs nothing here); planned for all arms, by "
+        f"- GPU time: {seconds / 60:.0f} min, summed over runs that shared one H200 (networks of another table cost "
+        "nothing here); planned for all arms, by "
         f"operations and with audits in full: {planned:.0f}."
     )
     return [*lines, ""]
