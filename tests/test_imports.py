@@ -41,6 +41,7 @@ ROOMS = [
     "experiment",
     "runs",
     "predicting",
+    "exporting",
     "plots",
     "pipeline",
     "cli",

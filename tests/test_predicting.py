@@ -15,17 +15,19 @@ import torch
 from PIL import Image
 from test_data import write_pictures
 from torch import Tensor, nn
+from toys import Saturated, images_of_classes
 from typer.testing import CliRunner
 
 import ecnn
 from ecnn import files, runs
+from ecnn.attacks import PGD, Accepted
 from ecnn.cli import app
 from ecnn.codes import load_code
 from ecnn.data import Split, load_data
 from ecnn.data.sources import CLASS_NAMES
 from ecnn.errors import InputError
 from ecnn.objectives import codeword_distances
-from ecnn.predicting import Classifier, load_classifier
+from ecnn.predicting import Classifier, evaluate_rejection, load_classifier
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -168,6 +170,53 @@ def test_rejection_loses_the_share_of_validation_images_that_it_may() -> None:
         classifier().predict([], reject=1.0)
     with pytest.raises(InputError, match="needs validation images"):
         ours.reject_distance(Split(images[:0], torch.zeros(0, dtype=torch.int64)))
+
+
+@pytest.mark.parametrize("symbols", [False, True])
+def test_an_attack_that_knows_the_rejection_is_needed_and_enough(symbols: bool) -> None:
+    """Members are linear here: near the border between two classes they disagree, and only beyond it is accepted."""
+    model = Saturated(scale=6, symbols=symbols)
+    images, labels = images_of_classes(2)
+    split = Split(images, labels)
+    limit = float(Classifier(model, tuple("0123456789"), 1, (4, 4)).distances(images).max()) + 0.5
+    common: dict[str, Any] = {"norm": "linf", "eps": 0.5, "steps": 20, "step_size": 0.05, "start": "image"}
+    unaware = evaluate_rejection(model, split, PGD(on="linear", **common), reject=limit)
+    aware = evaluate_rejection(model, split, PGD(on=Accepted(reject=limit), **common), reject=limit)
+    targeted = PGD(on=Accepted(reject=limit), targets=3, **common)
+    assert (unaware.kept.successes, unaware.right.successes) == (20, 20)
+    assert unaware.fooled.successes < 10  # it stops as soon as the class is wrong, and there it is rejected
+    assert unaware.attacked_rejected.successes > 10
+    assert aware.fooled.successes == 20
+    assert aware.attacked_rejected.successes == 0
+    assert evaluate_rejection(model, split, targeted, reject=limit).fooled.successes == 20
+    attacked = PGD(on=Accepted(reject=limit), **common)(model, images, labels)
+    assert (model(attacked).argmax(dim=1) != labels).all()
+    assert float((attacked - images).abs().max()) <= 0.5 + 1e-6
+    assert "accepted and wrong" in str(aware)
+
+
+def test_an_image_that_is_wrong_and_rejected_at_first_is_attacked_too() -> None:
+    model = Saturated(scale=6)
+    images, labels = images_of_classes(1)
+    limit = float(Classifier(model, tuple("0123456789"), 1, (4, 4)).distances(images).max()) + 0.5
+    between = (images[:1] + images[1:2]) / 2 + 0.01 * (images[1:2] - images[:1])  # between the two classes
+    attack = PGD(on=Accepted(reject=limit), norm="linf", eps=0.5, steps=20, step_size=0.05, start="image")
+    nothing = PGD(on=Accepted(reject=limit), norm="linf", eps=0.0, steps=1, step_size=0.05, start="image")
+    split = Split(between.float(), labels[:1])
+    assert evaluate_rejection(model, split, nothing, reject=limit).kept.successes == 0
+    assert evaluate_rejection(model, split, nothing, reject=limit).fooled.successes == 0
+    assert evaluate_rejection(model, split, attack, reject=limit).fooled.successes == 1
+
+
+def test_what_a_rejection_needs() -> None:
+    split = Split(torch.rand(2, 3, 8, 8), torch.zeros(2, dtype=torch.int64))
+    attack = PGD(norm="linf", eps=0.1, steps=1, step_size=0.1)
+    with pytest.raises(InputError, match="only a model with a code"):
+        evaluate_rejection(Means(), split, attack, reject=1)
+    with pytest.raises(InputError, match="on no images"):
+        evaluate_rejection(Saturated(), split, attack, reject=1, limit=0)
+    with pytest.raises(InputError, match="reject must be a number"):
+        Accepted(reject=-1)
 
 
 def test_names_travel_with_the_run_and_are_known_for_shipped_models(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ecnn import runs
+from ecnn.attacks import Attack
 from ecnn.attacks.base import read_model
 from ecnn.attacks.views import decoded_scores, members_of
 from ecnn.backbones import undisturbed
@@ -21,6 +22,7 @@ from ecnn.data import Split
 from ecnn.data.formats import decode_image, pixels_of, plain_image, read_image
 from ecnn.data.sources import IMAGE_SUFFIXES
 from ecnn.errors import InputError
+from ecnn.evaluation import Rate
 from ecnn.objectives import codeword_distances, flagging_threshold, predicted_classes
 
 if TYPE_CHECKING:
@@ -109,7 +111,7 @@ class Classifier:
         check_count("batch_size", batch_size)
         if reject is not None:
             check_number("reject", reject)
-            self._check_has_code()
+            _check_has_code(self.model)
         sources, found = list(_each(images)), dict[int, Prediction]()
         for start in range(0, len(sources), batch_size):
             pixels: dict[int, Tensor] = {}
@@ -139,8 +141,8 @@ class Classifier:
         Args:
             images: (image, channel, height, width) in [0, 1].
         """
-        self._check_has_code()
-        return torch.cat([self._ask(batch)[1] for batch in torch.split(images, BATCH_SIZE)])
+        _check_has_code(self.model)
+        return torch.cat([_ask(self.model, batch)[1] for batch in torch.split(images, BATCH_SIZE)])
 
     def reject_distance(self, val: Split, share: float = 0.05) -> float:
         """The distance that this share of the validation images exceeds: what to pass as `reject`.
@@ -155,7 +157,7 @@ class Classifier:
 
     def _answers(self, images: Tensor, top: int, reject: float | None) -> Iterator[Prediction]:
         """What the model says of each image, which has no name yet."""
-        scores, distances = self._ask(images)
+        scores, distances = _ask(self.model, images)
         best = torch.softmax(scores.double(), dim=1).topk(min(top, scores.shape[1]), dim=1)
         leads = scores.double().topk(2, dim=1).values.diff(dim=1).neg()
         for row, label in enumerate(predicted_classes(scores).tolist()):
@@ -172,29 +174,6 @@ class Classifier:
                 margin=float(leads[row]),
                 distance=distance,
                 rejected=reject is not None and distance is not None and distance > reject,
-            )
-
-    @torch.no_grad()
-    def _ask(self, images: Tensor) -> tuple[Tensor, Tensor]:
-        """(image, class) scores, and (image,) distances or, of a model without a code, none; on the CPU."""
-        first = next(self.model.parameters(), torch.zeros(0))
-        images = images.to(first.device)
-        with undisturbed(self.model):
-            if not self._has_code:
-                return read_model(self.model, images).cpu(), torch.zeros(0)
-            logits, symbols = members_of(self.model, images)
-            scores = decoded_scores(self.model, logits)
-            nearest = codeword_distances(logits, symbols).amin(dim=1)
-            return (read_model(self.model, images) if scores is None else scores).cpu(), nearest.cpu()
-
-    @property
-    def _has_code(self) -> bool:
-        return hasattr(self.model, "member_logits") and hasattr(self.model, "code")
-
-    def _check_has_code(self) -> None:
-        if not self._has_code:
-            raise InputError(
-                f"{type(self.model).__name__} has no codewords to be far from: only a model with a code can reject."
             )
 
     def _name(self, label: int) -> str:
@@ -239,6 +218,97 @@ def load_classifier(source: str | os.PathLike[str], *, device: str | torch.devic
     assert isinstance(facts.image_size, list)
     height, width = facts.image_size
     return Classifier(model, runs.class_names(source), facts.in_channels, (height, width))
+
+
+@dataclass(frozen=True)
+class RejectionResult:
+    """What a reject option is worth, of the same images as they are and attacked.
+
+    Attributes:
+        kept: clean images that are not rejected.
+        right: clean images that are not rejected and classified right.
+        fooled: images that are misclassified and not rejected, before or after the attack.
+        attacked_rejected: attacked images that are rejected.
+    """
+
+    kept: Rate
+    right: Rate
+    fooled: Rate
+    attacked_rejected: Rate
+
+    def __str__(self) -> str:
+        return (
+            f"clean: {self.kept} accepted, {self.right} accepted and right\n"
+            f"attacked: {self.attacked_rejected} rejected, {self.fooled} accepted and wrong"
+        )
+
+
+def evaluate_rejection(
+    model: nn.Module, split: Split, attack: Attack, *, reject: float, limit: int | None = None, seed: int = 0
+) -> RejectionResult:
+    """How often a model that rejects what is far from every codeword is fooled all the same.
+
+    Give it an attack that knows of the rejection, `PGD(on=Accepted(reject=...), ...)`: one that does not is no test.
+    Images that are wrong at first and rejected are attacked too: accepted, they fool.
+
+    Args:
+        model: with members and a code, on the CPU or where its weights are.
+        split: test images.
+        reject: the distance that was chosen on validation images.
+        limit: the first so many images; None for all.
+    """
+    check_number("reject", reject)
+    _check_has_code(model)
+    split = split.take(limit)
+    if len(split) == 0:
+        raise InputError("a rejection cannot be evaluated on no images.")
+    columns = []
+    place = next(model.parameters(), torch.zeros(0)).device
+    for start in range(0, len(split), BATCH_SIZE):
+        images, labels = (values.to(place) for values in split[start : start + BATCH_SIZE])
+        index = torch.arange(start, start + len(images), device=place)
+        is_wrong, is_far = _verdict(model, images, labels, reject)
+        attacked = attack(model, images, labels, seed=seed, index=index)
+        again = torch.nonzero(is_wrong & is_far).squeeze(1)
+        if len(again):
+            whole = replace(attack, early_exit=False)
+            attacked[again] = whole(model, images[again], labels[again], seed=seed, index=index[again])
+        wrong_then, far_then = _verdict(model, attacked, labels, reject)
+        fooled = (is_wrong & ~is_far) | (wrong_then & ~far_then)
+        columns.append(torch.stack([~is_far, ~is_wrong & ~is_far, fooled, far_then]).cpu())
+    counts = torch.cat(columns, dim=1).sum(dim=1).tolist()
+    return RejectionResult(*(Rate(count, len(split)) for count in counts))
+
+
+def _verdict(model: nn.Module, images: Tensor, labels: Tensor, reject: float) -> tuple[Tensor, Tensor]:
+    """(image,) whether each is misclassified, and whether it is rejected."""
+    scores, distances = _ask(model, images)
+    return predicted_classes(scores).to(labels.device) != labels, distances.to(labels.device) > reject
+
+
+@torch.no_grad()
+def _ask(model: nn.Module, images: Tensor) -> tuple[Tensor, Tensor]:
+    """(image, class) scores, and (image,) distances or, of a model without a code, none; on the CPU."""
+    images = images.to(next(model.parameters(), torch.zeros(0)).device)
+    with undisturbed(model):
+        if not has_code(model):
+            return read_model(model, images).cpu(), torch.zeros(0)
+        logits, symbols = members_of(model, images)
+        scores = decoded_scores(model, logits)
+        nearest = codeword_distances(logits, symbols).amin(dim=1)
+        return (read_model(model, images) if scores is None else scores).cpu(), nearest.cpu()
+
+
+def has_code(model: nn.Module) -> bool:
+    """Whether it has members that write codewords, from which an image can be far."""
+    return hasattr(model, "member_logits") and (hasattr(model, "code") or hasattr(model, "code_symbols"))
+
+
+def _check_has_code(model: nn.Module) -> None:
+    if not has_code(model):
+        raise InputError(
+            f"{type(model).__name__} has no codewords to be far from: only a model with a code can reject."
+        )
 
 
 def _each(images: Any) -> Iterator[tuple[str, Any]]:

@@ -13,7 +13,7 @@ from ecnn.attacks.minimal import FMN, DeepFool
 from ecnn.attacks.norms import NORMS
 from ecnn.attacks.square import Square
 from ecnn.attacks.transformed import TransformedPGD
-from ecnn.attacks.views import VIEWS, Aim, Averaged, Look, ScoreView, View, WeakestBit
+from ecnn.attacks.views import VIEWS, Accepted, Aim, Averaged, Look, ScoreView, View, WeakestBit
 
 #: The attacks that can be asked for by name; `Transfer` needs a model and is built by hand.
 ATTACKS: dict[str, type[Attack]] = {
@@ -39,6 +39,7 @@ ATTACKS: dict[str, type[Attack]] = {
 __all__ = [
     "ATTACKS",
     "APGD",
+    "Accepted",
     "Aim",
     "Attack",
     "Attacked",

@@ -16,9 +16,16 @@ import torch.nn.functional as F  # noqa: N812 the name everybody knows
 from torch import Tensor, nn
 
 from ecnn.backbones import full_precision
-from ecnn.checks import check_choice, check_count
+from ecnn.checks import check_choice, check_count, check_number
 from ecnn.errors import InputError
-from ecnn.objectives import bounded, member_margin, member_targets, score_cross_entropy, score_margin
+from ecnn.objectives import (
+    bounded,
+    codeword_distances,
+    member_margin,
+    member_targets,
+    score_cross_entropy,
+    score_margin,
+)
 
 Loss = Literal["margin", "cross_entropy", "dlr"]
 #: A loss of your own: (model, images, labels) -> (batch,), to be raised.
@@ -290,6 +297,48 @@ class WeakestBit(View):
             losses = weakest.view(len(logits), -1).scatter(1, aim.labels[:, None], -math.inf).amax(dim=1)
         # A logit is half the difference of two symbols' log odds in a tanh code, hence the 2.
         return Look(losses * (2 if logits.ndim == 2 else 1), decoded_scores(model, logits))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Accepted(View):
+    """A wrong class and members that agree on it: what fools a model that rejects images far from every codeword.
+
+    The loss is the logarithm of the probability that the members write the codeword of the goal; without goals that of
+    the wrong class for which it is largest. It never saturates where members are wrong. A point is broken only if it is
+    misclassified and not rejected; elsewhere the scores that this view shows are those of the label.
+
+    Attributes:
+        reject: expected number of members that may disagree with the nearest codeword.
+    """
+
+    name: str = "accepted"
+    reject: float
+
+    def __post_init__(self) -> None:
+        check_number("reject", self.reject)
+
+    def look(self, model: nn.Module, images: Tensor, aim: Aim) -> Look:
+        logits, symbols = members_of(model, images)
+        fits = _codeword_likelihood(logits, symbols)
+        if aim.goals is not None:
+            losses = fits.gather(1, aim.goals[:, None]).squeeze(1)
+        else:
+            losses = fits.scatter(1, aim.labels[:, None], -math.inf).amax(dim=1)
+        scores = decoded_scores(model, logits)
+        if scores is None:
+            scores = full_precision(model(images)).detach()
+        is_far = codeword_distances(logits.detach(), symbols).amin(dim=1, keepdim=True) > self.reject
+        label = F.one_hot(aim.labels, scores.shape[1]).to(scores.dtype)
+        return Look(losses, torch.where(is_far, label, scores))
+
+
+def _codeword_likelihood(member_logits: Tensor, code_symbols: Tensor) -> Tensor:
+    """(batch, class) logarithm of the probability that all members write the symbols of the class."""
+    if member_logits.ndim == 3:
+        chosen = F.one_hot(code_symbols, member_logits.shape[2]).to(member_logits.dtype)
+        return torch.einsum("bnk,cnk->bc", torch.log_softmax(member_logits, dim=2), chosen)
+    ones = code_symbols.T.to(member_logits.dtype)
+    return F.logsigmoid(2 * member_logits) @ ones + F.logsigmoid(-2 * member_logits) @ (1 - ones)
 
 
 @dataclass(frozen=True, kw_only=True)

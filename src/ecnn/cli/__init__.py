@@ -11,6 +11,7 @@ import ecnn
 from ecnn.cli.audit_command import audit
 from ecnn.cli.code_command import code
 from ecnn.cli.evaluate_command import evaluate
+from ecnn.cli.export_command import export
 from ecnn.cli.models_command import models
 from ecnn.cli.predict_command import predict
 from ecnn.cli.reproduce_command import reproduce
@@ -43,5 +44,5 @@ def main(
 
 
 # In the order in which the help lists them.
-for _command in (code, train, predict, evaluate, audit, reproduce, models):
+for _command in (code, train, predict, evaluate, audit, export, reproduce, models):
     app.command(epilog=STATUSES)(with_status(_command))

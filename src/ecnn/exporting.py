@@ -1,0 +1,271 @@
+"""A trained model as a file that other programs run: ONNX or torch.export, checked, with a card for people."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import ecnn
+from ecnn import files, runs
+from ecnn.attacks.views import members_of
+from ecnn.auditing import load_audit
+from ecnn.checks import check_choice
+from ecnn.errors import InputError
+from ecnn.objectives import codeword_distances
+from ecnn.predicting import Classifier, has_code, load_classifier
+
+#: Formats by the end of the file's name.
+FORMATS = {".onnx": "onnx", ".pt2": "torchexport"}
+#: Largest difference from the model that a file may have, as a share of the largest score (or 1).
+TOLERANCE = 1e-5
+_OPSET = 17
+_CLASSES = "classes.json"
+
+
+@dataclass(frozen=True)
+class Exported:
+    """A file that was written, and how far its answers are from the model's.
+
+    Attributes:
+        card: the Markdown file beside it.
+        difference: largest one on random images, as a share of the largest score (or 1); None if nothing here can
+            run the file.
+    """
+
+    path: Path
+    card: Path
+    format: str
+    difference: float | None
+
+
+class _Deployed(nn.Module):
+    """What the file answers: scores and, of a model with a code, the distance to the nearest codeword."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, images: Tensor) -> tuple[Tensor, ...]:
+        model: Any = self.model
+        if not has_code(model):
+            return (model(images),)
+        logits, symbols = members_of(model, images)
+        scores = model.decode(logits) if hasattr(model, "decode") else model(images)
+        return scores, codeword_distances(logits, symbols).amin(dim=1)
+
+
+def export_model(
+    source: str | os.PathLike[str], out: str | os.PathLike[str], *, format: str | None = None
+) -> Exported:
+    """Writes the model of a run folder, or a shipped one, as a file for other programs, and a card beside it.
+
+    The file takes float32 pixels in [0, 1] of any number of images and answers as the model does; it is compared with
+    the model before it gets its name. The names of the classes are in it.
+
+    Args:
+        out: the file; the card is called the same with .md at the end.
+        format: "onnx" (needs the package onnx) or "torchexport"; None for what the file's ending .onnx or .pt2 says.
+    """
+    path = Path(out)
+    if format is None:
+        if path.suffix not in FORMATS:
+            raise InputError(f"{path} should end in {' or '.join(FORMATS)}, or give the format.")
+        format = FORMATS[path.suffix]
+    check_choice("format", format, FORMATS.values())
+    card = path.with_name(f"{path.name}.md")
+    for target in (path, card):
+        files.check_writable(target)
+    classifier = load_classifier(source)
+    found: list[float | None] = []
+    write = _write_onnx if format == "onnx" else _write_program
+    files.write_atomically(path, lambda temporary: found.append(write(classifier, temporary)))
+    exported = Exported(path, card, format, found[0])
+    files.write_text(card, model_card(source, exported))
+    return exported
+
+
+def _write_onnx(classifier: Classifier, path: Path) -> float | None:
+    onnx = _needed("onnx")
+    names = ["scores", "distance"][: 1 + has_code(classifier.model)]
+    options: dict[str, Any] = {
+        "input_names": ["images"],
+        "output_names": names,
+        "dynamic_axes": {name: {0: "batch"} for name in ("images", *names)},
+        "opset_version": _OPSET,
+    }
+    if torch.__version__ >= (2, 5):  # the other way needs more packages; before it was the only one
+        options["dynamo"] = False
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that this way is the older one, and that shapes are looked at
+        torch.onnx.export(_Deployed(classifier.model).eval(), (_images(classifier, 2),), str(path), **options)
+    model = onnx.load(str(path))
+    for name, text in _facts(classifier).items():
+        model.metadata_props.add(key=name, value=text)
+    onnx.save(model, str(path))
+    try:
+        runtime = importlib.import_module("onnxruntime")
+    except ImportError:
+        return None
+    session = runtime.InferenceSession(files.read_bytes(path), providers=["CPUExecutionProvider"])
+    return _compare(
+        classifier,
+        lambda images: [torch.from_numpy(part) for part in session.run(None, {"images": images.numpy()})],
+    )
+
+
+def _write_program(classifier: Classifier, path: Path) -> float:
+    shapes = ({0: torch.export.Dim("batch", min=1)},)
+    with torch.no_grad():
+        program = torch.export.export(
+            _Deployed(classifier.model).eval(), (_images(classifier, 2),), dynamic_shapes=shapes
+        )
+    with path.open("wb") as file, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of weights that share memory
+        torch.export.save(program, file, extra_files=_facts(classifier))
+    with path.open("rb") as file:
+        again = torch.export.load(file).module()
+    return _compare(classifier, again)
+
+
+def _compare(classifier: Classifier, answer: Any) -> float:
+    """The largest difference of the file's answers from the model's; raises if it is too large."""
+    images = _images(classifier, 5)
+    with torch.no_grad():
+        expected, came = _Deployed(classifier.model).eval()(images), answer(images)
+    difference = max(
+        float((one - other).abs().max() / one.abs().max().clamp_min(1))
+        for one, other in zip(expected, came, strict=True)
+    )
+    if not difference <= TOLERANCE:  # also for nan
+        raise RuntimeError(
+            f"the exported file answers otherwise than the model (by {difference:.1e}, at most {TOLERANCE:.0e}) and is "
+            "not kept"
+        )
+    return difference
+
+
+def _images(classifier: Classifier, count: int) -> Tensor:
+    generator = torch.Generator().manual_seed(0)
+    return torch.rand(count, classifier.in_channels, *classifier.image_size, generator=generator)
+
+
+def _facts(classifier: Classifier) -> dict[str, str]:
+    """What travels in the file."""
+    form = {"channels": classifier.in_channels, "size": classifier.image_size, "range": [0, 1]}
+    return {
+        _CLASSES: json.dumps(classifier.class_names),
+        "input.json": json.dumps(form),
+        "made_by": f"ecnn {ecnn.__version__}",
+    }
+
+
+def _needed(package: str) -> Any:
+    try:
+        return importlib.import_module(package)
+    except ImportError:
+        raise InputError(
+            f"this format needs the package {package}, which is not installed: pip install 'ecnn[export]', or use "
+            "--format torchexport."
+        ) from None
+
+
+def model_card(source: str | os.PathLike[str], exported: Exported) -> str:
+    """Markdown for people: what the model is, what is known of it, and how to use the file."""
+    folder, spec, classifier = runs.run_folder(source), runs.read_spec(source), load_classifier(source)
+    facts = runs.describe_run(folder)
+    parameters = sum(parameter.numel() for parameter in classifier.model.parameters())
+    code: Any = getattr(classifier.model, "code", None)
+    members = "" if code is None else f", {code.code_length} members, {code.num_classes} codewords"
+    trained = f"trained adversarially within {facts['adversarial']}" if facts["adversarial"] else "trained"
+    height, width = classifier.image_size
+    lines = [
+        f"# {exported.path.stem}",
+        "",
+        f"An image classifier of kind `{spec.model['kind']}`{members}, {parameters:,} parameters, "
+        f"{trained} on `{spec.data.name}`.",
+        "",
+        "## What is known of it",
+        "",
+        *_accuracy(folder),
+        *_audited(folder),
+        "",
+        "## How to use it",
+        "",
+        f"- Input `images`: float32 (batch, {classifier.in_channels}, {height}, {width}), "
+        f"{'grey' if classifier.in_channels == 1 else 'red, green, blue'}, bytes divided by 255: values in [0, 1]. The "
+        "model does all else itself. Images of other sizes are resized whole, bilinearly.",
+        f"- Output `scores`: (batch, {_outputs(classifier)}); a softmax gives probabilities, the largest is the class.",
+    ]
+    if has_code(classifier.model):
+        lines.append(
+            "- Output `distance`: (batch,) expected number of members that disagree with the nearest codeword."
+        )
+    parity = "not compared with the model: onnxruntime is not installed"
+    if exported.difference is not None:
+        parity = f"compared with the model: {exported.difference:.1g} of the largest score apart"
+    lines += [
+        f"- `{exported.path.name}` ({exported.format}), {parity}; SHA-256 `{files.file_sum(exported.path)}`.",
+        "",
+        "```python",
+        *_SNIPPETS[exported.format].format(name=exported.path.name).splitlines(),
+        "```",
+        "",
+        "## Classes",
+        "",
+        *(f"{number}. {name}" for number, name in enumerate(classifier.class_names)),
+        "",
+        f"Made by ecnn {ecnn.__version__} with torch {torch.__version__}.",
+        "",
+    ]
+    return "\n".join(lines)
+
+
+_SNIPPETS = {
+    "onnx": """import json
+import onnxruntime
+
+session = onnxruntime.InferenceSession("{name}")
+class_names = json.loads(session.get_modelmeta().custom_metadata_map["classes.json"])
+scores = session.run(["scores"], {{"images": images}})[0]
+print(class_names[scores[0].argmax()])""",
+    "torchexport": """import json
+import torch
+
+facts = {{"classes.json": ""}}
+model = torch.export.load("{name}", extra_files=facts).module()
+scores = model(images)[0]
+print(json.loads(facts["classes.json"])[int(scores[0].argmax())])""",
+}
+
+
+def _outputs(classifier: Classifier) -> str:
+    count, codewords = len(classifier.class_names), len(getattr(classifier.model, "code_symbols", ()))
+    return f"{count} classes" if codewords in (0, count) else f"{count} classes and codewords of no class"
+
+
+def _accuracy(folder: Path) -> list[str]:
+    if (folder / "card.md").exists():  # a shipped model says more of itself
+        return [
+            line for line in files.read_bytes(folder / "card.md").decode().splitlines() if line[:2] == "- "
+        ]
+    found = files.read_json(folder / runs.RESULTS) if (folder / runs.RESULTS).exists() else {}
+    if "test_accuracy" not in found:
+        return ["- Its accuracy is not known."]
+    return [
+        f"- Test accuracy {100 * found['test_accuracy']:.2f} % on {found['images']:,} images, looked at once."
+    ]
+
+
+def _audited(folder: Path) -> list[str]:
+    if not (folder / "audit.json").exists():
+        return ["- Not audited by `ecnn audit`: no figure above says what an attack leaves."]
+    found = load_audit(folder)
+    return [f"- Audited: **{found.verdict}**. {found.reason}"]
