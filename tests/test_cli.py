@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shutil
 import signal
 import subprocess
+import sys
 import time
+import tomllib
 from pathlib import Path
 from typing import Any
 
 import pytest
 import typer
 from conftest import ecnn_command
+from test_data import write_pictures
 from typer.testing import CliRunner
 
 import ecnn
-from ecnn.cli import app
+from ecnn.cli import app, doctor_command
 from ecnn.cli.statuses import with_status
 from ecnn.codes import CodeMatrix, load_code
 from ecnn.errors import InputError
@@ -206,6 +211,75 @@ def test_ctrl_c_keeps_the_best_so_far(tmp_path: Path) -> None:
 
 def test_version() -> None:
     assert run("--version").stdout == f"ecnn {ecnn.__version__}\n"
+
+
+def test_help_takes_less_than_four_tenths_of_a_second() -> None:
+    """Of processor time, so that a busy machine does not matter."""
+    spent = []
+    for _ in range(2):
+        before = os.times()
+        done = run("--help")
+        after = os.times()
+        assert "Commands" in done.stdout
+        spent.append(sum(after[2:4]) - sum(before[2:4]))
+    assert min(spent) < 0.4
+
+
+def test_doctor_says_what_is_there_and_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    listed = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]
+    needed = [re.match(r"[\w-]+", entry)[0] for entry in listed["dependencies"]]  # type: ignore[index]
+    assert {*needed} == {*doctor_command.REQUIRED, "numba"}
+    done = CliRunner().invoke(app, ["doctor", "--json"])
+    assert done.exit_code == 0, done.output
+    found = json.loads(done.stdout)
+    assert found["packages"]["torch"]
+    assert found["devices"][0] == "cpu"
+    assert found["threads"] >= 1
+    monkeypatch.setattr(doctor_command, "_version", lambda name: None if name in ("rich", "onnx") else "1")
+    monkeypatch.setitem(sys.modules, "torch", None)
+    done = CliRunner().invoke(app, ["doctor"])
+    assert done.exit_code == 4
+    assert "PROBLEM   rich is not installed: pip install rich." in done.stdout
+    assert "PROBLEM   torch cannot be used" in done.stdout
+    assert "absent    onnx: ecnn export" in done.stdout
+
+
+def test_data_says_which_files_are_where(tmp_path: Path) -> None:
+    (tmp_path / "cifar-10-batches-py").mkdir()
+    done = CliRunner().invoke(app, ["data", "--root", str(tmp_path), "--json"])
+    found = {entry["name"]: entry for entry in json.loads(done.stdout)}
+    assert [*found] == ["digits", "mnist", "cifar10", "cifar100", "gtsrb", "optprojtran"]
+    assert found["digits"]["missing"] == []
+    assert found["cifar10"]["missing"] == [str(tmp_path / "cifar-10-batches-py" / "data_batch_1")]
+    assert found["cifar10"]["fetch"][0].endswith("cifar-10-python.tar.gz")
+    assert len(found["mnist"]["missing"]) == 4
+    for part in ("train", "test"):
+        (tmp_path / "gtsrb").mkdir(exist_ok=True)
+        (tmp_path / "gtsrb" / f"{part}.npz").write_bytes(b"")
+    assert "gtsrb        there" in CliRunner().invoke(app, ["data", "--root", str(tmp_path)]).stdout
+
+
+def test_data_reads_every_image_of_a_folder(tmp_path: Path) -> None:
+    for layout in ("", "train", "test"):
+        write_pictures(tmp_path / "own" / layout, {"stop": 3, "go": 2}, size=(6, 4))
+        if layout == "":
+            done = CliRunner().invoke(app, ["data", str(tmp_path / "own")])
+            assert done.exit_code == 0
+            assert done.stdout.splitlines()[1:] == [
+                "        2  go",
+                "        3  stop",
+                "height x width: 6 x 4 (5)",
+            ]
+            shutil.rmtree(tmp_path / "own")
+    (tmp_path / "own" / "test" / "go" / "000.png").write_bytes(b"broken")
+    done = CliRunner().invoke(app, ["data", str(tmp_path / "own"), "--json"])
+    assert done.exit_code == 2
+    assert json.loads(done.stdout)["counts"] == {"go": 3, "stop": 6}
+    assert "000.png cannot be read as an image" in done.stderr
+    for wrong, sentence in (("digitz", "did you mean 'digits'"), ("mnist", "is a named dataset")):
+        refused = CliRunner().invoke(app, ["data", wrong])
+        assert refused.exit_code == 2
+        assert sentence in refused.stderr
 
 
 def flags() -> dict[str, list[str]]:

@@ -256,9 +256,9 @@ def _accuracy(folder: Path) -> list[str]:
         return [
             line for line in files.read_bytes(folder / "card.md").decode().splitlines() if line[:2] == "- "
         ]
-    found = files.read_json(folder / runs.RESULTS) if (folder / runs.RESULTS).exists() else {}
-    if "test_accuracy" not in found:
+    if not (folder / runs.RESULTS).exists():
         return ["- Its accuracy is not known."]
+    found = runs.read_results(folder)
     return [
         f"- Test accuracy {100 * found['test_accuracy']:.2f} % on {found['images']:,} images, looked at once."
     ]

@@ -10,6 +10,8 @@ import typer
 import ecnn
 from ecnn.cli.audit_command import audit
 from ecnn.cli.code_command import code
+from ecnn.cli.data_command import data
+from ecnn.cli.doctor_command import doctor
 from ecnn.cli.evaluate_command import evaluate
 from ecnn.cli.export_command import export
 from ecnn.cli.models_command import models
@@ -44,5 +46,5 @@ def main(
 
 
 # In the order in which the help lists them.
-for _command in (code, train, predict, evaluate, audit, export, reproduce, models):
+for _command in (code, train, predict, evaluate, audit, export, reproduce, models, data, doctor):
     app.command(epilog=STATUSES)(with_status(_command))

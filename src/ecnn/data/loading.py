@@ -17,6 +17,7 @@ from ecnn.data.sources import (
     CHECKSUMS,
     NEVER_MIRRORED,
     READERS,
+    SIGNS_FILE,
     TEST_SEED,
     Arrays,
     Request,
@@ -58,9 +59,9 @@ def load_data(
     """
     check_number("val_fraction", val_fraction, most=1, below=True)
     check_count("seed", seed, least=0)
-    request = Request(_resolve_root(root), _resolve_size(image_size), download, progress)
+    request = Request(resolve_root(root), _resolve_size(image_size), download, progress)
     title = str(name)
-    folder = None if title in READERS else _find_folder(title, request.root)
+    folder = None if title in READERS else find_folder(title, request.root)
     if folder is not None:
         found = _as_dataset(folder.resolve().name, read_folder(folder, request), val_fraction, seed)
         # Files come class by class; so that the first few images are of all classes, whoever takes them.
@@ -82,11 +83,10 @@ def load_adversarial_signs(root: str | os.PathLike[str] | None = None) -> Advers
     Args:
         root: folder that holds optprojtran/optprojtran.npz; None as in `load_data`.
     """
-    relative = "optprojtran/optprojtran.npz"
-    path = _resolve_root(root) / relative
+    path = resolve_root(root) / SIGNS_FILE
     image_keys = {"x_adv": "float32", "x_clean": "uint8"}
     label_keys = ("y_true", "y_target", "victim", "y_clean")
-    content = read_checked(path, CHECKSUMS.get(relative))
+    content = read_checked(path, CHECKSUMS.get(SIGNS_FILE))
     arrays = files.read_npz(path, keys=(*image_keys, *label_keys), content=content)
     for key, dtype in image_keys.items():
         check_array(f"{path}: {key}", arrays[key], "image", "height", "width", "channel", dtype=dtype)
@@ -120,7 +120,8 @@ def _as_split(images: np.ndarray, labels: np.ndarray) -> Split:
     return Split(torch.from_numpy(owned), torch.from_numpy(labels.astype(np.int64)))
 
 
-def _resolve_root(root: str | os.PathLike[str] | None) -> Path:
+def resolve_root(root: str | os.PathLike[str] | None) -> Path:
+    """The folder of the files; None is the environment's ECNN_DATA, or else `data` in the working directory."""
     return Path(os.environ.get("ECNN_DATA") or "data") if root is None else Path(root)
 
 
@@ -138,6 +139,7 @@ def _resolve_size(image_size: int | tuple[int, int] | None) -> tuple[int, int] |
     return sides[0], sides[1]
 
 
-def _find_folder(name: str, root: Path) -> Path | None:
+def find_folder(name: str, root: Path) -> Path | None:
+    """The folder of one's own images of that name, as it is or below the root, if there is one."""
     folders = (Path(name), root / name) if name else ()
     return next((folder for folder in folders if files.is_folder(folder)), None)

@@ -45,6 +45,9 @@ CHECKSUMS = {
     "optprojtran/optprojtran.npz": "3cc9b290c5c67403c3fc4e668975f79deac6c27d29f89665cc326d5ce8de006c",
 }
 
+#: The adversarial signs, below the root.
+SIGNS_FILE = "optprojtran/optprojtran.npz"
+
 # How many training and test images there are; files without an official checksum are checked by this.
 SIZES = {
     "digits": (1437, 360),
@@ -308,10 +311,11 @@ def read_folder(folder: Path, request: Request) -> Arrays:
 
     Classes are numbered in the order of their names.
     """
-    train_folder, test_folder = folder / "train", folder / "test"
-    if train_folder.is_dir() and test_folder.is_dir():
-        names, train_paths, train_labels = _list_classes(train_folder)
-        test_names, test_paths, test_labels = _list_classes(test_folder)
+    parts = class_folders(folder)
+    if len(parts) == 2:
+        train_folder, test_folder = parts
+        names, train_paths, train_labels = list_classes(train_folder)
+        test_names, test_paths, test_labels = list_classes(test_folder)
         if names != test_names:
             odd = sorted(set(names) ^ set(test_names))[0]
             raise InputError(
@@ -322,14 +326,21 @@ def read_folder(folder: Path, request: Request) -> Arrays:
         )
         cut = len(train_paths)
         return Arrays(images[:cut], np.array(train_labels), images[cut:], np.array(test_labels), names)
-    names, paths, listed = _list_classes(folder)
+    names, paths, listed = list_classes(folder)
     images = read_images(paths, image_size=request.image_size, progress=request.progress)
     labels = np.array(listed)
     train, test = hold_out(labels, TEST_FRACTION, TEST_SEED)
     return Arrays(images[train], labels[train], images[test], labels[test], names)
 
 
-def _list_classes(folder: Path) -> tuple[tuple[str, ...], list[Path], list[int]]:
+def class_folders(folder: Path) -> tuple[Path, ...]:
+    """Where the folders of the classes are: train and test, if it has both, or else the folder itself."""
+    parts = (folder / "train", folder / "test")
+    return parts if all(part.is_dir() for part in parts) else (folder,)
+
+
+def list_classes(folder: Path) -> tuple[tuple[str, ...], list[Path], list[int]]:
+    """Names of the classes, and all image files with the number of their class."""
     classes = sorted(entry for entry in folder.iterdir() if entry.is_dir() and not entry.name.startswith("."))
     if len(classes) < 2:
         raise InputError(

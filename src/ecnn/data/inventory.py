@@ -1,0 +1,96 @@
+"""Which dataset files are where, what is absent, and what a folder of one's own images holds."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from ecnn.checks import check_choice
+from ecnn.data.formats import read_image
+from ecnn.data.loading import find_folder, resolve_root
+from ecnn.data.sources import ARCHIVES, READERS, SIGNS_FILE, class_folders, list_classes
+from ecnn.errors import InputError
+
+
+@dataclass(frozen=True)
+class DatasetFiles:
+    """Whether a named dataset can be loaded.
+
+    Attributes:
+        where: what it is read from, a folder or a package.
+        missing: files, or a package, that it needs and that are not there.
+        fetch: addresses of what is missing; `load_data` downloads it where there is a network.
+    """
+
+    name: str
+    where: str
+    missing: tuple[str, ...]
+    fetch: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class OwnImages:
+    """What a folder of images by class holds.
+
+    Attributes:
+        counts: images by class, those of train/ and test/ together.
+        sizes: images by (height, width).
+        grey: how many are grey.
+        problems: a sentence for each image that cannot be used.
+    """
+
+    folder: str
+    counts: Mapping[str, int]
+    sizes: Mapping[tuple[int, int], int]
+    grey: int
+    problems: tuple[str, ...]
+
+
+def find_datasets(root: str | os.PathLike[str] | None = None) -> list[DatasetFiles]:
+    """Every named dataset, and the adversarial signs, with what it lacks.
+
+    Args:
+        root: as in `load_data`.
+    """
+    place = resolve_root(root)
+    found = []
+    for name in READERS:
+        if name == "digits":
+            missing = () if importlib.util.find_spec("sklearn") else ("the package scikit-learn",)
+            found.append(DatasetFiles(name, "scikit-learn", missing))
+            continue
+        if name == "gtsrb" and all((place / "gtsrb" / f"{part}.npz").exists() for part in ("train", "test")):
+            found.append(DatasetFiles(name, str(place / "gtsrb"), ()))
+            continue
+        lacking = [archive for archive in ARCHIVES[name] if archive.missing(place)]
+        absent = tuple(str(archive.missing(place)) for archive in lacking)
+        found.append(DatasetFiles(name, str(place), absent, tuple(archive.url for archive in lacking)))
+    signs = place / SIGNS_FILE
+    found.append(DatasetFiles("optprojtran", str(place), () if signs.exists() else (str(signs),)))
+    return found
+
+
+def inspect_folder(name: str | os.PathLike[str], root: str | os.PathLike[str] | None = None) -> OwnImages:
+    """Reads every image of a folder of one's own and says what is there; damaged ones are named, not refused."""
+    folder = find_folder(str(name), resolve_root(root))
+    if folder is None:
+        check_choice("data that is no folder", str(name), READERS)
+        raise InputError(f"{name} is a named dataset, not a folder of images: leave it out to see its files.")
+    counts, sizes = Counter[str](), Counter[tuple[int, int]]()
+    grey, problems = 0, list[str]()
+    for part in class_folders(folder):
+        names, paths, labels = list_classes(part)
+        for path, label in zip(paths, labels, strict=True):
+            try:
+                picture = read_image(path)
+            except InputError as error:
+                problems.append(str(error))
+                continue
+            counts[names[label]] += 1
+            sizes[picture.height, picture.width] += 1
+            grey += picture.mode == "L"
+    return OwnImages(str(Path(folder)), dict(counts), dict(sizes), grey, tuple(problems))
