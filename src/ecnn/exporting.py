@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import json
 import os
 import warnings
@@ -101,7 +102,7 @@ def _write_onnx(classifier: Classifier, path: Path) -> float | None:
         "dynamic_axes": {name: {0: "batch"} for name in ("images", *names)},
         "opset_version": _OPSET,
     }
-    if torch.__version__ >= (2, 5):  # the other way needs more packages; before it was the only one
+    if "dynamo" in inspect.signature(torch.onnx.export).parameters:  # the other way needs more packages
         options["dynamo"] = False
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that this way is the older one, and that shapes are looked at

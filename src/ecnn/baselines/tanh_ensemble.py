@@ -183,7 +183,7 @@ class _Bits(nn.Module):
         grey_maps = self.grey(grey_image)
         maps = F.elu(self.from_chunk(_pad(chunk_maps)) + self.from_grey(_pad(grey_maps)))
         maps = F.elu(self.mix(_pad(maps)))
-        features = maps.flatten(1).unflatten(1, (self.order, -1))
+        features = torch.unflatten(maps.flatten(1), 1, (self.order, -1))
         for index, layer in enumerate(self.dense):
             features = layer(features)
             if index < len(self.dense) - 2:  # the last two are linear
