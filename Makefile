@@ -10,10 +10,11 @@ PEERS := $(VENV)-peers
 # One process per core and one thread each: the networks of the tests are too small to share.
 TEST  := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto
 
-.PHONY: demo test test-fast test-all test-peers peers check format codebook bench campaign clean help
+.PHONY: demo install test test-fast test-all test-peers peers check format codebook bench campaign clean help
 
 help:
 	@echo "make demo       design a code, train three networks, attack and audit them; pictures in out/"
+	@echo "make install    only install ecnn, in $(VENV)"
 	@echo "make test       the test suite (make test-fast: its quick part, make test-all: everything)"
 	@echo "make test-peers compare with other libraries, in an environment of their own ($(PEERS), see peers.txt)"
 	@echo "make campaign   kills, faults, damaged files and wrong inputs for MINUTES=$(MINUTES), and a table of what broke"
@@ -23,6 +24,9 @@ help:
 
 demo: $(READY)
 	$(BIN)/python examples/demo.py out
+
+install: $(READY)
+	@echo "ecnn is installed in $(VENV): . $(BIN)/activate, then ecnn --help"
 
 test: $(READY)
 	$(TEST) -m "not peer and not gpu"

@@ -158,6 +158,8 @@ def headings_of(page: Path) -> set[str]:
 @pytest.mark.parametrize("page", RUNNABLE, ids=lambda page: page.stem)
 def test_page_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_cifar(tmp_path / "data", fine=False)
+    write_pictures(tmp_path / "photos", {"car": 8, "dog": 8, "ship": 8}, size=(8, 8))
+    (tmp_path / "new.png").write_bytes((tmp_path / "photos" / "dog" / "000.png").read_bytes())
     for folder in ("signs", "my_photos"):
         write_pictures(tmp_path / folder, {f"class {number}": 4 for number in range(10)})
     monkeypatch.chdir(tmp_path)

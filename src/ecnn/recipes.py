@@ -132,3 +132,28 @@ RECIPES: dict[str, Recipe] = {
         ema=0.99,
     ),
 }
+
+
+#: The recipe that `auto_recipe` makes, as specs call it.
+AUTO = "auto"
+
+
+def auto_recipe(num_images: int, image_size: tuple[int, int]) -> Recipe:
+    """What suits a folder of images that nobody has tuned for: from dozens to many thousands (docs/own_images.md).
+
+    The fewer images, the smaller the batches and the more epochs, so that there are some 800 steps at least.
+
+    Args:
+        num_images: to train on.
+        image_size: (height, width).
+    """
+    batch_size = min(max(num_images, 1), max(8, min(256, 2 ** int(math.log2(max(num_images / 8, 1))))))
+    steps = max(1, num_images // batch_size)
+    epochs = max(60, min(200, math.ceil(800 / steps)))
+    return replace(
+        _ONECYCLE,
+        epochs=epochs,
+        batch_size=batch_size,
+        shift=max(1, min(4, min(image_size) // 8)),
+        ema=0.99 if epochs * steps < 5000 else 0.999,
+    )

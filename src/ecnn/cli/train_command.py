@@ -39,7 +39,9 @@ def train(
     ] = None,
     recipe: Annotated[
         str | None,
-        typer.Option(help="paper, onecycle, robust, small, adp, ...  [default: what fits model and data]"),
+        typer.Option(
+            help="auto, paper, onecycle, robust, small, adp, ...  [default: what fits model and data; auto for a folder]"
+        ),
     ] = None,
     epochs: Annotated[int | None, typer.Option(help="Instead of the recipe's.")] = None,
     batch_size: Annotated[int | None, typer.Option(help="Instead of the recipe's.")] = None,
@@ -62,7 +64,12 @@ def train(
         str | None,
         typer.Option(help="Where it looks: scores, linear, tempered, members.  [default: scores]"),
     ] = None,
-    image_size: Annotated[int | None, typer.Option(help="For a folder of images: resize to this.")] = None,
+    image_size: Annotated[
+        int | None,
+        typer.Option(
+            help="For a folder of images: resize to this.  [default: 32 if they differ or are large]"
+        ),
+    ] = None,
     settings: Annotated[
         list[str] | None,
         typer.Option(

@@ -203,6 +203,17 @@ def read_image(path: Path) -> Image.Image:
     return decode_image(files.read_bytes(path, most=files.MAX_IMAGE_BYTES), str(path))
 
 
+def header_size(path: Path) -> tuple[int, int] | None:
+    """(height, width) as the head of an image file has it, or None of what is no image."""
+    from PIL import Image
+
+    try:
+        with Image.open(io.BytesIO(files.read_bytes(path, most=files.MAX_IMAGE_BYTES))) as image:
+            return image.height, image.width
+    except Exception:  # whoever reads the image will say why
+        return None
+
+
 def decode_image(content: bytes, name: str) -> Image.Image:
     """The picture that the bytes of an image file hold, grey ("L") or "RGB"; `name` is what sentences call it."""
     from PIL import Image

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import torch
@@ -23,6 +24,7 @@ from ecnn.data.sources import (
     Request,
     check_sizes,
     read_folder,
+    usual_size,
 )
 from ecnn.errors import InputError
 from ecnn.progress import Progress
@@ -39,7 +41,7 @@ def load_data(
     *,
     val_fraction: float = 0.1,
     seed: int = 0,
-    image_size: int | tuple[int, int] | None = None,
+    image_size: int | tuple[int, int] | Literal["auto"] | None = None,
     download: bool = True,
     progress: Progress | None = None,
 ) -> Dataset:
@@ -50,7 +52,8 @@ def load_data(
         root: folder of the files; None is the environment's ECNN_DATA, or else `data` in the working directory.
         val_fraction: how much of each class is taken from the training images for validation, 0 up to below 1.
         seed: which images those are; test images do not depend on it.
-        image_size: pixels of a side, or (height, width), to resize to; None keeps the size (GTSRB: 32).
+        image_size: pixels of a side, or (height, width), to resize to; None keeps the size (GTSRB: 32), and so does
+            "auto", except that images of a folder become 32 x 32 if they differ in size or exceed 64 pixels.
         download: fetch missing official files.
         progress: called while images are read or downloaded.
 
@@ -59,10 +62,13 @@ def load_data(
     """
     check_number("val_fraction", val_fraction, most=1, below=True)
     check_count("seed", seed, least=0)
-    request = Request(resolve_root(root), _resolve_size(image_size), download, progress)
+    size = None if image_size == "auto" else _resolve_size(image_size)
+    request = Request(resolve_root(root), size, download, progress)
     title = str(name)
     folder = None if title in READERS else find_folder(title, request.root)
     if folder is not None:
+        if image_size == "auto":
+            request = replace(request, image_size=usual_size(folder))
         found = _as_dataset(folder.resolve().name, read_folder(folder, request), val_fraction, seed)
         # Files come class by class; so that the first few images are of all classes, whoever takes them.
         val, test = (

@@ -14,7 +14,7 @@ from ecnn import files
 from ecnn.checks import check_array
 from ecnn.data.datasets import hold_out
 from ecnn.data.downloads import Archive, provide
-from ecnn.data.formats import gunzip, read_checked, read_idx, read_images, read_pickle, resize
+from ecnn.data.formats import gunzip, header_size, read_checked, read_idx, read_images, read_pickle, resize
 from ecnn.errors import InputError
 from ecnn.progress import Progress
 
@@ -56,6 +56,9 @@ SIZES = {
     "cifar100": (50_000, 10_000),
     "gtsrb": (39_209, 12_630),
 }
+
+# Of one's own images, where no size is given.
+_LARGEST_KEPT, _USUAL_SIZE = 64, (32, 32)
 
 # Mirrored images of these belong to another class, or to none.
 NEVER_MIRRORED = ("digits", "mnist", "gtsrb")
@@ -331,6 +334,13 @@ def read_folder(folder: Path, request: Request) -> Arrays:
     labels = np.array(listed)
     train, test = hold_out(labels, TEST_FRACTION, TEST_SEED)
     return Arrays(images[train], labels[train], images[test], labels[test], names)
+
+
+def usual_size(folder: Path) -> tuple[int, int] | None:
+    """What to resize a folder's images to if nobody says: nothing if all have one small size, else 32 x 32."""
+    sizes = {header_size(path) for part in class_folders(folder) for path in list_classes(part)[1]} - {None}
+    is_small = all(size is not None and max(size) <= _LARGEST_KEPT for size in sizes)
+    return None if len(sizes) <= 1 and is_small else _USUAL_SIZE
 
 
 def class_folders(folder: Path) -> tuple[Path, ...]:

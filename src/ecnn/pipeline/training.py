@@ -27,7 +27,7 @@ from ecnn.kinds import ModelKind
 from ecnn.models import build_model, find_kind, resolve_recipe, spell_out
 from ecnn.pipeline.threads import suitable_threads
 from ecnn.progress import Progress
-from ecnn.recipes import MEMBER_OPTIONS, Recipe
+from ecnn.recipes import AUTO, MEMBER_OPTIONS, Recipe, auto_recipe
 from ecnn.spec import CodeTable, Spec, attack_options, make_attack
 from ecnn.training.checkpoints import load_checkpoint, model_tensors, save_checkpoint
 from ecnn.training.loop import BEST, LOG, accuracy, fit
@@ -98,7 +98,7 @@ def plan(spec: Spec, data: Dataset) -> Plan:
         num_classes=data.num_classes,
         in_channels=data.in_channels,
         mean=data.mean_image,
-        **{**suited.options, **given},
+        **{**_own_image_options(spec, kind, data), **suited.options, **given},
     )
     resolved = dataclasses.replace(
         spec,
@@ -134,7 +134,9 @@ def _recipe_for(spec: Spec, kind: ModelKind, data: Dataset) -> Recipe:
         for name, value in spec.train.items()
         if name not in ("recipe", "attack", "val_attack", "objective_options")
     }
-    recipe = resolve_recipe(spec.train.get("recipe") or str(suited.recipe), **changes)
+    named = _recipe_name(spec, kind, data)
+    auto = auto_recipe(len(data.train), data.image_size) if named == AUTO else None
+    recipe = resolve_recipe(auto or named, **changes)
     own = kind.objectives[0]
     if "objective" in changes:
         if recipe.objective not in kind.objectives:
@@ -158,6 +160,19 @@ def _recipe_for(spec: Spec, kind: ModelKind, data: Dataset) -> Recipe:
         options |= {name: asked[name] for name in ("eps", "steps", "step_size")}
     options |= spec.train.get("objective_options", {})
     return spell_out(dataclasses.replace(recipe, objective_options=options))
+
+
+def _recipe_name(spec: Spec, kind: ModelKind, data: Dataset) -> str:
+    """The recipe that the spec asks for; or its authors' one; or, for images of one's own, what suits their number."""
+    suited = str(kind.suited_to(data.in_channels, data.image_size).recipe)
+    untuned = data.folder is not None and suited not in kind.own_recipes
+    return str(spec.train.get("recipe") or (AUTO if untuned else suited))
+
+
+def _own_image_options(spec: Spec, kind: ModelKind, data: Dataset) -> dict[str, Any]:
+    """With few images batch norm is worth five points (docs/own_images.md); the paper's network has none."""
+    is_auto = _recipe_name(spec, kind, data) == AUTO
+    return {"batch_norm": True} if is_auto and "batch_norm" in kind.options else {}
 
 
 def _attacks_for(spec: Spec, recipe: Recipe) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
@@ -339,7 +354,7 @@ def load_spec_data(spec: Spec, root: AnyPath, other: str | None = None) -> Datas
         other or (path if path and files.is_folder(path) else spec.data.name),
         root,
         val_fraction=spec.data.val_fraction,
-        image_size=(size[0], size[1]) if isinstance(size, list) else size,
+        image_size=(size[0], size[1]) if isinstance(size, list) else size or "auto",
     )
 
 
