@@ -40,7 +40,7 @@ def train(
     recipe: Annotated[
         str | None,
         typer.Option(
-            help="auto, paper, onecycle, robust, small, adp, ...  [default: what fits model and data; auto for a folder]"
+            help="auto (by the number of images), paper, onecycle, robust, ...  [default: what fits model and data]"
         ),
     ] = None,
     epochs: Annotated[int | None, typer.Option(help="Instead of the recipe's.")] = None,
