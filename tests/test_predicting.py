@@ -115,7 +115,8 @@ def test_predictions_in_order_with_names_and_numbers(tmp_path: Path) -> None:
     ("image", "sentence"),
     [
         ("missing.png", "missing.png"),
-        (b"no picture", "image 0 cannot be read as an image"),
+        (b"no picture", "image 0 cannot be read as an image: it is none, or of an unknown kind"),
+        ("", "the name of an image is empty"),
         (np.zeros((5, 5, 7), np.uint8), r"with 1, 3 or 4 channels, not \(5, 5, 7\)"),
         (np.zeros((0, 5, 3), np.uint8), "channels, not"),
         (np.zeros((4, 4), np.int64), "bytes .* or floats in .* not int64"),
@@ -226,6 +227,14 @@ def test_names_travel_with_the_run_and_are_known_for_shipped_models(tmp_path: Pa
     assert len(CLASS_NAMES["gtsrb"]) == 43
     shown = load_classifier("mnist-tanh16").predict(np.zeros((28, 28), np.uint8), top=16)[0]
     assert sum(guess.name.startswith("none (codeword 1") for guess in shown.guesses) == 6
+
+
+def test_weights_without_a_spec_are_not_enough(tmp_path: Path) -> None:
+    data = load_data("digits")
+    model = ecnn.ECNN(load_code("10x10"), 1, depth=8, width=2)
+    ecnn.fit(model, data.train.take(64), val=None, recipe="small", epochs=1, seed=0, run_dir=tmp_path)
+    with pytest.raises(InputError, match=r"has no spec\.toml, .* make a Classifier"):
+        load_classifier(tmp_path)
 
 
 def train(folder: Path) -> None:

@@ -212,8 +212,14 @@ class Classifier:
 
 def load_classifier(source: str | os.PathLike[str], *, device: str | torch.device = "cpu") -> Classifier:
     """The model of a run folder, or a shipped one by its name, ready for pictures."""
+    model = runs.load_model(source, device=device)  # refuses a spec without the facts that are needed here
+    folder = runs.run_folder(source)
+    if not (folder / runs.SPEC).exists():
+        raise InputError(
+            f"{folder} has no {runs.SPEC}, which would say what its images are: make a Classifier(model, class_names, "
+            "in_channels, image_size) yourself."
+        )
     facts = runs.read_spec(source).data
-    model = runs.load_model(source, device=device)  # refuses a spec without these facts
     assert facts.in_channels is not None
     assert isinstance(facts.image_size, list)
     height, width = facts.image_size
@@ -320,6 +326,9 @@ def _each(images: Any) -> Iterator[tuple[str, Any]]:
 def _listed(images: Any) -> Iterator[tuple[str, Any]]:
     if isinstance(images, str | os.PathLike):
         path = Path(images)
+        if not str(images):
+            yield "", InputError("the name of an image is empty.")
+            return
         if not path.is_dir():
             yield str(path), path
             return

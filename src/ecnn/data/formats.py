@@ -216,7 +216,7 @@ def header_size(path: Path) -> tuple[int, int] | None:
 
 def decode_image(content: bytes, name: str) -> Image.Image:
     """The picture that the bytes of an image file hold, grey ("L") or "RGB"; `name` is what sentences call it."""
-    from PIL import Image
+    from PIL import Image, UnidentifiedImageError
 
     try:
         with warnings.catch_warnings():
@@ -229,6 +229,8 @@ def decode_image(content: bytes, name: str) -> Image.Image:
         raise InputError(
             f"{name} is refused: it would unpack to too many pixels ({_first_line(error)})."
         ) from error
+    except UnidentifiedImageError as error:
+        raise InputError(f"{name} cannot be read as an image: it is none, or of an unknown kind.") from error
     # Pillow's decoders raise many kinds of error for damaged files.
     except Exception as error:
         raise InputError(f"{name} cannot be read as an image: {_first_line(error)}.") from error
