@@ -296,8 +296,8 @@ def test_init_is_where_the_search_starts() -> None:
     ("arguments", "sentence"),
     [
         ({"num_classes": 9, "code_length": 3}, "use a code_length of at least 4"),
-        ({"num_classes": 1, "code_length": 3}, "num_classes must be a whole number from 2 up, not 1"),
-        ({"num_classes": 4, "code_length": 0}, "code_length must be a whole number from 1 up, not 0"),
+        ({"num_classes": 1, "code_length": 3}, "num_classes must be a whole number from 2 to 2048, not 1"),
+        ({"num_classes": 4, "code_length": 0}, "code_length must be a whole number from 1 to 2048, not 0"),
         ({"num_classes": 4.0, "code_length": 3}, "num_classes must be a whole number"),
         ({"arity": 1}, "arity must be a whole number from 2 to 256, not 1"),
         ({"arity": 300}, "arity must be a whole number from 2 to 256, not 300"),
