@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 from typer.testing import CliRunner
 
 from ecnn import exporting, files, runs
@@ -59,6 +60,24 @@ def test_onnx_answers_as_the_model(tmp_path: Path) -> None:
     assert torch.allclose(torch.from_numpy(scores), expected, atol=1e-5 * float(expected.abs().max()))
     assert torch.allclose(torch.from_numpy(distances), ours.distances(images), atol=1e-4)
     assert "9. truck" in Path(said["card"]).read_text()
+
+
+def test_a_model_that_a_format_cannot_hold_is_one_sentence(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("onnx")
+
+    class Strange(nn.Module):
+        def forward(self, images: Tensor) -> Tensor:
+            means = images.mean(dim=(2, 3))
+            return torch.nextafter(means, means + 1)  # which ONNX does not know
+
+    ours = Classifier(Strange(), ("r", "g", "b"), 3, (4, 4))
+    with pytest.raises(
+        InputError, match=r"cannot be written as onnx \(.*nextafter.*\): try another --format"
+    ):
+        exporting._write_onnx(ours, tmp_path / "m.onnx")
+    assert capfd.readouterr().out == ""
 
 
 def test_a_file_that_answers_otherwise_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

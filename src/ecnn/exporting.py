@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import inspect
 import json
 import os
 import warnings
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -104,9 +107,9 @@ def _write_onnx(classifier: Classifier, path: Path) -> float | None:
     }
     if "dynamo" in inspect.signature(torch.onnx.export).parameters:  # the other way needs more packages
         options["dynamo"] = False
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that this way is the older one, and that shapes are looked at
-        torch.onnx.export(_Deployed(classifier.model).eval(), (_images(classifier, 2),), str(path), **options)
+    deployed = _Deployed(classifier.model).eval()
+    with _refusing("onnx"):
+        torch.onnx.export(deployed, (_images(classifier, 2),), str(path), **options)
     model = onnx.load(str(path))
     for name, text in _facts(classifier).items():
         model.metadata_props.add(key=name, value=text)
@@ -124,16 +127,31 @@ def _write_onnx(classifier: Classifier, path: Path) -> float | None:
 
 def _write_program(classifier: Classifier, path: Path) -> float:
     shapes = ({0: torch.export.Dim("batch", min=1)},)
-    with torch.no_grad():
-        program = torch.export.export(
-            _Deployed(classifier.model).eval(), (_images(classifier, 2),), dynamic_shapes=shapes
-        )
+    deployed = _Deployed(classifier.model).eval()
+    with _refusing("torchexport"), torch.no_grad():
+        program = torch.export.export(deployed, (_images(classifier, 2),), dynamic_shapes=shapes)
     with path.open("wb") as file, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of weights that share memory
         torch.export.save(program, file, extra_files=_facts(classifier))
     with path.open("rb") as file:
         again = torch.export.load(file).module()
     return _compare(classifier, again)
+
+
+@contextlib.contextmanager
+def _refusing(format: str) -> Iterator[None]:
+    """Makes one sentence of whatever an exporter says of a model that its format cannot hold."""
+    # It prints pages of the graph that it stumbled over, whatever the settings of its log say.
+    quiet = mock.patch.object(torch._C, "_jit_onnx_log", create=True)
+    try:
+        with quiet, warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that this way is the older one, and that shapes are looked at
+            yield
+    except Exception as error:  # exporters raise many kinds
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
+        raise InputError(
+            f"this model cannot be written as {format} ({reason}): try another --format."
+        ) from error
 
 
 def _compare(classifier: Classifier, answer: Any) -> float:
