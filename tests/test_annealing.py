@@ -268,7 +268,7 @@ def test_interrupt_returns_the_best_so_far() -> None:
         if len(calls) == 30:
             os.kill(os.getpid(), signal.SIGINT)
 
-    code = design_code(10, 12, seed=0, steps=10_000_000, progress=interrupt_soon)
+    code = design_code(10, 12, seed=0, steps=10**12, progress=interrupt_soon)
     assert code.provenance["stopped_by"] == "interrupt"
     assert code.energy() < random_code(10, 12, seed=0).energy()
 

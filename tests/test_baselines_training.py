@@ -52,6 +52,7 @@ WITH_BATCH_NORM: dict[str, Any] = {"depth": 8, "width": 4, "feature_dim": 8, "ba
 SIZES: dict[str, dict[str, Any]] = {
     "ecnn": WITH_BATCH_NORM,
     "resnet": {"depth": 8, "width": 4},
+    "multiscale": {"width": 8, "hidden": 32},
     "adp": {"depth": 8, "width": 4},
     "tanh_ensemble": {},
     "independent_ecoc": WITH_BATCH_NORM,
@@ -336,7 +337,7 @@ def test_settings_of_an_objective_are_spelled_out() -> None:
         ("specialists", {"model": {"sets": [[0]]}}, "one for each of the 10 classes"),
         ("adp", {"code": {"name": "10x30"}}, "'adp' takes no code"),
         ("independent_ecoc", {"code": {"name": "43x30"}}, "has 43 classes"),
-        ("adq", {}, "model.kind must be one of ecnn, resnet, adp"),
+        ("adq", {}, "model.kind must be one of ecnn, resnet, .*did you mean .adp."),
         ("adp", {"train": {"recipe": "adq"}}, "recipe must be one of paper"),
     ],
 )
