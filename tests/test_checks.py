@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import ecnn
-from ecnn.attacks import FGSM
+from ecnn.attacks import FGSM, Square
 from ecnn.baselines import TRADESObjective
 from ecnn.checks import (
     build,
@@ -159,7 +159,7 @@ def test_what_is_no_model_code_audit_or_split_is_named_at_every_door(thing: Any)
             call()
 
 
-@pytest.mark.parametrize("device", ["8/255", -1, 2**63, None, "cpu:x"])
+@pytest.mark.parametrize("device", ["8/255", -1, 2**63, None, "cpu:x", "meta"])
 def test_a_device_that_is_none_is_named(device: Any) -> None:
     with pytest.raises(InputError, match=r"the device '.*' cannot be used here"):
         ecnn.load_model("mnist-tanh16", device=device)
@@ -169,6 +169,8 @@ def test_whole_numbers_of_numpy_count_as_those_of_python() -> None:
     small: Any = np.uint8(40)
     made, wanted = (ecnn.design_code(size, size, steps=1, chains=1, seed=0) for size in (small, 40))
     assert made == wanted
+    assert ecnn.CodeMatrix(made.symbols, small).arity == 40
+    assert type(Square(norm="linf", eps=0.1, queries=small).queries) is int
     split, seed = ecnn.load_data("digits").test, np.int64(2**40)
     net = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 10))
     assert ecnn.evaluate(net, split, {}, limit=2, seed=seed).clean.index.tolist() == [0, 1]  # type: ignore[arg-type]

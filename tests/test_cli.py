@@ -300,3 +300,12 @@ def flags() -> dict[str, list[str]]:
 
 def test_flags_change_on_purpose() -> None:
     assert flags() == json.loads((Path(__file__).parent / "cli_flags.json").read_text())
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere names of files are text")
+def test_a_name_that_is_not_utf8_is_printed_as_it_is(tmp_path: Path) -> None:
+    name = os.fsencode(tmp_path) + b"/bad\xff.json"
+    words = [*ecnn_command("code --classes 3 --length 4 --steps 9 --out"), os.fsdecode(name)]
+    done = subprocess.run(words, capture_output=True, check=False)
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert done.stdout.endswith(b"wrote " + name + b"\n")

@@ -112,6 +112,11 @@ def test_every_shipped_experiment_counts_what_the_paper_counts(name: str) -> Non
         (("arms", 0, "seeds"), [-1], "a seed must be a whole number"),
         (("spec", "attacks", "pgd", "epss"), 1, "did you mean 'eps'"),
         (("spec", "model", "widht"), 1, "did you mean 'width'"),
+        (("audited", "pgd"), 1e308, "audited must be a table"),
+        (("arms", 0, "name"), [1], "name must be text, not"),
+        (("arms", 0, "seeds"), "0", "seeds must be a list"),
+        (("rows",), 3, "rows must be a list, not 3"),
+        (("arms",), {"a": 1}, "arms must be a list"),
         (("spec", "attacks", "pgd", "source"), "aa", r"attacks\.pgd\.source must be .* did you mean 'a'"),
     ],
 )

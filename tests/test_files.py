@@ -386,6 +386,20 @@ def test_a_file_keeps_a_second_name(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert sorted(tmp_path.iterdir()) == [last, previous]
 
 
+def test_what_a_killed_process_left_is_tidied_unless_one_works_there(tmp_path: Path) -> None:
+    for name in (".ecnn-lock", ".ecnn-tmp-x.json", "result.json"):
+        (tmp_path / name).write_text("by process 1")
+    with files.locked(tmp_path, "training"):
+        held = subprocess.run(
+            [sys.executable, "-c", f"from ecnn import files; files.tidy({str(tmp_path)!r})"], check=False
+        )
+        assert held.returncode == 0
+        assert (tmp_path / ".ecnn-lock").exists()
+    (tmp_path / ".ecnn-lock").write_text("by process 1")
+    files.tidy(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["result.json"]
+
+
 def test_a_temporary_folder_of_a_killed_process_goes_with_the_next(tmp_path: Path) -> None:
     with files.temporary_folder(tmp_path / "x.npz") as folder:
         files.write_text(folder / "deep" / "y", "text")
@@ -461,3 +475,28 @@ def test_same_tensors_same_bytes_and_every_bit_counts(tmp_path: Path) -> None:
     found, head = files.read_tensors(path)
     assert head == header
     assert torch.equal(found["weight"], tensors["weight"])
+
+
+@pytest.mark.parametrize("name", ["\ud800", "a\0b"])
+def test_what_cannot_be_the_name_of_a_file_is_refused_everywhere(name: str) -> None:
+    def lock() -> None:
+        with files.locked(name, "work"):
+            pass
+
+    for call in (
+        lock,
+        lambda: files.read_bytes(name),
+        lambda: files.write_text(name, ""),
+        lambda: files.check_writable(name),
+    ):
+        with pytest.raises(InputError, match="name"):
+            call()
+
+
+def test_a_folder_that_cannot_be_listed_is_named(tmp_path: Path) -> None:
+    for name in ("b", "a"):
+        (tmp_path / name).touch()
+    assert [path.name for path in files.entries(tmp_path)] == ["a", "b"]
+    for path in (tmp_path / "gone", tmp_path / "a"):
+        with pytest.raises(InputError, match=f"cannot read {path}: No"):
+            files.entries(path)

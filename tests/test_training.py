@@ -185,6 +185,22 @@ def test_adversarial_training_by_any_callable() -> None:
     assert "val_robust_accuracy" in history.epochs[0]
 
 
+def test_an_attack_that_returns_no_images_is_named() -> None:
+    split = Split(torch.zeros(4, 1, 8, 8, dtype=torch.uint8), torch.tensor([0, 1, 0, 1]))
+    nothing: Any = lambda model, images, labels: None  # noqa: E731
+    with pytest.raises(InputError, match=r"what the attack returned must be of shape \(.*\), not NoneType"):
+        fit(
+            ResNet(2, 1, depth=8, width=2),
+            split,
+            val=None,
+            recipe="small",
+            epochs=1,
+            batch_size=4,
+            seed=0,
+            attack=nothing,
+        )
+
+
 def test_validation_images_can_have_an_attack_of_their_own(tmp_path: Path) -> None:
     """It sees validation images alone, chooses the epoch, replaces the training attack there, and makes another run."""
     calls: list[tuple[str, int]] = []

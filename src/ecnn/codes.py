@@ -62,7 +62,7 @@ def check_size(num_classes: int, code_length: int, arity: int) -> None:
     """Raises InputError unless a code of that size with distinct codewords can exist."""
     check_count("num_classes", num_classes, least=2, most=MAX_CLASSES)
     check_count("arity", arity, least=2, most=MAX_ARITY)
-    check_count("code_length", code_length, most=MAX_SYMBOLS // arity)
+    check_count("code_length", code_length, most=MAX_SYMBOLS // int(arity))
     num_classes, code_length, arity = int(num_classes), int(code_length), int(arity)  # NumPy's would overflow
     if code_length * math.log2(arity) < 63 and arity**code_length < num_classes:
         needed = math.ceil(math.log(num_classes, arity) - 1e-12)

@@ -24,11 +24,23 @@ from pathlib import Path
 from typing import Any
 
 from ecnn import files
-from ecnn.checks import build, check_choice, check_count, check_options, did_you_mean
+from ecnn.checks import build, check_choice, check_count, check_entries, check_options, did_you_mean
 from ecnn.codes import load_code
 from ecnn.errors import InputError
 from ecnn.models import find_kind
 from ecnn.spec import Spec
+
+# What entries of a file must be, where they are given.
+_TEXT_KINDS: dict[str, Any] = dict.fromkeys(("name", "title", "note"), str | None)
+_ARM_KINDS = {**_TEXT_KINDS, "spec": dict | None, "seeds": list[int] | None, "paper": dict[str, float] | None}
+_EXPERIMENT_KINDS = {
+    **_TEXT_KINDS,
+    **dict.fromkeys(("rows", "remarks"), list[str] | None),
+    "paper": str | None,
+    "spec": dict | None,
+    "arms": list[dict[str, Any]] | None,
+    "audited": dict[str, str | list[str]] | None,
+}
 
 CLEAN, AUDIT, PARAMETERS = "clean", "audit", "parameters"
 #: What `quick_form` makes of every spec: digits; networks of these sizes, where they have such options; one epoch;
@@ -154,6 +166,7 @@ def load_experiment(source: str) -> Experiment:
 
 def from_tables(name: str, tables: Mapping[str, Any]) -> Experiment:
     """The experiment that the tables of a file describe."""
+    check_entries(f"the experiment {name!r}", tables, _EXPERIMENT_KINDS)
     whole = dict(tables)
     shared = whole.pop("spec", {})
     arms = tuple(_arm(shared, table) for table in whole.pop("arms", ()))
@@ -167,6 +180,7 @@ def from_tables(name: str, tables: Mapping[str, Any]) -> Experiment:
 
 
 def _arm(shared: Mapping[str, Any], table: Mapping[str, Any]) -> Arm:
+    check_entries("an arm", table, _ARM_KINDS)
     own = dict(table)
     spec = Spec.from_dict(merge(shared, own.pop("spec", {})))
     if "seeds" in own:

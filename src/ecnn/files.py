@@ -20,7 +20,7 @@ import tomllib
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
@@ -72,9 +72,11 @@ def naming(path: AnyPath, verb: str) -> Iterator[None]:
     except DiskError:
         raise
     except ValueError as error:
-        if isinstance(error, InputError) or "null" not in str(error):
+        if isinstance(error, InputError) or not (
+            "null" in str(error) or isinstance(error, UnicodeEncodeError)
+        ):
             raise
-        raise InputError(f"cannot {verb} {str(path)!r}: the name of a file holds no null byte.") from error
+        raise InputError(f"cannot {verb} {str(path)!r}: no file can have this name.") from error
     except OSError as error:
         # safetensors raises FileNotFoundError without the system's words for it.
         reason = "No such file or directory" if isinstance(error, FileNotFoundError) else error.strerror
@@ -148,6 +150,12 @@ def exists(path: AnyPath) -> bool:
         return Path(path).exists()
     except (OSError, ValueError):
         return False
+
+
+def entries(folder: AnyPath) -> list[Path]:
+    """What a folder holds, in order; one that cannot be read, or goes meanwhile, is an InputError."""
+    with naming(folder, "read"):
+        return sorted(Path(folder).iterdir())
 
 
 def check_writable(path: AnyPath) -> None:
@@ -267,7 +275,8 @@ def locked(folder: AnyPath, work: str) -> Iterator[None]:
     Args:
         work: what is done there, in a word: "training".
     """
-    root = Path(os.path.realpath(folder))
+    with naming(folder, "write"):
+        root = Path(os.path.realpath(folder))
     if root in _locks and _locks[root].thread == threading.get_ident():
         yield
         return
@@ -287,6 +296,13 @@ def locked(folder: AnyPath, work: str) -> Iterator[None]:
             if is_new and not any(root.iterdir()):
                 root.rmdir()
         os.close(lock.handle)
+
+
+def tidy(folder: AnyPath) -> None:
+    """Removes what killed processes left in a folder, the file of their lock too, unless one works there now."""
+    if Path(folder).is_dir() and any(Path(folder).glob(".ecnn-*")):
+        with suppress(InputError, OSError), locked(folder, "tidying"):
+            pass
 
 
 def _open_lock(root: Path, work: str) -> int:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ecnn.backbones import (
+    MOST_OF_ANYTHING,
     Centre,
     ConvUnit,
     Mean,
@@ -272,8 +273,8 @@ def _check_options(
             f"code must be a CodeMatrix, not {type(code).__name__}: try load_code or CodeMatrix(symbols)."
         )
     check_member_output(code, member_output)
-    check_count("in_channels", in_channels)
-    check_count("feature_dim", feature_dim)
+    check_count("in_channels", in_channels, most=MOST_OF_ANYTHING)
+    check_count("feature_dim", feature_dim, most=MOST_OF_ANYTHING)
     check_choice("branch", branch, BRANCHES)
     if trunk is not None and not share_trunk:
         raise InputError("a trunk of your own cannot be copied for each member: use share_trunk=True.")

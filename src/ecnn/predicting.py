@@ -12,11 +12,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ecnn import runs
+from ecnn import files, runs
 from ecnn.attacks import Attack
 from ecnn.attacks.base import read_model
 from ecnn.attacks.views import decoded_scores, members_of
-from ecnn.backbones import undisturbed
+from ecnn.backbones import MOST_OF_ANYTHING, undisturbed
 from ecnn.checks import check_count, check_number
 from ecnn.data import Split
 from ecnn.data.formats import decode_image, pixels_of, plain_image, read_image
@@ -107,7 +107,7 @@ class Classifier:
             reject: images further than this from every codeword are rejected (`reject_distance` chooses it).
             keep_going: an image that cannot be used gives a prediction with an `error`; otherwise an InputError.
         """
-        check_count("top", top)
+        check_count("top", top, most=MOST_OF_ANYTHING)
         check_count("batch_size", batch_size)
         if reject is not None:
             check_number("reject", reject)
@@ -329,10 +329,11 @@ def _listed(images: Any) -> Iterator[tuple[str, Any]]:
         if not str(images):
             yield "", InputError("the name of an image is empty.")
             return
-        if not path.is_dir():
+        if not files.is_folder(path):
             yield str(path), path
             return
-        own = sorted(entry for entry in path.rglob("*") if entry.suffix.lower() in IMAGE_SUFFIXES)
+        with files.naming(path, "read"):  # a folder may go while it is looked at
+            own = sorted(entry for entry in path.rglob("*") if entry.suffix.lower() in IMAGE_SUFFIXES)
         if not own:
             yield str(path), InputError(f"{path} has no image ({', '.join(IMAGE_SUFFIXES)}) in it.")
         yield from ((str(entry), entry) for entry in own if not entry.name.startswith("."))

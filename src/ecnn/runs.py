@@ -164,7 +164,7 @@ def find_device(name: str | torch.device) -> torch.device:
         name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         device = torch.device(name)
-        torch.zeros(1, device=device)
+        torch.zeros(1, device=device).item()  # "meta" has no values
     except (RuntimeError, AssertionError, ValueError, TypeError) as error:
         raise InputError(
             f"the device {str(name)!r} cannot be used here: {str(error).splitlines()[0]}"

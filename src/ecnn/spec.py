@@ -34,6 +34,7 @@ from ecnn.checks import (
     check_count,
     check_entries,
     check_fields,
+    check_kind,
     check_options,
     check_shares,
     parse_eps,
@@ -186,6 +187,7 @@ class Spec:
     @classmethod
     def from_dict(cls, tables: Mapping[str, Any]) -> Spec:
         """The spec that these nested tables describe."""
+        check_kind("a spec", tables, Mapping, "a table")
         check_options("a spec", tables, [entry.name for entry in dataclasses.fields(cls)])
         if "data" not in tables:
             raise InputError("a spec needs the table [data] with a name.")

@@ -23,11 +23,11 @@ from campaign.scene import Scene  # noqa: E402
 Case = Callable[[Scene, int, random.Random], Iterator[tuple[str, list[Violation]]]]
 #: Each part with its share of the time.
 PARTS: dict[str, tuple[Case, float]] = {
-    "kills": (interruptions.try_kill, 0.25),
+    "kills": (interruptions.try_kill, 0.3),
     "faults": (interruptions.try_fault, 0.15),
     "files": (damage.try_damage, 0.2),
     "options": (options.try_options, 0.2),
-    "misuse": (misuse.try_misuse, 0.15),
+    "misuse": (misuse.try_misuse, 0.1),
     "growth": (growth.try_growth, 0.05),
 }
 

@@ -185,8 +185,15 @@ def _try_one(
 
 
 def _by_hand(path: Path, way: Way) -> bool:
-    """Whether a person could have done this on purpose: another value in a text file, an outcome taken away."""
-    return (way is _edit and path.suffix in (".json", ".toml")) or (way is _remove and path.suffix == ".npz")
+    """Whether this is no damage to its reader: another value in a text file, outcomes taken away, a whole checkpoint.
+
+    That a checkpoint belongs to the run is seen when it is used, which the commands try.
+    """
+    return (
+        (way is _edit and path.suffix in (".json", ".toml"))
+        or (way is _remove and path.suffix == ".npz")
+        or (way is _exchange and path.name == "last.safetensors")
+    )
 
 
 def _put_back(path: Path, before: bytes) -> None:
@@ -401,15 +408,18 @@ def _try_command(
         ended = in_child(command(*words), folder=folder)
         found = ended.violations()
         if ended.status in (0, 1, 3) and not harmless and not found:
-            if ended.status != peace.status or not same_output(ended.out, peace.out):
-                found.append(Violation("silent", f"says another thing: {ended.out[:100]!r}"))
+            # A run that is made anew may tell more of its training than one that is found finished.
+            said, wanted = (
+                one.out.splitlines()[:1] if words[0] == "train" else [one.out] for one in (ended, peace)
+            )
+            if ended.status != peace.status or not same_output("".join(said), "".join(wanted)):
+                found.append(Violation("silent", f"says {ended.out[:100]!r}, not {peace.out[:100]!r}"))
             elif words[0] == "train" and content(path) != whole[name] and name in _OF_TRAINING:
                 found.append(Violation("silent", "success, and the file stays as it is"))
     return f"ecnn {words[0]} with {name}: {way.__name__.strip('_')} {done or ''}", found
 
 
-#: Files of a run that training answers for.
+#: Files of a finished run that training it again answers for; of checkpoints it needs none.
 _OF_TRAINING = {
-    f"run/{name}"
-    for name in ("spec.toml", "code.json", "model.safetensors", "last.safetensors", "train.jsonl", "DONE")
+    f"run/{name}" for name in ("spec.toml", "code.json", "model.safetensors", "train.jsonl", "DONE")
 }

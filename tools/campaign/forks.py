@@ -22,6 +22,8 @@ from typing import Any
 
 #: A case that takes longer hangs.
 HANG_SECONDS = 20.0
+# A child whose parent was killed ends by itself.
+_ORPHAN_SECONDS = 900
 #: A process that holds more is too large.
 MEMORY_BYTES = 2 * 2**30
 #: What `ecnn` may end with: done or believable, not believable, wrong request, inconclusive, fault, interrupted.
@@ -128,10 +130,15 @@ def _be_the_child(work: Callable[[], Iterator[Any] | None], folder: Path, ends: 
     try:
         os.setpgid(0, 0)
         signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.alarm(_ORPHAN_SECONDS)
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         os.dup2(ends["out"], 1)
         os.dup2(ends["err"], 2)
-        sys.stdout, sys.stderr = (io.TextIOWrapper(io.FileIO(end, "w", closefd=False)) for end in (1, 2))
+        for name, end, errors in (
+            ("stdout", 1, "strict"),
+            ("stderr", 2, "backslashreplace"),
+        ):  # as Python has them
+            setattr(sys, name, io.TextIOWrapper(io.FileIO(end, "w", closefd=False), "utf-8", errors))
         os.chdir(folder)
         tempfile.tempdir = str(folder)
         os.environ["TMPDIR"] = str(folder)

@@ -150,7 +150,13 @@ def _words(scene: Scene, rng: random.Random) -> list[str]:
         ["audit", "--module", "model.py:net", *data, "--eps", "0.1", "--limit", "2", "--dry-run"],
         ["reproduce", "table.toml", "--out", "table", "--table"],
         ["reproduce", "table.toml", "--out", "table", "--dry-run"],
+        ["predict", "run", str(scene.pictures / "test/0/0.png")],
+        ["predict", "run", rng.choice((*_PATHS, *_READ_ONLY)), "--top", "2"],
+        ["export", "run", "--out", "model.pt2"],
+        ["data", str(scene.pictures)],
+        ["data"],
         ["models"],
+        ["doctor"],
     ]
     words = list(rng.choice(bases))
     options = _options_of(words[0])
@@ -183,7 +189,9 @@ def _writes_outside(word: str) -> bool:
 
 def _value(name: str, rng: random.Random) -> str:
     if name in _WRITTEN:
-        return rng.choice(_PATHS)
+        return rng.choice(
+            [path for path in _PATHS if not path.startswith("run/")]
+        )  # whoever names it means it
     if name == "--set":
         return f"{rng.choice(_KEYS)}{rng.choice(('=', '=', '=', '=', ''))}{rng.choice((*_NUMBERS, *_TEXTS, *_PATHS))}"
     kinds = (_NUMBERS, _NUMBERS, _TEXTS, _PATHS, _READ_ONLY)

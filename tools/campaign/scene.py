@@ -141,7 +141,7 @@ def make_scene(home: Path, *, few: bool = False) -> Scene:
         "--set",
         "model.width=2",
         "--epochs",
-        "25",
+        "10",
         "--out",
         "run",
     )

@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar, Literal
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -288,6 +289,10 @@ class Attack:
     quick: bool = False
 
     def __post_init__(self) -> None:
+        for entry in fields(self):
+            value = getattr(self, entry.name)
+            if isinstance(value, np.integer):  # would overflow
+                object.__setattr__(self, entry.name, int(value))
         check_choice("labels", self.labels, ("true", "predicted"))
         check_choice("keep", self.keep, ("best", "last"))
         check_choice("precision", self.precision, ("float32", "bfloat16"))

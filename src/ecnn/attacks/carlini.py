@@ -248,7 +248,7 @@ class _Descent:
             place=torch.atanh((2 * images - 1) * _STRETCH),
             mean=torch.zeros_like(images),
             square=torch.zeros_like(images),
-            constant=full(self.attack.initial_constant),
+            constant=full(float(self.attack.initial_constant)),
             low=full(0),
             high=full(math.inf),
             age=zeros,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import io
 import os
 import signal
 import sys
@@ -68,6 +69,10 @@ def _run(command: Callable[[], int | None], debug: bool) -> int:
     is_own_process = signal.getsignal(signal.SIGINT) is signal.SIG_DFL  # as `ecnn.__main__` left it
     if is_own_process:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(
+            errors="surrogateescape"
+        )  # names of files that are not UTF-8 come out as they are
     try:
         status = command() or 0
         sys.stdout.flush()

@@ -351,7 +351,7 @@ def class_folders(folder: Path) -> tuple[Path, ...]:
 
 def list_classes(folder: Path) -> tuple[tuple[str, ...], list[Path], list[int]]:
     """Names of the classes, and all image files with the number of their class."""
-    classes = sorted(entry for entry in folder.iterdir() if entry.is_dir() and not entry.name.startswith("."))
+    classes = [entry for entry in files.entries(folder) if entry.is_dir() and not entry.name.startswith(".")]
     if len(classes) < 2:
         raise InputError(
             f"{folder} should hold at least 2 folders of images, one per class (or a folder train and a folder test of "
@@ -360,11 +360,11 @@ def list_classes(folder: Path) -> tuple[tuple[str, ...], list[Path], list[int]]:
     paths: list[Path] = []
     labels: list[int] = []
     for label, entry in enumerate(classes):
-        own = sorted(
+        own = [
             path
-            for path in entry.iterdir()
+            for path in files.entries(entry)
             if path.suffix.lower() in IMAGE_SUFFIXES and not path.name.startswith(".")
-        )
+        ]
         if not own:
             raise InputError(
                 f"{entry} has no image ({', '.join(IMAGE_SUFFIXES)}): add some or remove the folder."

@@ -116,6 +116,7 @@ def run_task(
 ) -> None:
     """Trains, attacks and audits one run; whatever its folder holds already is not done again."""
     if task.is_done():
+        files.tidy(task.folder)
         return
     with files.locked(task.folder, "reproduction"):
         _run_stages(task, root, device, stages, progress)

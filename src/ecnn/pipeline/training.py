@@ -269,7 +269,7 @@ def train_run(
     folder = usual if out is None else Path(out)
     files.check_writable(folder / runs.SPEC)
     if resume and runs.is_finished(folder, made.spec):
-        files.remove_stale(folder)
+        files.tidy(folder)
         return _finished_run(folder, made.model)
     with files.locked(folder, "training") if _is_first_process() else nullcontext():
         return _train(made, data, folder, place, resume, compile_parts, progress)

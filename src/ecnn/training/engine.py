@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ecnn.backbones import eval_mode
+from ecnn.checks import check_array
 from ecnn.data import Augmentation, Split
 from ecnn.errors import InputError
 from ecnn.objectives import Objective
@@ -302,12 +303,17 @@ def craft(
 ) -> Tensor:
     """The attacked images; an attack that takes `generator=` draws from this one."""
     options = {"generator": generator} if takes_generator(attack) else {}
-    return attack(model, images, labels, **options)
+    attacked = attack(model, images, labels, **options)
+    check_array("what the attack returned", attacked, *images.shape)
+    return attacked
 
 
 def takes_generator(function: Callable[..., Any]) -> bool:
     """Whether an attack or objective has an argument that says where its random numbers come from."""
-    return "generator" in inspect.signature(function).parameters
+    try:
+        return "generator" in inspect.signature(function).parameters
+    except ValueError:  # one that is built into Python does not say
+        return False
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
