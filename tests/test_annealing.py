@@ -268,7 +268,12 @@ def test_interrupt_returns_the_best_so_far() -> None:
         if len(calls) == 30:
             os.kill(os.getpid(), signal.SIGINT)
 
-    code = design_code(10, 12, seed=0, steps=10**12, progress=interrupt_soon)
+    # Where tests run in the background of a shell, SIGINT is ignored.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        code = design_code(10, 12, seed=0, steps=100_000_000, progress=interrupt_soon)
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert code.provenance["stopped_by"] == "interrupt"
     assert code.energy() < random_code(10, 12, seed=0).energy()
 
