@@ -654,7 +654,7 @@ def test_damaged_npz_files_are_refused(tmp_path: Path, monkeypatch: pytest.Monke
         with refused("a.npz is not a whole array file"):
             files.read_npz(path, keys=("x",))
     path.write_bytes(whole)
-    monkeypatch.setattr("ecnn.files.MAX_ARRAY_BYTES", 1000)
+    monkeypatch.setattr("ecnn.files.arrays.MAX_ARRAY_BYTES", 1000)
     with refused("too large"):
         files.read_npz(path, keys=("x",))
 

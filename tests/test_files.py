@@ -100,7 +100,7 @@ def test_unwritable_places_are_found_before_the_work(tmp_path: Path, where: str)
 def test_huge_json_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "big.json"
     path.write_text(json.dumps(list(range(1000))))
-    monkeypatch.setattr(files, "MAX_JSON_BYTES", 1000)
+    monkeypatch.setattr("ecnn.files.tables.MAX_JSON_BYTES", 1000)
     with pytest.raises(InputError, match="larger than"):
         files.read_json(path)
 
@@ -207,7 +207,7 @@ def test_hostile_array_files_are_one_sentence(tmp_path: Path, content: bytes) ->
 def test_array_files_that_unpack_to_too_much(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = files.write_arrays(tmp_path / "x.npz", {"zeros": np.zeros(100_000)}, {})
     assert path.stat().st_size < 5000
-    monkeypatch.setattr(files, "MAX_ARRAY_BYTES", 100_000)
+    monkeypatch.setattr("ecnn.files.arrays.MAX_ARRAY_BYTES", 100_000)
     with pytest.raises(InputError, match="too large"):
         files.read_arrays(path)
     with pytest.raises(InputError, match="No such file"):
@@ -330,7 +330,7 @@ def test_a_folder_has_one_user_and_a_killed_one_leaves_nothing(tmp_path: Path) -
     with start_holder(tmp_path) as process:
         process.kill()
         process.wait()
-    files._tidied.clear()  # as a new process
+    files.disk._tidied.clear()  # as a new process
     files.write_text(tmp_path / "y", "text")
     assert {path.name for path in tmp_path.iterdir()} == {"sub", "y", ".ecnn-lock"}
 

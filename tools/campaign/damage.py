@@ -275,7 +275,7 @@ def _edit(path: Path, folder: Path, rng: random.Random) -> str | None:
         path.write_text(json.dumps(value))
     else:
         try:
-            path.write_text("\n".join(files._toml_lines(value)))
+            path.write_text("\n".join(files.toml_lines(value)))
         except (TypeError, ValueError, AttributeError):
             return None
     return where

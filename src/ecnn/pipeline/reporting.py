@@ -27,8 +27,9 @@ experiment again.
   true labels and the epoch chosen on validation images. It counts images that are right after the attack, whatever they
   were before, and is a mean over seeds.
 - **audited** counts images that are right when clean and under every attack of ours. For attacks in a ball that is the
-  audit's worst case at the same radius; for C&W and blind-spot what the paper's C&W and our own leave together, with
-  the median L2 of ours; for JSMA likewise within the same share of pixels.
+  audit's worst case at the same radius; for C&W and blind-spot what the paper's C&W and our own leave together (a
+  remark says where points of PGD count too), with the median L2 of ours; for JSMA likewise within
+  the same share of pixels.
 - A dash is a number that does not exist, or was not measured yet.
 """
 

@@ -215,7 +215,7 @@ def audit_again(
         return False
     if not task.is_trained():
         raise InputError(
-            f"{task.folder} has a record but no network to audit again: remove it and train anew."
+            f"{task.folder} has a record but no network to audit again: reproduce it in another folder (--out)."
         )
     made = plan_audit(table, source=str(task.folder), root=root, device=device)
     with _timed(task.folder, f"{AUDIT} {AUDIT_VERSION}"):

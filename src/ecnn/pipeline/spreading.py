@@ -15,9 +15,8 @@ from ecnn.errors import InputError
 from ecnn.pipeline.reproducing import Task
 
 CLUSTERS = ("ray",)
-#: What a process is told: a command and variables of its environment; it answers with its exit status and all it wrote.
-Command = tuple[list[str], dict[str, str]]
-Runner = Callable[[Sequence[Command]], list[tuple[int, str]]]
+#: Runs commands; each answers with its exit status and all that it wrote.
+Runner = Callable[[Sequence[Sequence[str]]], list[tuple[int, str]]]
 
 
 def run_tasks(
@@ -40,11 +39,20 @@ def run_tasks(
     start: Runner = _ray_runner(jobs) if cluster == "ray" else lambda commands: _run_here(commands, jobs)
     failed = []
     for wave, more in waves(tasks):
-        commands: list[Command] = []
-        for task in wave:
-            command = [sys.executable, "-m", "ecnn", "reproduce", sources[task.experiment.name], *arguments]
-            command += ["--arm", task.arm.name, "--seed", str(task.seed), *more]
-            commands.append((command, {}))
+        ecnn = [sys.executable, "-m", "ecnn", "reproduce"]
+        commands = [
+            [
+                *ecnn,
+                sources[task.experiment.name],
+                *arguments,
+                "--arm",
+                task.arm.name,
+                "--seed",
+                str(task.seed),
+                *more,
+            ]
+            for task in wave
+        ]
         for task, (status, said) in zip(wave, start(commands), strict=True):
             files.write_text(task.folder / "log.txt", said)
             failed += [task] if status and task not in failed else []
@@ -70,24 +78,20 @@ def waves(tasks: Sequence[Task]) -> list[tuple[list[Task], list[str]]]:
     return [(wave, more) for wave, more in found if wave]
 
 
-def run_command(command: Sequence[str], environment: Mapping[str, str]) -> tuple[int, str]:
-    """Exit status of a process, and all that it wrote."""
+def run_command(command: Sequence[str], gpu: int | None = None) -> tuple[int, str]:
+    """Exit status of a process, and all that it wrote; it sees that GPU alone, if one is given."""
+    chosen = {} if gpu is None else {"CUDA_VISIBLE_DEVICES": str(gpu)}
     done = subprocess.run(  # noqa: S603 our own command
-        list(command), capture_output=True, text=True, check=False, env={**os.environ, **environment}
+        list(command), capture_output=True, text=True, check=False, env={**os.environ, **chosen}
     )
     return done.returncode, done.stdout + done.stderr
 
 
-def _run_here(commands: Sequence[Command], jobs: int) -> list[tuple[int, str]]:
+def _run_here(commands: Sequence[Sequence[str]], jobs: int) -> list[tuple[int, str]]:
     gpus = torch.cuda.device_count()
-
-    def run(number: int) -> tuple[int, str]:
-        command, environment = commands[number]
-        chosen = {"CUDA_VISIBLE_DEVICES": str(number % gpus)} if gpus > 1 else {}
-        return run_command(command, {**environment, **chosen})
-
+    chosen = [number % gpus if gpus > 1 else None for number in range(len(commands))]
     with ThreadPoolExecutor(jobs) as pool:
-        return list(pool.map(run, range(len(commands))))
+        return list(pool.map(run_command, commands, chosen))
 
 
 def _ray_runner(jobs: int) -> Runner:
@@ -102,8 +106,8 @@ def _ray_runner(jobs: int) -> Runner:
     has_gpus = ray.cluster_resources().get("GPU", 0) > 0
     remote = ray.remote(num_cpus=1, num_gpus=1 if has_gpus else 0)(run_command)
 
-    def start(commands: Sequence[Command]) -> list[tuple[int, str]]:
-        results: list[tuple[int, str]] = ray.get([remote.remote(*command) for command in commands])
+    def start(commands: Sequence[Sequence[str]]) -> list[tuple[int, str]]:
+        results: list[tuple[int, str]] = ray.get([remote.remote(command) for command in commands])
         return results
 
     return start

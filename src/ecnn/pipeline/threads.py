@@ -11,8 +11,8 @@ from torch import nn
 
 from ecnn.data import Split
 
-# Weights times pixels, which is at least the multiplications that an image takes. Below it an operation is over
-# sooner than threads have met: on 8x8 digits (31 million) two threads gain nothing, on MNIST (384 million) they do.
+# Weights times pixels, which is at least the multiplications that an image takes. On 8x8 digits (31 million) two
+# threads gain nothing (measured); the limit lies between them and MNIST (384 million), where nothing was measured.
 _WORK_TO_SHARE = 100_000_000
 
 

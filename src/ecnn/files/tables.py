@@ -1,0 +1,110 @@
+"""Tables as JSON and TOML that people can read; those of ours carry a checksum."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ecnn.errors import InputError
+from ecnn.files.disk import MAX_JSON_BYTES, AnyPath, read_bytes, write_text
+
+_SUM = "sha256"
+
+
+def write_json(path: AnyPath, value: Any) -> Path:
+    """Writes strict JSON (no NaN), all or nothing; lists of numbers stay on one line so that people can read them.
+
+    A table gets an entry "sha256", the checksum of all others, which `read_json` checks and takes away.
+    """
+    if isinstance(value, dict):
+        value = {**value, _SUM: _sum_of_table(json.loads(json.dumps(value, allow_nan=False)))}
+    text = json.dumps(value, indent=1, allow_nan=False)
+    text = re.sub(
+        r"\[\s+([-\d][^\[\]{}\"]*?)\s+\]", lambda found: "[" + re.sub(r"\s+", "", found[1]) + "]", text
+    )
+    return write_text(path, text + "\n")
+
+
+def _sum_of_table(table: Mapping[str, Any]) -> str:
+    """SHA-256 of the table's entries, however the file lays them out."""
+    others = {key: value for key, value in table.items() if key != _SUM}
+    return hashlib.sha256(json.dumps(others, sort_keys=True).encode()).hexdigest()
+
+
+def read_json(path: AnyPath) -> Any:
+    """The content of a JSON file; every way it can be unreadable is an InputError of one sentence.
+
+    A table that has a checksum must agree with it; those of before have none.
+    """
+    content = read_bytes(path, most=MAX_JSON_BYTES)
+    try:
+        value = json.loads(content.decode())
+    except UnicodeDecodeError as error:
+        raise InputError(f"{path} is not a text file (byte {error.start} is not UTF-8).") from error
+    except json.JSONDecodeError as error:
+        raise InputError(f"{path} is not JSON: {error.msg} at line {error.lineno}.") from error
+    except ValueError as error:
+        raise InputError(f"{path} holds a number of too many digits to be a JSON file of ours.") from error
+    except RecursionError as error:
+        raise InputError(f"{path} is nested too deeply to be a JSON file of ours.") from error
+    if isinstance(value, dict) and _SUM in value and value.pop(_SUM) != _sum_of_table(value):
+        raise InputError(
+            f'{path} was damaged or changed after it was written: move it away, or remove its entry "{_SUM}" to '
+            "accept it as it is."
+        )
+    return value
+
+
+def write_toml(path: AnyPath, tables: Mapping[str, Any]) -> Path:
+    """Writes nested tables of numbers, strings and lists as TOML, all or nothing; None is left out."""
+    return write_text(path, "\n".join(toml_lines(tables)).strip() + "\n")
+
+
+def toml_lines(table: Mapping[str, Any], name: str = "") -> list[str]:
+    """The table's own entries under its head, then the tables within it."""
+    own = [(key, value) for key, value in table.items() if value is not None and not isinstance(value, dict)]
+    inner = {key: value for key, value in table.items() if isinstance(value, dict)}
+    lines = ["", f"[{name}]"] if name and (own or not inner) else []
+    lines += [f"{_toml_key(key)} = {_toml_value(value)}" for key, value in own]
+    for key, value in inner.items():
+        lines += toml_lines(value, f"{name}.{_toml_key(key)}" if name else _toml_key(key))
+    return lines
+
+
+def _toml_key(key: str) -> str:
+    return key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else _toml_text(key)
+
+
+def _toml_text(text: str) -> str:
+    """A string as TOML writes it: like JSON, but letters beyond 16 bits stand for themselves."""
+    if any("\ud800" <= letter <= "\udfff" for letter in text):
+        raise InputError(f"{text!r} is not UTF-8, so that TOML cannot hold it: rename what it names.")
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
+def _toml_value(value: Any) -> str:
+    if isinstance(value, dict):
+        entries = ", ".join(f"{_toml_key(key)} = {_toml_value(item)}" for key, item in value.items())
+        return f"{{ {entries} }}"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(_toml_value(item) for item in value) + "]"
+    if isinstance(value, str):
+        return _toml_text(value)
+    # Numbers and booleans are written alike in JSON and TOML.
+    return json.dumps(value, allow_nan=False)
+
+
+def read_toml(path: AnyPath) -> dict[str, Any]:
+    """The content of a TOML file; every way it can be unreadable is an InputError of one sentence."""
+    content = read_bytes(path, most=MAX_JSON_BYTES)
+    try:
+        return tomllib.loads(content.decode())
+    except RecursionError as error:
+        raise InputError(f"{path} is nested too deeply to be a TOML file of ours.") from error
+    except ValueError as error:  # no UTF-8, no TOML, or a number of thousands of digits
+        raise InputError(f"{path} is not TOML: {str(error).splitlines()[0]}.") from error
