@@ -153,6 +153,9 @@ def test_what_is_no_model_code_audit_or_split_is_named_at_every_door(thing: Any)
         ("images", lambda: ecnn.ResNet(2, 1, depth=8, width=2)(thing)),
         ("code", lambda: ecnn.plot_code(thing, "x.png")),
         ("audit", lambda: ecnn.plot_audit(thing, "x.png")),
+        ("evaluation", lambda: ecnn.plot_curve(thing, "x.png")),
+        ("matrix", lambda: ecnn.plot_transfer(thing, "x.png")),
+        ("flips", lambda: ecnn.plot_members(thing, "x.png")),
     ]
     for name, call in doors:
         with pytest.raises(InputError, match=f"{name} must be .*, not a {type(thing).__name__}"):

@@ -22,9 +22,10 @@ from hypothesis import strategies as st
 from scipy.stats import binomtest
 from sklearn.metrics import brier_score_loss, log_loss
 from torch import Tensor, nn
+from toys import Saturated, half_spaces, images_of_classes
 
 from ecnn import files
-from ecnn.attacks import FGSM, PGD, Attack, AutoAttack, RandomNoise
+from ecnn.attacks import FGSM, FMN, PGD, Attack, AutoAttack, RandomNoise
 from ecnn.attacks.base import Target
 from ecnn.attacks.draws import Draws
 from ecnn.codes import CodeMatrix
@@ -40,6 +41,7 @@ from ecnn.evaluation import (
     evaluate,
     load_evaluation,
     load_images,
+    member_flips,
     member_transfer,
     model_transfer,
     wilson_interval,
@@ -1483,3 +1485,39 @@ def test_gradients_that_are_no_numbers_are_told() -> None:
         assert found.outcomes["pgd"].about["nan_gradients"] == 60
         assert "pgd: 60 gradients had entries that are not numbers" in found.table()
         assert (found.outcomes["pgd"].l0 > 0).any()  # the other pixels moved
+
+
+def test_members_that_were_turned_are_those_in_which_the_codewords_differ() -> None:
+    model = Saturated()
+    images, labels = images_of_classes(3)
+    attacked = images.clone()
+    attacked[labels == 2] = images[labels == 7]  # class 2 is made to look like class 7; the others stay
+    found = member_flips(model, images, attacked, labels)
+    symbols = model.code.symbols
+    expected = np.zeros_like(found.flipped)
+    expected[2] = 3 * (symbols[2] != symbols[7])
+    assert found.flipped.tolist() == expected.tolist()
+    assert found.images.tolist() == [3] * 10
+    assert (found.right == 3).all()
+    assert found.per_image == pytest.approx((symbols[2] != symbols[7]).sum() * 3 / 30)
+    assert found.share[2].tolist() == (symbols[2] != symbols[7]).astype(float).tolist()
+    with pytest.raises(InputError, match="should be of the same images"):
+        member_flips(model, images, attacked[:4], labels)
+
+
+def test_curves_are_given_by_norm_and_attack() -> None:
+    model = half_spaces(torch.ones(16))
+    images = torch.full((6, 1, 4, 4), 0.6)
+    split = Split((images * 255).to(torch.uint8), torch.zeros(6, dtype=torch.int64))
+    attacks: dict[str, Any] = {
+        "pgd": PGD(norm="linf", eps=0.1, steps=3, step_size=0.1),
+        "fmn": FMN(norm="l2", steps=30),
+        "own": lambda model, images, labels: 1 - images,
+    }
+    found = evaluate(model, split, attacks, limit=None, eps=[0.05, 0.2])
+    curves = found.curves()
+    assert {norm: list(own) for norm, own in curves.items()} == {"linf": ["pgd"], "l2": ["fmn"]}
+    assert curves["linf"]["pgd"] == found.curve("pgd")
+    assert list(curves["linf"]["pgd"].eps) == [0, 0.05, 0.2]
+    assert [rate.accuracy for rate in curves["linf"]["pgd"].robust] == [1, 1, 0]
+    assert curves["l2"]["fmn"].cumulative[-1].accuracy == 0

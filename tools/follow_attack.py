@@ -15,7 +15,7 @@ import torch
 import ecnn
 from ecnn import files
 from ecnn.attacks import PGD
-from ecnn.plots import ACCENT, INK, QUIET, save_figure
+from ecnn.plots.figures import ACCENT, INK, QUIET, save_figure
 
 ROOT = Path(__file__).parents[1]
 RECORD, FIGURE = ROOT / "results/common_level.json", ROOT / "docs/images/common-level.png"

@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from ecnn.model import ECNN as ECNN
     from ecnn.plots import plot_audit as plot_audit
     from ecnn.plots import plot_code as plot_code
+    from ecnn.plots import plot_curve as plot_curve
+    from ecnn.plots import plot_members as plot_members
+    from ecnn.plots import plot_transfer as plot_transfer
     from ecnn.predicting import load_classifier as load_classifier
     from ecnn.progress import progress_bar as progress_bar
     from ecnn.runs import load_model as load_model
@@ -52,6 +55,9 @@ _ROOM_OF = {
     "load_spec": "spec",
     "plot_audit": "plots",
     "plot_code": "plots",
+    "plot_curve": "plots",
+    "plot_members": "plots",
+    "plot_transfer": "plots",
     "progress_bar": "progress",
 }
 

@@ -1,6 +1,7 @@
 """Evaluation: per-image outcomes of attacks, and the accuracies, intervals, curves and matrices made of them."""
 
 from ecnn.evaluation.calibration import Calibration, calibration
+from ecnn.evaluation.flips import MemberFlips, member_flips
 from ecnn.evaluation.intervals import PairedComparison, Rate, wilson_interval
 from ecnn.evaluation.loop import evaluate
 from ecnn.evaluation.outcomes import Outcomes, compare
@@ -12,6 +13,7 @@ __all__ = [
     "Calibration",
     "Curve",
     "Evaluation",
+    "MemberFlips",
     "Outcomes",
     "PairedComparison",
     "Rate",
@@ -22,6 +24,7 @@ __all__ = [
     "evaluate",
     "load_evaluation",
     "load_images",
+    "member_flips",
     "member_transfer",
     "model_transfer",
     "wilson_interval",

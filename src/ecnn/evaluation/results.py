@@ -186,6 +186,26 @@ class Evaluation:
         ]
         return _make_curve([(0.0, self.clean.robust), *steps])
 
+    def curves(self) -> dict[str, dict[str, Curve]]:
+        """Robust accuracy against the radius, by norm and attack.
+
+        Of an attack of smallest distance by how near it broke images, in its norm or in L2; attacks of other make have
+        no curve.
+        """
+        found: dict[str, dict[str, Curve]] = {}
+        for name, outcomes in self.outcomes.items():
+            norm, base = _norm_of(outcomes.about.get("attack")), outcomes.about.get("base")
+            if norm not in NORMS or base in found.get(norm, {}):
+                continue
+            if outcomes.about.get("eps") is not None:
+                found.setdefault(norm, {})[str(base)] = self.curve(str(base))
+            elif norm in outcomes.columns and not outcomes.about.get("after") and outcomes.broken.any():
+                radii = np.quantile(
+                    outcomes.columns[norm][outcomes.broken], np.linspace(0.05, 1, 20)
+                ).tolist()
+                found.setdefault(norm, {})[name] = self.curve_by_distance(name, norm=norm, eps=radii)
+        return found
+
     def table(self) -> str:
         """The figures as text: robust and plain accuracy, what the attack changed where it broke, and its cost."""
         norms = [norm.capitalize() for norm in _CHANGES]
@@ -268,6 +288,16 @@ def summarise_outcomes(outcomes: Outcomes) -> dict[str, Any]:
 
 def _rate_json(rate: Rate) -> dict[str, Any]:
     return {"accuracy": rate.accuracy, "interval": list(rate.interval), "robust": rate.successes}
+
+
+def _norm_of(attack: Any) -> Any:
+    """The norm of a described attack, L2 where it has none; of one that is crafted elsewhere, that of the one inside.
+
+    None of an attack of other make: what it searches for is not known.
+    """
+    if not isinstance(attack, Mapping) or not str(attack.get("kind")).startswith("ecnn.attacks."):
+        return None
+    return _norm_of(attack["attack"]) if "attack" in attack else attack.get("norm", "l2")
 
 
 def _make_curve(steps: Sequence[tuple[float, np.ndarray]]) -> Curve:

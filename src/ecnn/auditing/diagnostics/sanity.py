@@ -66,7 +66,12 @@ def check_radius(probe: Probe) -> Finding:
         )
         worst = max(worst, (left, radius))
         breakable = breakable | broken
-    evidence = {"images": probe.num_right, "curve": curve, "grey_class": int(grey)}
+    evidence = {
+        "images": probe.num_right,
+        "probed": len(probe.images),
+        "curve": curve,
+        "grey_class": int(grey),
+    }
     left, radius = worst
     claim = (
         f"PGD leaves {percent(left, probe.num_right)} at radius {radius:.3g} that are surely breakable there."

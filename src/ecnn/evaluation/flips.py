@@ -1,0 +1,77 @@
+"""Which members an attack turns, class by class."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from ecnn.attacks.views import member_margins, members_of
+from ecnn.backbones import undisturbed, without_tf32
+from ecnn.errors import InputError
+from ecnn.evaluation.batch import BATCH_SIZE, place
+
+
+@dataclass(frozen=True, eq=False)
+class MemberFlips:
+    """Members that an attack turned from the right symbol to a wrong one, in counts of images.
+
+    Attributes:
+        flipped: (class, member) images of the class on which the member was right before the attack and is wrong after.
+        right: (class, member) images of the class on which it was right before.
+        images: (class,) images of the class.
+    """
+
+    flipped: np.ndarray
+    right: np.ndarray
+    images: np.ndarray
+
+    @property
+    def share(self) -> np.ndarray:
+        """(class, member) flipped of those that were right; nan where none was."""
+        return np.where(self.right > 0, self.flipped / np.maximum(self.right, 1), np.nan)
+
+    @property
+    def n(self) -> int:
+        """Images of all classes."""
+        return int(self.images.sum())
+
+    @property
+    def per_image(self) -> float:
+        """Members that were turned on an image, on average."""
+        return float(self.flipped.sum() / max(self.n, 1))
+
+
+def member_flips(model: nn.Module, images: Tensor, attacked: Tensor, labels: Tensor) -> MemberFlips:
+    """Which members were right about the images and are wrong about what an attack made of them.
+
+    A member without a preference, its logits being equal, counts as wrong, as in `member_transfer`.
+
+    Args:
+        model: with `member_logits` and a code.
+        images: (image, channel, height, width) in [0, 1].
+        attacked: the same after an attack, as `attack(model, images, labels)` gives them.
+        labels: (image,) their classes.
+    """
+    if attacked.shape != images.shape or len(labels) != len(images) or not len(images):
+        raise InputError(
+            f"images, attacked and labels should be of the same images, not {tuple(images.shape)}, "
+            f"{tuple(attacked.shape)} and {tuple(labels.shape)}."
+        )
+    right = []
+    with torch.no_grad(), undisturbed(model), without_tf32():
+        _, symbols = members_of(model, place(model, images[:1]))
+        for batch in (images, attacked):
+            parts = [
+                member_margins(model, place(model, part), own.to(symbols.device)) > 0
+                for part, own in zip(
+                    torch.split(batch, BATCH_SIZE), torch.split(labels, BATCH_SIZE), strict=True
+                )
+            ]
+            right.append(torch.cat(parts).cpu().numpy())
+    before, after = right
+    count = np.zeros((len(symbols), len(images)), dtype=np.int64)
+    count[labels.cpu().numpy(), np.arange(len(images))] = 1
+    return MemberFlips(count @ (before & ~after), count @ before, count.sum(axis=1))
