@@ -41,6 +41,7 @@ ROOMS = [
     "experiment",
     "runs",
     "predicting",
+    "serving",
     "exporting",
     "plots",
     "pipeline",

@@ -65,6 +65,14 @@ def test_pictures_become_what_a_folder_of_them_becomes(tmp_path: Path, mode: str
     assert torch.equal(ours.read(floats), floats)
 
 
+@pytest.mark.parametrize("width", [1, 3, 4])
+def test_a_narrow_grey_picture_is_not_taken_for_a_coloured_one(width: int) -> None:
+    pixels = picture("L", (5, width))
+    ours = classifier(1, (5, width))
+    for source in (pixels, torch.tensor(pixels), pixels / np.float32(255)):
+        assert np.allclose(ours.read(source)[0], pixels / 255, atol=1e-6)
+
+
 @pytest.mark.parametrize(
     ("mode", "channels"), [("L", 3), ("RGB", 1), ("RGBA", 3), ("LA", 1), ("P", 3), ("1", 1)]
 )

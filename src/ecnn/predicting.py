@@ -72,6 +72,31 @@ class Prediction:
 
 
 @dataclass(frozen=True, eq=False)
+class Reading:
+    """What a model says of some images, on the CPU and in float32 or better.
+
+    Attributes:
+        scores: (image, class).
+        member_logits: (image, member) or (image, member, symbol); None for a model without a code.
+        distances: (image, class) expected number of members that disagree with each codeword; None likewise.
+    """
+
+    scores: Tensor
+    member_logits: Tensor | None = None
+    distances: Tensor | None = None
+
+    @property
+    def nearest(self) -> Tensor:
+        """(image,) distance to the nearest codeword; empty for a model without a code."""
+        return torch.zeros(0) if self.distances is None else self.distances.amin(dim=1)
+
+    def take(self, rows: slice) -> Reading:
+        """What it says of some of the images."""
+        parts = (self.scores, self.member_logits, self.distances)
+        return Reading(*(None if part is None else part[rows] for part in parts))  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True, eq=False)
 class Classifier:
     """A trained model with the form of its images and the names of its classes; `load_classifier` makes one of a run.
 
@@ -124,16 +149,16 @@ class Classifier:
                         raise
                     found[place] = Prediction(name, error=str(error))
             if pixels:
-                answers = self._answers(torch.stack([*pixels.values()]), top, reject)
+                answers = self.describe(ask_model(self.model, torch.stack([*pixels.values()])), top, reject)
                 found |= {
                     place: replace(answer, image=sources[place][0])
                     for place, answer in zip(pixels, answers, strict=True)
                 }
         return [found[place] for place in range(len(sources))]
 
-    def read(self, image: Any) -> Tensor:
-        """(channel, height, width) the image as the model takes it, float32 in [0, 1]."""
-        return self._read(image, "the image")
+    def read(self, image: Any, name: str = "the image") -> Tensor:
+        """(channel, height, width) the image as the model takes it, float32 in [0, 1]; the name is for sentences."""
+        return self._read(image, name)
 
     def distances(self, images: Tensor) -> Tensor:
         """(image,) expected number of members that disagree with the nearest codeword.
@@ -142,7 +167,7 @@ class Classifier:
             images: (image, channel, height, width) in [0, 1].
         """
         _check_has_code(self.model)
-        return torch.cat([_ask(self.model, batch)[1] for batch in torch.split(images, BATCH_SIZE)])
+        return torch.cat([ask_model(self.model, batch).nearest for batch in torch.split(images, BATCH_SIZE)])
 
     def reject_distance(self, val: Split, share: float = 0.05) -> float:
         """The distance that this share of the validation images exceeds: what to pass as `reject`.
@@ -155,9 +180,9 @@ class Classifier:
             raise InputError("a distance to reject by needs validation images, and there are none.")
         return float(flagging_threshold(self.distances(val[:][0]), share))
 
-    def _answers(self, images: Tensor, top: int, reject: float | None) -> Iterator[Prediction]:
-        """What the model says of each image, which has no name yet."""
-        scores, distances = _ask(self.model, images)
+    def describe(self, reading: Reading, top: int = 1, reject: float | None = None) -> Iterator[Prediction]:
+        """What the model said of each image, in words; the images have no names yet."""
+        scores, distances = reading.scores, reading.nearest
         best = torch.softmax(scores.double(), dim=1).topk(min(top, scores.shape[1]), dim=1)
         leads = scores.double().topk(2, dim=1).values.diff(dim=1).neg()
         for row, label in enumerate(predicted_classes(scores).tolist()):
@@ -170,13 +195,14 @@ class Classifier:
             distance = float(distances[row]) if len(distances) else None
             yield Prediction(
                 "",
-                guesses=tuple(Guess(number, self._name(number), share) for number, share in pairs),
+                guesses=tuple(Guess(number, self.class_name(number), share) for number, share in pairs),
                 margin=float(leads[row]),
                 distance=distance,
                 rejected=reject is not None and distance is not None and distance > reject,
             )
 
-    def _name(self, label: int) -> str:
+    def class_name(self, label: int) -> str:
+        """Of the class with that score; codewords that no class has are called so."""
         return self.class_names[label] if label < len(self.class_names) else f"none (codeword {label})"
 
     def _read(self, source: Any, name: str) -> Tensor:
@@ -288,21 +314,22 @@ def evaluate_rejection(
 
 def _verdict(model: nn.Module, images: Tensor, labels: Tensor, reject: float) -> tuple[Tensor, Tensor]:
     """(image,) whether each is misclassified, and whether it is rejected."""
-    scores, distances = _ask(model, images)
-    return predicted_classes(scores).to(labels.device) != labels, distances.to(labels.device) > reject
+    reading = ask_model(model, images)
+    is_wrong = predicted_classes(reading.scores).to(labels.device) != labels
+    return is_wrong, reading.nearest.to(labels.device) > reject
 
 
 @torch.no_grad()
-def _ask(model: nn.Module, images: Tensor) -> tuple[Tensor, Tensor]:
-    """(image, class) scores, and (image,) distances or, of a model without a code, none; on the CPU."""
+def ask_model(model: nn.Module, images: Tensor) -> Reading:
+    """What the model says of pixels (image, channel, height, width) in [0, 1], and what its members say."""
     images = images.to(next(model.parameters(), torch.zeros(0)).device)
     with undisturbed(model):
         if not has_code(model):
-            return read_model(model, images).cpu(), torch.zeros(0)
+            return Reading(read_model(model, images).cpu())
         logits, symbols = members_of(model, images)
         scores = decoded_scores(model, logits)
-        nearest = codeword_distances(logits, symbols).amin(dim=1)
-        return (read_model(model, images) if scores is None else scores).cpu(), nearest.cpu()
+        scores = read_model(model, images) if scores is None else scores
+        return Reading(scores.cpu(), logits.cpu(), codeword_distances(logits, symbols).cpu())
 
 
 def has_code(model: nn.Module) -> bool:
@@ -371,9 +398,10 @@ def _as_planes(image: np.ndarray | Tensor, name: str) -> np.ndarray:
     is_bytes = array.dtype == np.uint8
     if not is_bytes and array.dtype.kind != "f":
         raise InputError(f"{name} should be bytes (uint8) or floats in [0, 1], not {array.dtype}.")
-    if array.ndim == 2:
-        array = array[None]
+    is_flat = array.ndim == 2  # then nothing is to be guessed, however few columns there are
+    array = array[None] if is_flat else array
     last, first = (array.ndim == 3 and array.shape[axis] in (1, 3, 4) for axis in (2, 0))
+    last = last and not is_flat
     if not (last or first) or 0 in array.shape:
         raise InputError(
             f"{name} should be (height, width), (height, width, channel) or (channel, height, width) with 1, 3 or 4 "

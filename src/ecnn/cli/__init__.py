@@ -17,6 +17,7 @@ from ecnn.cli.export_command import export
 from ecnn.cli.models_command import models
 from ecnn.cli.predict_command import predict
 from ecnn.cli.reproduce_command import reproduce
+from ecnn.cli.serve_command import serve
 from ecnn.cli.statuses import STATUSES, with_status
 from ecnn.cli.train_command import train
 
@@ -46,5 +47,5 @@ def main(
 
 
 # In the order in which the help lists them.
-for _command in (code, train, predict, evaluate, audit, export, reproduce, models, data, doctor):
+for _command in (code, train, predict, serve, evaluate, audit, export, reproduce, models, data, doctor):
     app.command(epilog=STATUSES)(with_status(_command))

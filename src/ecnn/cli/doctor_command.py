@@ -22,6 +22,9 @@ OPTIONAL = {
     "numba": "designs codes 100 times faster",
     "onnx": "ecnn export to .onnx: pip install 'ecnn[export]'",
     "onnxruntime": "compares an exported .onnx with the model: pip install 'ecnn[export]'",
+    "fastapi": "ecnn serve: pip install 'ecnn[serve]'",
+    "uvicorn": "ecnn serve: pip install 'ecnn[serve]'",
+    "python-multipart": "ecnn serve: pip install 'ecnn[serve]'",
     "ray": "ecnn reproduce on several machines: pip install 'ecnn[cluster]'",
     "tensorboard": "curves of training in TensorBoard",
 }

@@ -214,14 +214,25 @@ def header_size(path: Path) -> tuple[int, int] | None:
         return None
 
 
-def decode_image(content: bytes, name: str) -> Image.Image:
-    """The picture that the bytes of an image file hold, grey ("L") or "RGB"; `name` is what sentences call it."""
+def decode_image(
+    content: bytes, name: str, *, formats: tuple[str, ...] | None = None, most_pixels: int | None = None
+) -> Image.Image:
+    """The picture that the bytes of an image file hold, grey ("L") or "RGB"; `name` is what sentences call it.
+
+    Args:
+        formats: the only ones to try, as Pillow names them; None for all that it knows.
+        most_pixels: more than these are refused before they are unpacked; None for Pillow's own limit.
+    """
     from PIL import Image, UnidentifiedImageError
 
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error", Image.DecompressionBombWarning)
-            with Image.open(io.BytesIO(content)) as image:
+            with Image.open(io.BytesIO(content), formats=formats) as image:
+                if most_pixels is not None and image.width * image.height > most_pixels:
+                    raise InputError(
+                        f"{name} has {image.width} x {image.height} pixels, and at most {most_pixels:,} are allowed."
+                    )
                 return plain_image(image, name)
     except InputError:
         raise

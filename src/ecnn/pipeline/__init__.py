@@ -7,12 +7,14 @@ from ecnn.pipeline.evaluating import EvaluationPlan, attack_tables, evaluate_run
 from ecnn.pipeline.reporting import draw_results, results_page
 from ecnn.pipeline.reproducing import STAGES, Task, audit_again, run_task, tasks_of
 from ecnn.pipeline.spreading import CLUSTERS, run_tasks
+from ecnn.pipeline.threads import suitable_threads
 from ecnn.pipeline.training import (
     Plan,
     TrainedRun,
     join_processes,
     leave_processes,
     load_spec_data,
+    load_test_images,
     plan,
     train_run,
     training_attack,
@@ -39,6 +41,7 @@ __all__ = [
     "leave_processes",
     "load_module",
     "load_spec_data",
+    "load_test_images",
     "plan",
     "plan_audit",
     "plan_evaluation",
@@ -46,6 +49,7 @@ __all__ = [
     "results_page",
     "run_task",
     "run_tasks",
+    "suitable_threads",
     "table_text",
     "tasks_of",
     "train_run",

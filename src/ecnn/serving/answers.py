@@ -1,0 +1,75 @@
+"""What is said of an image: the classes by name and, if asked for, every member's bit and every codeword's distance."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ecnn.predicting import Classifier, Prediction, Reading
+
+
+@dataclass(frozen=True)
+class Details:
+    """How an answer comes about.
+
+    Attributes:
+        probabilities: of every class, decoded.
+        bits: what each member says, a symbol of the code; None of a model without a code.
+        certainties: how probable each member finds that symbol; likewise.
+        distances: expected number of members that disagree with each codeword; likewise.
+    """
+
+    probabilities: list[float]
+    bits: list[int] | None
+    certainties: list[float] | None
+    distances: list[float] | None
+
+
+@dataclass(frozen=True)
+class Answer(Prediction):
+    """A prediction and, if they were asked for, its details.
+
+    Attributes:
+        details: None if not asked for, and where the model gives no answer.
+    """
+
+    details: Details | None = None
+
+
+def answer(
+    classifier: Classifier,
+    reading: Reading,
+    names: list[str],
+    *,
+    top: int,
+    reject: float | None,
+    details: bool,
+) -> list[Answer]:
+    """One answer per image of the reading."""
+    found = []
+    for row, (name, prediction) in enumerate(
+        zip(names, classifier.describe(reading, top, reject), strict=True)
+    ):
+        facts: dict[str, Any] = {**vars(prediction), "image": name}
+        if details and prediction.error is None:
+            facts["details"] = _details(reading.take(slice(row, row + 1)))
+        found.append(Answer(**facts))
+    return found
+
+
+def _details(reading: Reading) -> Details:
+    probabilities = torch.softmax(reading.scores[0].double(), dim=0).tolist()
+    if reading.member_logits is None or reading.distances is None:
+        return Details(probabilities, None, None, None)
+    certainties, bits = symbol_probabilities(reading.member_logits)[0].max(dim=1)
+    return Details(probabilities, bits.tolist(), certainties.tolist(), reading.distances[0].tolist())
+
+
+def symbol_probabilities(member_logits: Tensor) -> Tensor:
+    """(image, member, symbol) of member logits (image, member) or (image, member, symbol), as distances read them."""
+    if member_logits.ndim == 3:
+        return torch.softmax(member_logits, dim=2)
+    return torch.stack([torch.sigmoid(-2 * member_logits), torch.sigmoid(2 * member_logits)], dim=2)

@@ -1,0 +1,181 @@
+"""An attack on one picture, and what it did: to the class, to every member's bit, to the pixels."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ecnn.attacks import ATTACKS, NORMS, Attack
+from ecnn.attacks.attempts import ClimbingAttack
+from ecnn.attacks.views import VIEWS, ScoreView
+from ecnn.checks import check_choice, check_count, check_fields, parse_eps
+from ecnn.errors import InputError
+from ecnn.predicting import Classifier, ask_model
+from ecnn.serving.answers import Answer, answer
+from ecnn.serving.limits import Limits
+from ecnn.serving.pictures import perturbation_png, rounded, to_png
+from ecnn.spec import attack_options, make_attack
+
+#: The attacks that are offered, and what each calls its effort: what `steps` of a request sets. FGSM is one step.
+EFFORTS: dict[str, str | None] = {
+    "pgd": "steps",
+    "apgd": "steps",
+    "bim": "steps",
+    "fgsm": None,
+    "fab": "steps",
+    "deepfool": "steps",
+    "fmn": "steps",
+    "square": "queries",
+    "noise": "samples",
+}
+_STEP_SHARE = 2.5  # of eps, what all steps of PGD have together (Madry et al. 2018)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttackSettings:
+    """What a request says of an attack.
+
+    Attributes:
+        attack: a name of `EFFORTS`.
+        norm: of the ball or of the distance, a name of `NORMS`.
+        eps: radius on the [0, 1] scale, or a fraction such as "8/255"; of an attack that has a ball.
+        steps: its effort; of an attack that has one.
+        on: where it looks, a name of `VIEWS`; of an attack that looks.
+        seed: of all randomness.
+    """
+
+    attack: str
+    norm: str = "linf"
+    eps: float | str | None = None
+    steps: int | None = None
+    on: str = "scores"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        check_fields("the attack", self)
+        check_choice("attack", self.attack, EFFORTS)
+        check_choice("norm", self.norm, NORMS)
+        check_choice("on", self.on, VIEWS)
+        check_count("seed", self.seed, least=0)
+
+    def build(self, classifier: Classifier, limits: Limits) -> Attack:
+        """The attack; InputError if something is missing, too much, or meant for another attack."""
+        known, effort = attack_options(self.attack), EFFORTS[self.attack]
+        table: dict[str, Any] = {"kind": self.attack, "norm": self.norm, "labels": "predicted"}
+        if self.on != "scores" or "on" in known:
+            table["on"] = self.on
+        if self.eps is not None:
+            table["eps"] = self.eps
+        if effort is None and self.steps not in (None, 1):
+            raise InputError(f"{self.attack} is one step: leave steps out.")
+        if effort is not None:
+            if self.steps is None:
+                raise InputError(f"the attack {self.attack} needs steps, from 1 to {limits.attack_steps}.")
+            check_count("steps", self.steps, most=limits.attack_steps)
+            table[effort] = self.steps
+        if "eps" in known and self.eps is not None:
+            everything = torch.ones(1, classifier.in_channels, *classifier.image_size)
+            radius = parse_eps(self.eps, most=float(NORMS[self.norm].length(everything)))
+            if "step_size" in known:
+                table["step_size"] = _STEP_SHARE * radius / (self.steps or 1)
+        if self.attack == "apgd":
+            table["loss"] = "margin"
+        return make_attack(table)
+
+
+@dataclass(frozen=True)
+class AttackResult:
+    """What an attack did to a picture.
+
+    Attributes:
+        success: whether the class is another one.
+        before, after: what the model says of the picture and of the attacked one, with details.
+        flipped: positions of the members that say something else than before.
+        linf, l2, l1: how far the pixels were moved.
+        rounded_label, rounded_name: the class of the attacked picture as the PNG has it, in whole 255ths.
+        image, attacked, perturbation: PNGs, as base64; of the last, mid grey is no change, black and white the largest.
+        forwards, backwards: what it asked of the model, in images.
+        seconds: on the clock.
+    """
+
+    success: bool
+    before: Answer
+    after: Answer
+    flipped: list[int]
+    linf: float
+    l2: float
+    l1: float
+    rounded_label: int | None
+    rounded_name: str | None
+    image: str
+    attacked: str
+    perturbation: str
+    forwards: int
+    backwards: int
+    seconds: float
+
+
+def run_attack(
+    classifier: Classifier, model: nn.Module, image: Tensor, attack: Attack, seed: int
+) -> AttackResult:
+    """Attacks one picture (1, channel, height, width), away from the class that the model sees in it.
+
+    Where the attack fails, the picture is shown as the attack left it, if it says so: fewer bits than it takes.
+
+    Args:
+        model: the classifier's, or a copy of it.
+    """
+    start, place = time.monotonic(), next(model.parameters(), torch.zeros(0)).device
+    pixels, anything = image.to(place), torch.zeros(1, dtype=torch.int64, device=place)
+    found = attack.run(model, pixels, anything, seed=seed)
+    forwards, backwards = int(found.forwards.sum()), int(found.backwards.sum())
+    if not bool(found.success[0]) and attack.has_last_iterate:
+        found = dataclasses.replace(attack, keep="last").run(model, pixels, anything, seed=seed)
+        forwards, backwards = forwards + int(found.forwards.sum()), backwards + int(found.backwards.sum())
+    attacked = found.images.detach().cpu()
+    reading = ask_model(model, torch.cat([image, attacked, rounded(attacked)]))
+    names = ["image", "attacked image", "attacked image, rounded"]
+    before, after, last = answer(classifier, reading, names, top=3, reject=None, details=True)
+    moves = attacked - image
+    return AttackResult(
+        success=before.name != after.name,
+        before=before,
+        after=after,
+        flipped=_flipped(before, after),
+        **{norm: float(NORMS[norm].length(moves)) for norm in ("linf", "l2", "l1")},
+        rounded_label=last.guesses[0].label if last.guesses else None,
+        rounded_name=last.name,
+        image=to_png(image[0]),
+        attacked=to_png(attacked[0]),
+        perturbation=perturbation_png(moves[0]),
+        forwards=forwards,
+        backwards=backwards,
+        seconds=time.monotonic() - start,
+    )
+
+
+def _flipped(before: Answer, after: Answer) -> list[int]:
+    told = [None if side.details is None else side.details.bits for side in (before, after)]
+    if told[0] is None or told[1] is None:
+        return []
+    return [place for place, (old, new) in enumerate(zip(*told, strict=True)) if old != new]
+
+
+def offered() -> list[dict[str, Any]]:
+    """Plain JSON values: every attack with the options that it has, and the names that `on` may have."""
+    found = []
+    for name, effort in EFFORTS.items():
+        known = attack_options(name)
+        views = [view for view in VIEWS if issubclass(ATTACKS[name], ClimbingAttack) or _has_scores(view)]
+        has = {"has_eps": "eps" in known, "has_steps": effort is not None}
+        found.append({"name": name, **has, "on": views if "on" in known else []})
+    return found
+
+
+def _has_scores(view: str) -> bool:
+    return isinstance(VIEWS[view], ScoreView)

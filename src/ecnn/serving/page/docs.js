@@ -1,0 +1,65 @@
+"use strict";
+
+// Lists what /openapi.json says: every route, the fields of its body, and its answers.
+
+function element(tag, text, className) {
+  const made = document.createElement(tag);
+  if (text !== undefined) made.textContent = text;
+  if (className) made.className = className;
+  return made;
+}
+
+function kindOf(field) {
+  if (field.enum) return field.enum.join(" | ");
+  if (field.anyOf) return "text or nested lists of numbers";
+  if (field.format === "binary") return "file";
+  if (field.type === "array" && field.items && field.items.format === "binary") return "files";
+  return [].concat(field.type || "any").join(" or ");
+}
+
+function fieldTable(schema) {
+  const table = element("table");
+  const head = table.createTHead().insertRow();
+  for (const title of ["field", "kind", "meaning"]) head.append(element("th", title));
+  const body = table.createTBody();
+  for (const [name, field] of Object.entries(schema.properties)) {
+    const row = body.insertRow();
+    const isNeeded = (schema.required || []).includes(name);
+    row.append(element("td", name + (isNeeded ? " *" : ""), "code"));
+    row.append(element("td", kindOf(field)));
+    const standard = field.default === undefined ? "" : ` Otherwise ${JSON.stringify(field.default)}.`;
+    row.append(element("td", (field.description || "") + standard));
+  }
+  return table;
+}
+
+function routeSection(path, method, route) {
+  const section = element("section", undefined, "card");
+  section.append(element("h2", `${method.toUpperCase()} ${path}`, "code"), element("p", route.summary));
+  const content = route.requestBody ? route.requestBody.content : {};
+  for (const [kind, body] of Object.entries(content)) {
+    section.append(element("h3", kind), fieldTable(body.schema));
+  }
+  section.append(element("h3", "answers"));
+  const list = element("dl");
+  for (const [status, answer] of Object.entries(route.responses)) {
+    list.append(element("dt", status, "code"), element("dd", answer.description));
+  }
+  section.append(list);
+  return section;
+}
+
+async function show() {
+  const main = document.getElementById("routes");
+  try {
+    const found = await (await fetch("/openapi.json")).json();
+    main.replaceChildren();
+    for (const [path, methods] of Object.entries(found.paths)) {
+      for (const [method, route] of Object.entries(methods)) main.append(routeSection(path, method, route));
+    }
+  } catch (error) {
+    main.replaceChildren(element("p", `openapi.json cannot be read: ${error.message}`));
+  }
+}
+
+show();

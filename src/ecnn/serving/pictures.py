@@ -1,0 +1,93 @@
+"""Pictures as requests bring them and answers take them away."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import io
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ecnn.data.formats import decode_image
+from ecnn.errors import InputError
+from ecnn.predicting import Classifier
+from ecnn.serving.limits import Limits
+
+#: The image files that are read, as Pillow names them. Decoders of others were made for files that one trusts.
+FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF")
+_LONGEST_NAME = 100
+
+
+def read_pictures(classifier: Classifier, sources: Sequence[tuple[str, Any]], limits: Limits) -> Tensor:
+    """(image, channel, height, width) the pictures as the model takes them; one that cannot be used is an InputError.
+
+    Args:
+        sources: each with its name: the bytes of a file, base64 of them, or numbers in [0, 1] in nested lists.
+    """
+    if not sources:
+        raise InputError("a request needs at least one image, and this one has none.")
+    if len(sources) > limits.images:
+        raise InputError(f"a request may have {limits.images} images, not {len(sources)}: send several.")
+    left, found = limits.pixels, []
+    for name, source in sources:
+        name = name[:_LONGEST_NAME]
+        if isinstance(source, str):
+            source = _from_base64(source, name)
+        if isinstance(source, bytes):
+            picture = decode_image(source, name, formats=FORMATS, most_pixels=left)
+            left -= picture.width * picture.height
+            found.append(classifier.read(picture, name))
+        else:
+            planes = _from_lists(source, name)
+            left -= planes.size
+            if left < 0:
+                raise InputError(f"the images have more than {limits.pixels:,} pixels together: send fewer.")
+            found.append(classifier.read(planes, name))
+    return torch.stack(found)
+
+
+def _from_base64(text: str, name: str) -> bytes:
+    """The bytes of a file; what browsers write before them (data:image/png;base64,) is passed over."""
+    start = text.partition(",")[2] if text.startswith("data:") else text
+    try:
+        return base64.b64decode("".join(start.split()), validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise InputError(f"{name} is a text, but no base64 of an image file: {error}.") from error
+
+
+def _from_lists(values: Any, name: str) -> np.ndarray:
+    """Float32 in [0, 1], of any shape."""
+    try:
+        array = np.array(values)
+    except (ValueError, OverflowError, RecursionError):
+        raise InputError(f"{name} should be rows of equal length, of numbers from 0 to 1.") from None
+    if array.dtype.kind not in "fiu":
+        raise InputError(f"{name} should be base64 of an image file, or numbers from 0 to 1 in nested lists.")
+    if not ((array >= 0) & (array <= 1)).all():  # also false for nan
+        raise InputError(f"{name} has values outside [0, 1]: divide bytes by 255.")
+    return array.astype(np.float32)
+
+
+def to_png(image: Tensor) -> str:
+    """Base64 of a PNG of (channel, height, width) pixels in [0, 1], rounded to bytes."""
+    from PIL import Image
+
+    pixels = (image.clamp(0, 1) * 255).round().to(torch.uint8).permute(1, 2, 0).numpy()
+    written = io.BytesIO()
+    Image.fromarray(pixels[:, :, 0] if pixels.shape[2] == 1 else pixels).save(written, format="PNG")
+    return base64.b64encode(written.getvalue()).decode()
+
+
+def rounded(image: Tensor) -> Tensor:
+    """The image as `to_png` leaves it: pixels that are whole 255ths."""
+    return (image.clamp(0, 1) * 255).round() / 255
+
+
+def perturbation_png(moves: Tensor) -> str:
+    """A PNG of a perturbation: mid grey is no change, black and white the largest, whatever its size."""
+    largest = float(moves.abs().max())
+    return to_png(0.5 + moves / (2 * largest if largest > 0 else 1))

@@ -1,0 +1,133 @@
+"""What requests ask for, from JSON or from a form."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ecnn.checks import build, check_count, check_fields, check_number, shown
+from ecnn.errors import InputError
+from ecnn.serving.attacking import AttackSettings
+
+#: Which model is asked: the one that is served, or the one that it is compared with.
+SERVED, COMPARED = "served", "compared"
+
+
+class BodyError(InputError):
+    """The body of a request is not what its content type says."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PredictRequest:
+    """Which images to classify, and what to say of them.
+
+    Attributes:
+        images: each with its name, as `read_pictures` takes them.
+        top: how many classes to name.
+        reject: images further than this from every codeword are marked; None marks none.
+        details: also say what every member and every codeword has to do with it.
+        model: "served" or "compared".
+    """
+
+    images: list[Any]
+    top: int = 1
+    reject: float | None = None
+    details: bool = False
+    model: str = SERVED
+
+    def __post_init__(self) -> None:
+        check_fields("the request", self)
+        check_count("top", self.top)
+        if self.reject is not None:
+            check_number("reject", self.reject)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttackRequest:
+    """Which image to attack, and how.
+
+    Attributes:
+        image: with its name, as `read_pictures` takes it.
+        settings: of the attack.
+        model: "served" or "compared".
+    """
+
+    image: tuple[str, Any]
+    settings: AttackSettings
+    model: str = SERVED
+
+
+def predict_request(fields: Mapping[str, Any]) -> PredictRequest:
+    """The request that a table of JSON or form fields describes; InputError of one that makes no sense."""
+    made = build("the request", PredictRequest, fields)
+    named = [_named(image, place) for place, image in enumerate(made.images)]
+    return dataclasses.replace(made, images=named)
+
+
+def attack_request(fields: Mapping[str, Any]) -> AttackRequest:
+    """Likewise, for an attack; the settings stand beside the image."""
+    settings = dict(fields)
+    image, model = settings.pop("image", None), settings.pop("model", SERVED)
+    if image is None:
+        raise InputError("the request needs an image, as base64, as numbers or as a file.")
+    if not isinstance(model, str):
+        raise InputError(f"model must be text, not {shown(model)}.")
+    return AttackRequest(
+        image=_named(image, None), settings=build("the request", AttackSettings, settings), model=model
+    )
+
+
+def _named(image: Any, place: int | None) -> tuple[str, Any]:
+    """An uploaded file comes with its name."""
+    if isinstance(image, tuple):
+        return image
+    return "the image" if place is None else f"image {place}", image
+
+
+def parse_json(body: bytes) -> dict[str, Any]:
+    """The table in the body of a request."""
+    try:
+        table = json.loads(body, parse_constant=_refuse_constant)
+    except (ValueError, RecursionError) as error:
+        reason = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
+        raise BodyError(f"the body is not JSON: {reason}.") from error
+    if not isinstance(table, dict):
+        raise InputError(f"the body should be a JSON object, not {shown(table)}.")
+    return table
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is no number in JSON")
+
+
+def parse_form(entries: Sequence[tuple[str, Any]], files_field: str, *, several: bool) -> dict[str, Any]:
+    """The same table from the entries of a form: files as (name, bytes), all else as text.
+
+    Args:
+        files_field: the field that holds files.
+        several: it holds a list of them.
+    """
+    table: dict[str, Any] = {}
+    for name, value in entries:
+        if (name == files_field) != isinstance(value, tuple):
+            should = "hold a file" if name == files_field else "be text and not a file"
+            raise InputError(f"the field {shown(name)} of a form should {should}.")
+        if name == files_field and several:
+            table.setdefault(name, []).append(value)
+        elif name in table:
+            raise InputError(f"the form has the field {shown(name)} twice.")
+        else:
+            table[name] = value if isinstance(value, tuple) else _from_text(value)
+    return table
+
+
+def _from_text(text: str) -> Any:
+    """A number or a truth value if the text is one in JSON; else the text."""
+    try:
+        value = json.loads(text, parse_constant=_refuse_constant)
+    except (ValueError, RecursionError):
+        return text
+    return value if isinstance(value, bool | int | float) else text

@@ -1,0 +1,73 @@
+"""Listening: the application behind uvicorn, until somebody ends it."""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+from collections.abc import Callable
+from typing import Any
+
+import uvicorn
+
+from ecnn.checks import check_count
+from ecnn.errors import InputError
+from ecnn.serving.app import make_app
+from ecnn.serving.guard import is_loopback
+from ecnn.serving.limits import Limits
+from ecnn.serving.subject import Subject
+
+_GRACE_SECONDS = 5
+
+
+def serve(
+    subject: Subject,
+    *,
+    host: str = "127.0.0.1",
+    port: int = 8000,
+    limits: Limits | None = None,
+    on_ready: Callable[[str, bool], object] | None = None,
+    **options: Any,
+) -> None:
+    """Serves until Ctrl-C or SIGTERM.
+
+    Args:
+        host: the address to listen at; any but a loopback one lets other machines in.
+        port: 0 takes one that is free.
+        on_ready: is told the address once it is listened at, and whether only this machine reaches it.
+        options: of `make_app`.
+    """
+    limits = limits or Limits()
+    check_count("port", port, least=0, most=65535)
+    is_local = is_loopback(host)
+    app = make_app(subject, limits=limits, only_local=is_local, **options)
+    with _listen(host, port) as listener:
+        if on_ready is not None:
+            shown = f"[{host}]" if ":" in host else host
+            on_ready(f"http://{shown}:{listener.getsockname()[1]}", is_local)
+        config = uvicorn.Config(
+            app,
+            http="h11",
+            ws="none",
+            lifespan="on",
+            log_level="error",
+            access_log=False,
+            server_header=False,
+            limit_concurrency=limits.connections,
+            timeout_keep_alive=_GRACE_SECONDS,
+            timeout_graceful_shutdown=_GRACE_SECONDS,
+        )
+        uvicorn.Server(config).run(sockets=[listener])
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    try:
+        is_six = ipaddress.ip_address(host).version == 6
+    except ValueError:
+        is_six = False
+    try:
+        return socket.create_server((host, port), family=socket.AF_INET6 if is_six else socket.AF_INET)
+    except (OSError, UnicodeError) as error:
+        raise InputError(
+            f"{host} port {port} cannot be listened at ({getattr(error, 'strerror', None) or error}): choose another "
+            "with --host or --port."
+        ) from error

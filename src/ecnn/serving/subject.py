@@ -1,0 +1,107 @@
+"""What is served: a classifier, and what is known of it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ecnn import files, runs
+from ecnn.attacks.views import members_of
+from ecnn.auditing import Audit, load_audit
+from ecnn.data import Split
+from ecnn.errors import InputError
+from ecnn.predicting import Classifier, Reading, ask_model, has_code, load_classifier
+
+AUDIT = "audit.json"
+
+
+@dataclass(frozen=True, eq=False)
+class Subject:
+    """A classifier with its name and, where there is one, the audit of it.
+
+    Attributes:
+        name: what people call it: the run folder as it was given, or the name of a shipped model.
+        kind: of the model, such as "ecnn" or "resnet".
+        data: what it was trained on.
+    """
+
+    classifier: Classifier
+    name: str
+    kind: str = "model"
+    data: str = ""
+    audit: Audit | None = None
+
+    def __post_init__(self) -> None:
+        """Raises InputError unless the model classifies a picture of its own form."""
+        scores, names = len(self._try().scores[0]), len(self.classifier.class_names)
+        if scores < names:
+            raise InputError(f"{self.name} gives {scores} scores for {names} classes that have names.")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values: what `GET /v1/model` says of it."""
+        ours, model = self.classifier, self.classifier.model
+        found, code = self._try(), None
+        if has_code(model):
+            with torch.no_grad():
+                code = members_of(model, self.blank()[:][0])[1].tolist()
+        return {
+            "name": self.name,
+            "kind": self.kind,
+            "data": self.data,
+            "classes": [ours.class_name(label) for label in range(len(found.scores[0]))],
+            "in_channels": ours.in_channels,
+            "height": ours.image_size[0],
+            "width": ours.image_size[1],
+            "code": code,
+            "audit": None if self.audit is None else _audit_facts(self.audit),
+        }
+
+    def blank(self) -> Split:
+        """One black picture of the form that the model takes, where the model is."""
+        device = next(self.classifier.model.parameters(), torch.zeros(0)).device
+        shape = (1, self.classifier.in_channels, *self.classifier.image_size)
+        label = torch.zeros(1, dtype=torch.int64, device=device)
+        return Split(torch.zeros(shape, dtype=torch.uint8, device=device), label)
+
+    def _try(self) -> Reading:
+        return ask_model(self.classifier.model, self.blank()[:][0])
+
+    def check_reads_as(self, other: Subject) -> None:
+        """Raises InputError unless both take the same images and know the same classes."""
+        for what in ("in_channels", "image_size", "class_names"):
+            ours, theirs = getattr(self.classifier, what), getattr(other.classifier, what)
+            if ours != theirs:
+                raise InputError(
+                    f"{other.name} cannot be compared with {self.name}: its {what} are {theirs} and not {ours}."
+                )
+
+
+def load_subject(source: str | os.PathLike[str], *, device: str | torch.device = "cpu") -> Subject:
+    """The model of a run folder, or a shipped one by its name, with the audit that the folder holds."""
+    folder, spec = runs.run_folder(source), runs.read_spec(source)
+    audit = load_audit(folder) if files.exists(folder / AUDIT) else None
+    classifier = load_classifier(source, device=device)
+    return Subject(classifier, str(source), str(spec.model.get("kind", "ecnn")), spec.data.name, audit)
+
+
+def _audit_facts(audit: Audit) -> dict[str, Any]:
+    """What a person wants to know of an audit; all of it is in audit.json."""
+    names: Sequence[str] = (
+        "verdict",
+        "headline",
+        "reason",
+        "claimed",
+        "accuracy",
+        "clean_accuracy",
+        "plain_accuracy",
+        "images",
+        "norm",
+        "eps",
+        "budget",
+    )
+    alarms = [finding.claim for finding in audit.findings if finding.level == "alarm"]
+    return {**{name: getattr(audit, name) for name in names}, "interval": [*audit.interval], "alarms": alarms}

@@ -1,0 +1,153 @@
+"""Threads that own a model: one answers requests together, in batches; one attacks, one request after the other."""
+
+from __future__ import annotations
+
+import copy
+import queue
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from ecnn.predicting import Reading, ask_model
+
+Work = TypeVar("Work")
+Result = TypeVar("Result")
+_STOP_SECONDS = 5.0
+
+
+class OutOfTime(Exception):  # noqa: N818 what happened, not a fault
+    """The time of a request was up before it was answered."""
+
+
+class Worker(Generic[Work, Result]):
+    """A thread with a queue of work; whoever hands in work waits for its future.
+
+    A future that was cancelled before its turn costs nothing. What goes wrong with one piece of work is the exception
+    of its future, and the thread goes on.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.is_closed = False
+        self._queue: queue.SimpleQueue[tuple[Work, Future[Result]] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether work that is handed in will be done."""
+        return self._thread.is_alive() and not self.is_closed
+
+    def submit(self, work: Work) -> Future[Result]:
+        """Hands in work."""
+        future: Future[Result] = Future()
+        self._queue.put((work, future))
+        return future
+
+    def close(self) -> None:
+        """Ends the thread after what it is doing; work that still waits is not done."""
+        self.is_closed = True
+        self._queue.put(None)
+        self._thread.join(_STOP_SECONDS)
+
+    def _run(self) -> None:
+        while (first := self._queue.get()) is not None and not self.is_closed:
+            self._serve(first)
+
+    def _serve(self, first: tuple[Work, Future[Result]]) -> None:
+        raise NotImplementedError
+
+
+class BatchingWorker(Worker[Tensor, Reading]):
+    """Asks a model about images. Requests that came while it was busy go through the model together.
+
+    Nothing waits for company: a request that comes alone is answered at once, and the busier the server, the larger
+    the batches.
+
+    Args:
+        model: asked by no other thread.
+        enough: a batch of so many images, or more, takes in no further request.
+
+    Attributes:
+        passes: through the model so far.
+        largest: of the batches so far, in images.
+    """
+
+    def __init__(self, model: nn.Module, enough: int) -> None:
+        self.model, self.enough = model, enough
+        self.passes, self.largest = 0, 0
+        super().__init__("ecnn-predict")
+
+    def _serve(self, first: tuple[Tensor, Future[Reading]]) -> None:
+        alive = [entry for entry in self._gather(first) if entry[1].set_running_or_notify_cancel()]
+        if not alive:
+            return
+        try:
+            found, start = ask_model(self.model, torch.cat([images for images, _ in alive])), 0
+            self.passes, self.largest = self.passes + 1, max(self.largest, len(found.scores))
+            for images, future in alive:
+                future.set_result(found.take(slice(start, start + len(images))))
+                start += len(images)
+        except BaseException as error:  # the thread must live
+            for _, future in alive:
+                if not future.done():
+                    future.set_exception(error)
+
+    def _gather(self, first: tuple[Tensor, Future[Reading]]) -> list[tuple[Tensor, Future[Reading]]]:
+        """The first request and those that wait behind it."""
+        batch = [first]
+        while sum(len(images) for images, _ in batch) < self.enough:
+            try:
+                entry = self._queue.get_nowait()
+            except queue.Empty:
+                break
+            if entry is None:
+                self._queue.put(None)  # to be found after this batch
+                break
+            batch.append(entry)
+        return batch
+
+
+class TimedWorker(Worker[Callable[[nn.Module], Any], Any]):
+    """Runs functions of a model, one at a time and each until its deadline, on a copy of the model.
+
+    The copy asks for the time whenever one of its modules is called, so that an attack that takes too long ends in the
+    middle, with `OutOfTime`.
+
+    Args:
+        model: is copied.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = copy.deepcopy(model)
+        self._deadline = float("inf")
+        for module in self.model.modules():
+            module.register_forward_pre_hook(self._check_time)
+        super().__init__("ecnn-attack")
+
+    def run_until(self, deadline: float, function: Callable[[nn.Module], Any]) -> Future[Any]:
+        """What the function makes of the model; the deadline is a time of `time.monotonic`."""
+
+        def timed(model: nn.Module) -> Any:
+            self._deadline = deadline
+            self._check_time()
+            return function(model)
+
+        return self.submit(timed)
+
+    def _serve(self, first: tuple[Callable[[nn.Module], Any], Future[Any]]) -> None:
+        function, future = first
+        if not future.set_running_or_notify_cancel():
+            return
+        try:
+            future.set_result(function(self.model))
+        except BaseException as error:  # the thread must live
+            future.set_exception(error)
+
+    def _check_time(self, *_: Any) -> None:
+        if self.is_closed or time.monotonic() > self._deadline:
+            raise OutOfTime

@@ -1,0 +1,727 @@
+"""A model behind HTTP: what it answers, and what it refuses without falling over."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import io
+import re
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+import zlib
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import numpy as np
+import pytest
+import schemathesis
+import torch
+from conftest import ecnn_command
+from fastapi.testclient import TestClient
+from hypothesis import HealthCheck, Phase, given, settings
+from PIL import Image
+from schemathesis.generation import GenerationMode
+from schemathesis.specs.openapi.checks import positive_data_acceptance
+from torch import Tensor, nn
+from toys import TINY, Saturated, images_of_classes, tiny_ecnn
+from typer.testing import CliRunner
+
+import ecnn
+from ecnn.auditing import load_audit
+from ecnn.cli import app
+from ecnn.data import load_data
+from ecnn.errors import InputError
+from ecnn.predicting import Classifier, load_classifier
+from ecnn.serving import Limits, Subject, make_app
+from ecnn.serving.guard import is_loopback
+from ecnn.serving.workers import BatchingWorker
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+HERE = "http://127.0.0.1:8000"
+DIGITS = tuple("0123456789")
+
+
+def png(pixels: np.ndarray, **options: Any) -> bytes:
+    written = io.BytesIO()
+    Image.fromarray(pixels).save(written, format="PNG", **options)
+    return written.getvalue()
+
+
+def encoded(content: bytes) -> str:
+    return base64.b64encode(content).decode()
+
+
+def picture(seed: int = 0, size: tuple[int, ...] = (4, 4)) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, 256, size, dtype=np.uint8)
+
+
+def saturated(**options: Any) -> Subject:
+    """Ten classes, 30 members, 4 x 4 grey pixels, and no training."""
+    return Subject(Classifier(Saturated(**options), DIGITS, 1, (4, 4)), "toy", "ecnn", "toys")
+
+
+@pytest.fixture(scope="module")
+def client() -> Iterator[TestClient]:
+    limits = Limits(request_bytes=200_000, pixels=50_000, images=8, attack_steps=50, seconds=20)
+    with TestClient(make_app(saturated(scale=2), limits=limits), base_url=HERE) as made:
+        yield made
+
+
+def predict(client: TestClient, *images: Any, **fields: Any) -> Any:
+    answer = client.post("/v1/predict", json={"images": list(images), **fields})
+    assert answer.status_code == 200, answer.text
+    return answer.json()["predictions"]
+
+
+def service(client: TestClient) -> Any:
+    app: Any = client.app
+    return app.state.service
+
+
+def refused(answer: httpx2.Response, status: int, words: str) -> None:
+    """One sentence, of the right status."""
+    assert answer.status_code == status, answer.text
+    sentence = answer.json()["error"]
+    assert words in sentence, sentence
+    assert sentence.endswith((".", "?"))
+    assert "\n" not in sentence
+
+
+def test_every_way_to_send_an_image_gives_the_classifiers_own_answer(client: TestClient) -> None:
+    pixels = picture()
+    classifier = service(client).models["served"].subject.classifier
+    expected = classifier.predict(pixels, top=3, reject=1.0)[0]
+    by_base64 = predict(client, encoded(png(pixels)), top=3, reject=1.0)[0]
+    by_url = predict(client, f"data:image/png;base64,{encoded(png(pixels))}", top=3, reject=1.0)[0]
+    by_numbers = predict(client, (pixels / 255).tolist(), top=3, reject=1.0)[0]
+    files = {"images": ("a.png", png(pixels), "image/png")}
+    by_file = client.post("/v1/predict", files=files, data={"top": "3", "reject": "1.0"}).json()
+    for found in (by_base64, by_url, by_numbers, by_file["predictions"][0]):
+        assert [guess["name"] for guess in found["guesses"]] == [guess.name for guess in expected.guesses]
+        assert found["guesses"][0]["probability"] == pytest.approx(expected.guesses[0].probability, abs=1e-5)
+        assert found["distance"] == pytest.approx(expected.distance, abs=1e-4)
+        assert found["rejected"] == expected.rejected
+        assert found["details"] is None
+    assert by_file["predictions"][0]["image"] == "a.png"
+    assert by_base64["image"] == "image 0"
+
+
+def test_details_say_how_the_answer_comes_about(client: TestClient) -> None:
+    images, labels = images_of_classes(1)
+    about = client.get("/v1/model").json()
+    code = np.array(about["model"]["code"])
+    assert code.shape == (10, 30)
+    for found, label in zip(
+        predict(client, *[image[0].tolist() for image in images[:8]], details=True), labels, strict=False
+    ):
+        details = found["details"]
+        assert sum(details["probabilities"]) == pytest.approx(1)
+        assert int(np.argmin(details["distances"])) == int(label)
+        assert details["bits"] == code[int(label)].tolist()
+        assert all(0.5 <= certainty <= 1 for certainty in details["certainties"])
+        # The distance is the expected number of members that contradict the codeword.
+        agreed = np.array(details["bits"]) == code[int(label)]
+        certainties = np.array(details["certainties"])
+        expected = np.where(agreed, 1 - certainties, certainties).sum()
+        assert details["distances"][int(label)] == pytest.approx(expected, abs=1e-4)
+
+
+def test_what_the_model_is(client: TestClient) -> None:
+    about = client.get("/v1/model").json()
+    model = about["model"]
+    assert model["classes"] == list(DIGITS)
+    assert (model["in_channels"], model["height"], model["width"]) == (1, 4, 4)
+    assert model["audit"] is None
+    assert about["compared"] is None
+    assert about["limits"]["images"] == 8
+    assert {attack["name"] for attack in about["attacks"]} >= {"pgd", "apgd", "fgsm", "square"}
+    assert client.get("/healthz").json() == {"status": "ok"}
+
+
+@pytest.mark.parametrize("norm", ["linf", "l2", "l1"])
+def test_an_attack_flips_bits_within_its_ball(client: TestClient, norm: str) -> None:
+    image = images_of_classes(1)[0][3]
+    eps = {"linf": 0.3, "l2": 0.8, "l1": 2.0}[norm]
+    request = {"image": image[0].tolist(), "attack": "pgd", "norm": norm, "eps": eps, "steps": 40, "seed": 1}
+    answer = client.post("/v1/attack", json={**request, "on": "members"})
+    assert answer.status_code == 200, answer.text
+    found = answer.json()
+    assert found["success"]
+    assert found["before"]["guesses"][0]["name"] == "3" != found["after"]["guesses"][0]["name"]
+    before, after = (found[side]["details"]["bits"] for side in ("before", "after"))
+    assert found["flipped"] == [place for place in range(30) if before[place] != after[place]] != []
+    assert found[norm] <= eps + 1e-5
+    attacked = np.asarray(Image.open(io.BytesIO(base64.b64decode(found["attacked"]))))
+    # The PNG is the attacked image in whole 255ths, and what it says of the PNG is what the model says of it.
+    assert np.abs(attacked / 255 - image[0].numpy()).max() <= found["linf"] + 0.5 / 255 + 1e-6
+    assert predict(client, encoded(png(attacked)))[0]["guesses"][0]["name"] == found["rounded_name"]
+    again = client.post("/v1/attack", json={**request, "on": "members"}).json()
+    assert again["attacked"] == found["attacked"]  # same seed, same attack
+
+
+def test_an_attack_that_fails_shows_how_far_it_came(client: TestClient) -> None:
+    image = images_of_classes(1)[0][3][0].tolist()
+    request = {"image": image, "attack": "pgd", "eps": 0.02, "steps": 5, "on": "members"}
+    found = client.post("/v1/attack", json=request).json()
+    assert not found["success"]
+    assert 0 < found["linf"] <= 0.02 + 1e-6
+    for side in ("before", "after"):
+        assert found[side]["guesses"][0]["name"] == "3"
+    assert found["after"]["distance"] > found["before"]["distance"]
+
+
+def test_every_attack_that_is_offered_works(client: TestClient) -> None:
+    image = png((images_of_classes(1)[0][3][0].numpy() * 255).round().astype(np.uint8))
+    for offer in client.get("/v1/model").json()["attacks"]:
+        for view in offer["on"] or [None]:
+            fields = {"attack": offer["name"], "norm": "l2", "seed": "3"}
+            fields |= {"eps": "1/2"} if offer["has_eps"] else {}
+            fields |= {"steps": "3"} if offer["has_steps"] else {}
+            fields |= {"on": view} if view else {}
+            answer = client.post("/v1/attack", files={"image": ("a.png", image)}, data=fields)
+            assert answer.status_code == 200, (fields, answer.text)
+            assert answer.json()["attack"] == offer["name"]
+
+
+def big_png(width: int, height: int) -> bytes:
+    """A PNG of few bytes that unpacks to that many pixels."""
+
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+    head = struct.pack(">IIBBBBB", width, height, 8, 0, 0, 0, 0)
+    rows = zlib.compress(b"\0" * (height * (width + 1)), 9)
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + chunk(b"IDAT", rows) + chunk(b"IEND", b"")
+
+
+EPS_FILE = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 8 8\n%%EndComments\nshowpage\n"
+BAD_IMAGES = {
+    "empty": b"",
+    "text": b"not an image at all",
+    "cut short": png(picture(size=(64, 64)))[:200],
+    "head only": png(picture())[:30],
+    "damaged": png(picture(size=(64, 64)))[:80] + b"\xff" * 100 + png(picture(size=(64, 64)))[180:],
+    "bomb": big_png(2000, 2000),
+    "deep": png(np.zeros((4, 4), dtype=np.uint16)),
+    "postscript": EPS_FILE,
+    "svg": b"<svg xmlns='http://www.w3.org/2000/svg'><script>alert(1)</script></svg>",
+    "zip": b"PK\x03\x04" + bytes(100),
+    "gif of no size": b"GIF89a\0\0\0\0\0\0\0;",
+}
+
+
+@pytest.mark.parametrize("kind", BAD_IMAGES)
+def test_a_bad_image_is_refused_and_the_server_keeps_serving(client: TestClient, kind: str) -> None:
+    content = BAD_IMAGES[kind]
+    good = encoded(png(picture()))
+    refused(client.post("/v1/predict", json={"images": [good, encoded(content)]}), 422, "image 1")
+    refused(client.post("/v1/predict", files={"images": ("x.png", content)}), 422, "x.png")
+    body = {"image": encoded(content), "attack": "fgsm", "eps": 0.1}
+    refused(client.post("/v1/attack", json=body), 422, "the image")
+    assert predict(client, good)[0]["guesses"]
+
+
+NEST: list[Any] = []
+for _ in range(60):
+    NEST = [NEST]
+
+
+@pytest.mark.parametrize(
+    ("images", "words"),
+    [
+        ([], "at least one"),
+        ("abc", "images must be a list"),
+        (None, "images must be a list"),
+        (["%%%"], "no base64"),
+        (["ä" * 10], "no base64"),
+        ([5], "outside [0, 1]"),
+        ([None], "nested lists"),
+        ([True], "nested lists"),
+        ([{"pixels": []}], "nested lists"),
+        ([[]], "(height, width)"),
+        ([[[]]], "(height, width)"),
+        ([[[0.1, 0.2], [0.3]]], "equal length"),
+        ([[["0.5"]]], "nested lists"),
+        ([[[128, 255]]], "divide bytes by 255"),
+        ([[[-0.1]]], "outside [0, 1]"),
+        ([[[1e300]]], "outside [0, 1]"),
+        ([[[10**400]]], "nested lists"),
+        ([NEST], "(height, width)"),
+        ([np.zeros((5, 4, 5)).tolist()], "channel"),
+        ([np.zeros((250, 250), dtype=int).tolist()], "pixels together"),
+        ([[[0.0]]] * 9, "8 images"),
+    ],
+)
+def test_pixels_that_are_none_are_refused(client: TestClient, images: Any, words: str) -> None:
+    refused(client.post("/v1/predict", json={"images": images}), 422, words)
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "words"),
+    [
+        (b"", 400, "not JSON"),
+        (b"{", 400, "not JSON"),
+        (b"\xff\xfe", 400, "not JSON"),
+        (b"[" * 100_000, 400, "not JSON"),
+        (b'{"images": [[[NaN]]]}', 400, "not JSON"),
+        (b"9" * 10_000, 400, "not JSON"),
+        (b"[]", 422, "JSON object"),
+        (b"{}", 422, "needs images"),
+        (b'{"image": []}', 422, "did you mean 'images'"),
+        (b'{"images": ["", 1], "top": 0}', 422, "top must be"),
+        (b'{"images": ["", 1], "top": "many"}', 422, "top must be"),
+        (b'{"images": ["", 1], "top": 1e400}', 422, "top must be"),
+        (b'{"images": ["", 1], "reject": -1}', 422, "reject must be"),
+        (b'{"images": ["", 1], "details": 1}', 422, "details must be"),
+        (b'{"images": [[[0.5]]], "model": "compared"}', 422, "model must be served"),
+    ],
+)
+def test_a_bad_body_is_refused(client: TestClient, body: bytes, status: int, words: str) -> None:
+    headers = {"content-type": "application/json"}
+    refused(client.post("/v1/predict", content=body, headers=headers), status, words)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"attack": "pdg"}, "did you mean 'pgd'"),
+        ({"attack": None}, "attack must be text"),
+        ({"norm": "L2"}, "did you mean 'l2'"),
+        ({"on": "member"}, "did you mean 'members'"),
+        ({"eps": None}, "needs eps"),
+        ({"eps": 8}, "8/255"),
+        ({"eps": "1/0"}, "fraction"),
+        ({"eps": -1}, "from 0 up"),
+        ({"norm": "l2", "eps": 1e300}, "[0, 1] scale"),
+        ({"steps": None}, "needs steps"),
+        ({"steps": 51}, "from 1 to 50"),
+        ({"steps": 0}, "from 1 to 50"),
+        ({"steps": 2.5}, "whole number"),
+        ({"seed": -1}, "seed must be"),
+        ({"seed": 2**70}, "seed must be"),
+        ({"attack": "deepfool"}, "no option 'eps'"),
+        ({"attack": "square", "on": "members"}, "one score per class"),
+        ({"attack": "fgsm"}, "one step"),
+        ({"image": None}, "needs an image"),
+        ({"restarts": 5}, "no option 'restarts'"),
+        ({"model": 3}, "model must be text"),
+    ],
+)
+def test_a_bad_attack_is_refused(client: TestClient, changes: dict[str, Any], words: str) -> None:
+    request = {"image": [[0.5]], "attack": "pgd", "eps": 0.1, "steps": 3, **changes}
+    refused(client.post("/v1/attack", json=request), 422, words)
+
+
+def test_bad_forms_are_refused(client: TestClient) -> None:
+    file = ("a.png", png(picture()))
+    refused(
+        client.post("/v1/predict", data={"images": "text"}, files={"other": file}), 422, "should hold a file"
+    )
+    refused(client.post("/v1/predict", files={"images": file, "top": file}), 422, "not a file")
+    refused(client.post("/v1/predict", files=[("images", file)] * 9), 422, "8 images")
+    refused(client.post("/v1/attack", files=[("image", file)] * 2), 422, "twice")
+    form = {"content-type": "multipart/form-data; boundary=x"}
+    for body in (b"", b"--x\r\n", b"--x\r\nContent-Disposition: nonsense\r\n\r\n\r\n--x--", b"\0" * 100):
+        answer = client.post("/v1/predict", content=body, headers=form)
+        assert answer.status_code in (400, 422), answer.text
+    bare = client.post("/v1/predict", content=b"x", headers={"content-type": "multipart/form-data"})
+    assert bare.status_code == 400
+    refused(
+        client.post("/v1/predict", content=b"x", headers={"content-type": "text/plain"}), 415, "text/plain"
+    )
+    refused(client.get("/v1/nothing"), 404, "Not Found")
+    answer = client.get("/v1/predict")
+    refused(answer, 405, "Method Not Allowed")
+    assert answer.headers["allow"] == "POST"
+
+
+def test_a_body_too_large_is_refused_whether_it_says_so_or_not(client: TestClient) -> None:
+    for size in (200_001, 300_000, 10**7):
+        body = b"x" * size
+        headers = {"content-type": "application/json"}
+        refused(client.post("/v1/predict", content=body, headers=headers), 413, "200,000 bytes")
+
+        def chunks(body: bytes = body) -> Iterator[bytes]:
+            yield from (body[start : start + 4096] for start in range(0, len(body), 4096))
+
+        refused(client.post("/v1/predict", content=chunks(), headers=headers), 413, "200,000 bytes")
+    assert predict(client, [[0.5]])
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"host": "evil.example"},
+        {"host": "evil.example:8000"},
+        {"host": "127.0.0.1.evil.example"},
+        {"host": "localhost@evil.example"},
+        {"host": ""},
+        {"host": "[::1"},
+        {"origin": "http://evil.example"},
+        {"origin": "null"},
+        {"origin": "http://127.0.0.1:9000"},
+        {"origin": "http://127.0.0.1:8000@evil.example"},
+        {"sec-fetch-site": "cross-site", "sec-fetch-mode": "no-cors"},
+    ],
+)
+def test_other_sites_are_refused(client: TestClient, headers: dict[str, str]) -> None:
+    for answer in (
+        client.get("/v1/model", headers=headers),
+        client.post("/v1/predict", json={"images": [[[0.5]]]}, headers=headers),
+    ):
+        assert answer.status_code == 403
+        assert answer.json()["error"]
+
+
+def test_this_site_is_served(client: TestClient) -> None:
+    for headers in (
+        {"host": "localhost:8000"},
+        {"host": "[::1]:8000"},
+        {"host": "127.9.9.9"},
+        {"origin": HERE},
+        {"sec-fetch-site": "cross-site", "sec-fetch-mode": "navigate"},  # a link from elsewhere
+    ):
+        assert client.get("/v1/model", headers=headers).status_code == 200, headers
+    answer = client.get("/docs")
+    assert "default-src 'none'" in answer.headers["content-security-policy"]
+    assert answer.headers["x-content-type-options"] == "nosniff"
+    assert "access-control-allow-origin" not in answer.headers
+    everywhere = TestClient(make_app(saturated(), only_local=False), base_url="http://model.example")
+    assert everywhere.get("/healthz").status_code == 200
+    assert everywhere.get("/healthz", headers={"origin": "http://evil.example"}).status_code == 403
+
+
+def test_what_a_loopback_address_is() -> None:
+    assert all(map(is_loopback, ("127.0.0.1", "127.1.2.3", "::1", "localhost", "LOCALHOST")))
+    assert not any(map(is_loopback, ("0.0.0.0", "::", "10.0.0.1", "example.org", "", "127.0.0.1.x")))  # noqa: S104
+
+
+class Gate(nn.Module):
+    """A model that waits until it is let through, and counts its passes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open, self.batches = threading.Event(), list[int]()
+        self.open.set()
+
+    def __deepcopy__(self, memo: Any) -> Gate:
+        return self
+
+    def forward(self, images: Tensor) -> Tensor:
+        assert self.open.wait(20)
+        self.batches.append(len(images))
+        return images.flatten(1)[:, :3]
+
+
+def gate() -> Subject:
+    return Subject(Classifier(Gate(), ("a", "b", "c"), 1, (2, 2)), "gate")
+
+
+def wait_until(is_true: Any) -> None:
+    end = time.monotonic() + 10
+    while not is_true():
+        assert time.monotonic() < end
+        time.sleep(0.005)
+
+
+def test_requests_that_wait_go_through_the_model_together() -> None:
+    """Thirty at once: one pass for the first, one for all that came meanwhile; each gets its own answer."""
+    subject = gate()
+    model: Any = subject.classifier.model
+    with TestClient(make_app(subject), base_url=HERE) as client:
+        model.open.clear()
+        model.batches.clear()
+        images = [[[float(number % 3 == column) for column in range(2)]] * 2 for number in range(30)]
+        with ThreadPoolExecutor(30) as pool:
+            first = pool.submit(predict, client, images[0])
+            batches = service(client).models["served"].batches
+            wait_until(batches._queue.empty)
+            rest = [pool.submit(predict, client, image) for image in images[1:]]
+            wait_until(lambda: batches._queue.qsize() >= 29)
+            model.open.set()
+            names = [work.result()[0]["guesses"][0]["name"] for work in (first, *rest)]
+        assert names == ["aba"[number % 3] for number in range(30)]
+        assert model.batches == [1, 29]
+
+
+def test_too_many_at_once_are_told_to_come_again() -> None:
+    subject = gate()
+    model: Any = subject.classifier.model
+    limits = Limits(requests=2, attacks=1, seconds=5)
+    with TestClient(make_app(subject, limits=limits), base_url=HERE) as client:
+        model.open.clear()
+        batches = service(client).models["served"].batches
+        with ThreadPoolExecutor(2) as pool:
+            waiting = [pool.submit(predict, client, [[0.5]]) for _ in range(2)]
+            wait_until(lambda: batches._queue.qsize() == 1)  # and the other one is with the model
+            answer = client.post("/v1/predict", json={"images": [[[0.5]]]})
+            refused(answer, 429, "2 such requests")
+            assert answer.headers["retry-after"] == "1"
+            assert client.get("/healthz").status_code == 200  # which needs no model
+            model.open.set()
+            assert all(work.result() for work in waiting)
+        assert predict(client, [[0.5]])
+
+
+def test_what_takes_too_long_is_ended() -> None:
+    """Both by the clock of the request and inside of the attack; afterwards the next one is served."""
+    subject = gate()
+    model: Any = subject.classifier.model
+    with TestClient(make_app(subject, limits=Limits(seconds=0.3)), base_url=HERE) as client:
+        model.open.clear()
+        answer = client.post("/v1/predict", json={"images": [[[0.5]]]})
+        refused(answer, 503, "0.3 seconds")
+        assert answer.headers["retry-after"] == "1"
+        model.open.set()
+        assert predict(client, [[0.5]])
+    slow = saturated()
+    limits = Limits(seconds=0.5, attack_steps=10**9)
+    with TestClient(make_app(slow, limits=limits), base_url=HERE) as client:
+        request = {"image": [[0.5]], "attack": "noise", "eps": 0.0, "steps": 10**9}
+        start = time.monotonic()
+        assert client.post("/v1/attack", json=request).status_code == 503
+        assert (
+            client.post("/v1/attack", json={**request, "steps": 2}).status_code == 200
+        )  # the thread is free
+        assert time.monotonic() - start < 5
+
+
+def test_a_worker_outlives_its_work() -> None:
+    class Broken(nn.Module):
+        def forward(self, images: Tensor) -> Tensor:
+            if float(images.sum()) > 1:
+                raise RuntimeError("no")
+            return images.flatten(1)
+
+    worker = BatchingWorker(Broken(), 8)
+    with pytest.raises(RuntimeError, match="no"):
+        worker.submit(torch.ones(1, 1, 2, 2)).result(10)
+    cancelled = worker.submit(torch.zeros(1, 1, 2, 2))
+    assert cancelled.cancel() or cancelled.done()
+    assert len(worker.submit(torch.zeros(2, 1, 2, 2)).result(10).scores) == 2
+    worker.close()
+    assert not worker.is_alive
+
+
+def test_a_model_that_fails_is_a_fault_and_the_server_keeps_serving() -> None:
+    subject = gate()
+    model: Any = subject.classifier.model
+    with TestClient(make_app(subject), base_url=HERE, raise_server_exceptions=False) as client:
+        model.open = None
+        answer = client.post("/v1/predict", json={"images": [[[0.5]]]})
+        refused(answer, 500, "AttributeError")
+        assert client.get("/healthz").status_code == 200
+
+
+class NoNumber(nn.Module):
+    def forward(self, images: Tensor) -> Tensor:
+        return torch.log(images.flatten(1)[:, :3] - 0.5)  # infinite, or not a number
+
+
+def test_scores_that_are_no_numbers_are_said_to_be_so() -> None:
+    subject = Subject(Classifier(NoNumber(), ("a", "b", "c"), 1, (2, 2)), "broken")
+    with TestClient(make_app(subject), base_url=HERE) as client:
+        found = predict(client, [[0.2, 0.2], [0.2, 0.2]], [[0.5, 0.7], [0.6, 0.5]], details=True)
+        assert "not a number" in found[0]["error"]
+        assert found[1]["guesses"][0]["name"] == "b"
+
+
+def test_models_that_differ_are_not_compared() -> None:
+    other = Subject(Classifier(tiny_ecnn(1), ("a", "b", "c", "d"), 1, (4, 4)), "other")
+    with pytest.raises(InputError, match="other cannot be compared with toy: its class_names"):
+        make_app(saturated(), compare=other)
+    with pytest.raises(InputError, match="4 scores for 5 classes"):
+        Subject(Classifier(tiny_ecnn(1), tuple("abcde"), 1, (4, 4)), "other")
+
+
+def test_limits_are_checked() -> None:
+    for name, value in (("images", 0), ("seconds", 0), ("pixels", 1.5), ("attacks", True)):
+        with pytest.raises(InputError, match=f"limits.{name}"):
+            Limits(**{name: value})  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small ECNN with an audit beside it, and a plain network, both trained on digits in seconds."""
+    folder = tmp_path_factory.mktemp("runs")
+    small = ["--set", "model.width=4", "--set", "model.depth=8"]
+    for kind in ("ecnn", "resnet"):
+        words = [
+            "train",
+            "--data",
+            "digits",
+            "--model",
+            kind,
+            "--out",
+            str(folder / kind),
+            "--epochs",
+            "3",
+            *small,
+        ]
+        done = CliRunner().invoke(app, words)
+        assert done.exit_code == 0, done.output
+    data = load_data("digits")
+    model = ecnn.load_model(folder / "ecnn")
+    ecnn.audit(model, data.test, norm="linf", eps=0.1, limit=10, budget=TINY, run_dir=folder / "ecnn")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def address(runs: Path) -> Iterator[str]:
+    """Where `ecnn serve` serves both."""
+    command = ecnn_command("serve", str(runs / "ecnn"), "--compare", str(runs / "resnet"), "--port", "0")
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        said = process.stderr.readline()
+        found = re.search(r"at (http://127\.0\.0\.1:\d+) ", said)
+        assert found, said + process.stderr.read()
+        yield found[1]
+        process.send_signal(signal.SIGINT)
+        assert process.wait(20) == 130
+        assert process.stderr.read() == "ecnn: interrupted.\n"
+
+
+def test_the_command_serves_a_run_its_audit_and_its_rival(address: str, runs: Path) -> None:
+    about = httpx2.get(f"{address}/v1/model").json()
+    assert about["model"]["kind"] == "ecnn"
+    assert about["compared"]["kind"] == "resnet"
+    assert about["compared"]["code"] is None
+    saved = load_audit(runs / "ecnn")
+    assert about["model"]["audit"]["headline"] == saved.headline
+    assert about["model"]["audit"]["accuracy"] == saved.accuracy
+    examples = httpx2.get(f"{address}/v1/examples").json()["examples"]
+    assert [example["label"] for example in examples] == [*range(10)] * 2
+    test = load_data("digits").test
+    first = int((test.labels == 0).nonzero()[0])
+    shown = np.asarray(Image.open(io.BytesIO(base64.b64decode(examples[0]["image"]))))
+    assert np.array_equal(shown, test.images[first, 0].numpy())
+    for name in ("served", "compared"):
+        run = runs / {"served": "ecnn", "compared": "resnet"}[name]
+        body = {"images": [example["image"] for example in examples], "model": name, "details": True}
+        found = httpx2.post(f"{address}/v1/predict", json=body).json()["predictions"]
+        expected = load_classifier(run).predict([base64.b64decode(example["image"]) for example in examples])
+        assert [entry["guesses"][0]["name"] for entry in found] == [entry.name for entry in expected]
+
+
+def raw(address: str, content: bytes, *, seconds: float = 5) -> bytes:
+    """What a server says to bytes that no client would send; it may also hang up."""
+    host, port = address.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=seconds) as connection:
+        found = b""
+        with contextlib.suppress(OSError):  # it hangs up as soon as it has seen enough
+            connection.sendall(content)
+            connection.shutdown(socket.SHUT_WR)
+            while part := connection.recv(65536):
+                found += part
+        return found
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"\0" * 1000,
+        b"GET / HTTP/9.9\r\n\r\n",
+        b"GET /" + b"a" * 100_000 + b" HTTP/1.1\r\nHost: localhost\r\n\r\n",
+        b"GET / HTTP/1.1\r\nHost: localhost\r\n" + b"X: y\r\n" * 50_000,
+        b"POST /v1/predict HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000\r\n\r\n{",
+        b"POST /v1/predict HTTP/1.1\r\nHost: localhost\r\nContent-Length: -5\r\n\r\n",
+        b"POST /v1/predict HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n",
+        b"GET /v1/model HTTP/1.0\r\n\r\n",
+        b"GET /../../etc/passwd HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n",
+    ],
+)
+def test_broken_http_breaks_nothing(address: str, content: bytes) -> None:
+    answer = raw(address, content)
+    assert not answer or answer.split(b" ", 2)[1].startswith(b"4"), answer[:200]
+    assert httpx2.get(f"{address}/healthz").status_code == 200
+
+
+def test_a_body_without_an_end_is_cut_off(address: str) -> None:
+    """Chunk after chunk, with no length given: the server stops reading when it has seen enough."""
+    host, port = address.removeprefix("http://").split(":")
+    head = b"POST /v1/predict HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
+    with socket.create_connection((host, int(port)), timeout=10) as connection:
+        connection.sendall(head)
+        sent = 0
+        with contextlib.suppress(ConnectionError):
+            while sent < 200 * 2**20:
+                connection.sendall(b"10000\r\n" + b"x" * 65536 + b"\r\n")
+                sent += 65536
+        assert sent < 64 * 2**20
+    assert httpx2.get(f"{address}/healthz").status_code == 200
+
+
+def test_what_it_says_of_itself_is_what_it_does(address: str) -> None:
+    """Requests drawn from the schema, and ones that break it: every answer is one that the schema announces."""
+    schema = schemathesis.openapi.from_url(f"{address}/openapi.json")
+    seen: set[tuple[str, int]] = set()
+    for found in schema.get_all_operations():
+        operation: Any = found.ok()  # type: ignore[union-attr]
+        has_body = bool(operation.body)
+        for mode in [GenerationMode.POSITIVE] + [GenerationMode.NEGATIVE] * has_body:
+
+            @settings(
+                max_examples=12 if has_body else 2,
+                phases=[Phase.explicit, Phase.generate],
+                suppress_health_check=list(HealthCheck),
+                database=None,
+            )
+            @given(case=operation.as_strategy(generation_mode=mode))
+            def ask(case: Any) -> None:
+                # A text that the schema allows need not be an image.
+                answer = case.call_and_validate(excluded_checks=[positive_data_acceptance])
+                seen.add((case.path, answer.status_code))
+
+            ask()
+    assert {("/v1/model", 200), ("/v1/predict", 422), ("/v1/attack", 422)} <= seen
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["nothing"], "a model that is no run folder"),
+        (["RUN", "--port", "70000"], "port must be"),
+        (["RUN", "--host", "no.such.host.invalid"], "cannot be listened at"),
+        (["RUN", "--set", "limits.image=3"], "did you mean 'images'"),
+        (["RUN", "--set", "train.lr=3"], "limits.NAME=VALUE"),
+        (["RUN", "--compare", "cifar10-adp"], "cannot be compared"),
+    ],
+)
+def test_what_cannot_be_served_is_said(runs: Path, words: list[str], said: str) -> None:
+    done = CliRunner().invoke(
+        app, ["serve", *(str(runs / "ecnn") if word == "RUN" else word for word in words)]
+    )
+    assert done.exit_code == 2, done.output
+    assert said in done.stderr
+
+
+def test_a_port_that_is_taken_and_a_host_that_lets_others_in(
+    runs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = str(runs / "ecnn")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        done = CliRunner().invoke(app, ["serve", run, "--port", str(taken.getsockname()[1])])
+        assert done.exit_code == 2
+        assert "cannot be listened at" in done.stderr
+    monkeypatch.setattr("uvicorn.Server.run", lambda self, sockets: None)
+    done = CliRunner().invoke(app, ["serve", run, "--host", "0.0.0.0", "--port", "0"])  # noqa: S104
+    assert "other machines can use the model" in done.stderr
+    done = CliRunner().invoke(app, ["serve", run, "--port", "0"])
+    assert "other machines" not in done.stderr
+
+
+def test_without_the_extra_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "ecnn.serving.app")
+    monkeypatch.delattr("ecnn.serving.app")
+    monkeypatch.setitem(sys.modules, "fastapi", None)
+    with pytest.raises(InputError, match=r'pip install "ecnn\[serve\]"'):
+        make_app(saturated())
