@@ -55,7 +55,7 @@ codebook: $(READY)
 	$(BIN)/python tools/make_codebook.py
 
 bench: $(READY)
-	for name in annealing training baselines attacks audit; do $(BIN)/python benchmarks/$$name.py --quick || exit 1; done
+	for name in annealing training baselines estimators attacks audit; do $(BIN)/python benchmarks/$$name.py --quick || exit 1; done
 
 campaign: $(READY)
 	PYTHONPATH=tools $(BIN)/python -m campaign --minutes $(MINUTES)

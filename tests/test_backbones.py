@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import sys
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -20,6 +22,7 @@ from ecnn.backbones import (
     ResNet,
     Trunk,
     init_he_normal,
+    make_trunk,
     resnet20,
     resnet32,
     unit_plan,
@@ -249,3 +252,38 @@ def test_batch_norms_are_merged_into_convolutions() -> None:
     assert not any(isinstance(module, nn.BatchNorm2d) for module in merged.modules())
     assert torch.allclose(merged(images), model(images), rtol=1e-10, atol=1e-12)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_a_dense_trunk_reads_feature_vectors() -> None:
+    trunk = make_trunk("dense", 7, width=5, activation="relu")
+    assert count(trunk) == 7 * 5 + 5 + 5 * 5 + 5
+    assert trunk(torch.rand(3, 7, 1, 1)).shape == (3, 5)
+
+
+def test_a_trunk_of_timm_is_asked_for_features_of_these_channels(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: dict[str, Any] = {}
+
+    def create_model(name: str, **options: Any) -> nn.Module:
+        asked.update(name=name, **options)
+        return nn.Conv2d(options["in_chans"], 6, 3)
+
+    stub = SimpleNamespace(list_models=lambda: ["resnet18", "vit_tiny"], create_model=create_model)
+    monkeypatch.setitem(sys.modules, "timm", stub)
+    with torch.device("meta"):
+        made = make_trunk("timm:resnet18.a1_in1k", 2, width=16, activation="relu")
+    assert next(made.parameters()).device.type == "cpu"
+    assert asked == {"name": "resnet18.a1_in1k", "pretrained": False, "num_classes": 0, "in_chans": 2}
+    with pytest.raises(InputError, match="timm has no network 'resnet81'; did you mean 'resnet18'"):
+        make_trunk("timm:resnet81", 2, width=16, activation="relu")
+
+
+@pytest.mark.parametrize("name", ["dens", "timm", "timm:", "resnet18", ""])
+def test_an_unknown_trunk_is_one_sentence(name: str) -> None:
+    with pytest.raises(InputError, match='trunk must be "dense" or "timm:NAME" such as timm:resnet18, not'):
+        make_trunk(name, 3, width=16, activation="relu")
+
+
+def test_a_timm_that_cannot_be_imported_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "timm", None)
+    with pytest.raises(InputError, match=r"needs the package timm, .*pip install 'ecnn\[vision\]'"):
+        make_trunk("timm:resnet18", 3, width=16, activation="relu")

@@ -14,7 +14,7 @@ BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["annealing", "attacks", "baselines", "training"])
+@pytest.mark.parametrize("name", ["annealing", "attacks", "baselines", "estimators", "training"])
 def test_quick_form(name: str, tmp_path: Path) -> None:
     """That of the audit takes longest and is left to `make bench`; tests/test_auditing_models.py runs its models."""
     committed = {path: path.read_bytes() for path in BENCHMARKS.glob("*.[jm]*")}

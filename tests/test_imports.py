@@ -42,6 +42,7 @@ ROOMS = [
     "runs",
     "predicting",
     "serving",
+    "estimators",
     "exporting",
     "plots",
     "pipeline",

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import shutil
 import subprocess
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from conftest import DATA
 from torch import nn
+from typer.testing import CliRunner
 
 import ecnn
 from ecnn import files, runs
 from ecnn.attacks import FGSM
 from ecnn.baselines import Ensemble
+from ecnn.cli import app
 from ecnn.codes import load_code
 from ecnn.data import load_data
 from ecnn.errors import InputError
@@ -285,3 +289,33 @@ def test_what_fit_leaves_can_be_loaded(tmp_path: Path, kind: str) -> None:
     assert torch.equal(loaded(few[:8][0]), model(few[:8][0]))
     with pytest.raises(InputError, match="made for another model"):
         ecnn.load_model(tmp_path, module=nn.Linear(2, 2))
+
+
+def small_network(name: str, *, in_chans: int, **options: Any) -> nn.Module:
+    """What stands for a network of timm."""
+    layers = [nn.Conv2d(in_chans, 8, 3, stride=2), nn.BatchNorm2d(8), nn.ReLU()]
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten())
+
+
+@pytest.mark.parametrize("real", [False, True])
+def test_a_trunk_of_timm_is_trained_from_the_command_line_and_rebuilt(
+    real: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if real:
+        try:
+            import timm  # noqa: F401
+        except Exception as error:  # it needs a torchvision that fits torch
+            pytest.skip(f"timm cannot be imported: {error}")
+    else:
+        stub = SimpleNamespace(list_models=lambda: ["resnet10t"], create_model=small_network)
+        monkeypatch.setitem(sys.modules, "timm", stub)
+    words = f"train --data digits --epochs 1 --set model.trunk=timm:resnet10t --code 10x10 --out {tmp_path / 'run'}"
+    done = CliRunner().invoke(app, words.split())
+    assert done.exit_code == 0, done.output
+    assert runs.read_spec(tmp_path / "run").model["trunk"] == "timm:resnet10t"
+    model: Any = ecnn.load_model(tmp_path / "run")
+    weights, _ = files.read_tensors(tmp_path / "run" / "model.safetensors")
+    own = {name for name in weights if name.startswith("trunk.")}
+    assert own
+    assert all(torch.equal(model.state_dict()[name], weights[name]) for name in own)
+    assert model(load_data("digits").test[:4][0]).shape == (4, 10)

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from ecnn.codes import load_code as load_code
     from ecnn.data import load_data as load_data
     from ecnn.errors import InputError as InputError
+    from ecnn.estimators import ECNNClassifier as ECNNClassifier
+    from ecnn.estimators import ErrorCorrectingClassifier as ErrorCorrectingClassifier
     from ecnn.evaluation import evaluate as evaluate
     from ecnn.model import ECNN as ECNN
     from ecnn.plots import plot_audit as plot_audit
@@ -38,6 +40,8 @@ __version__ = "0.1.0"
 _ROOM_OF = {
     "CodeMatrix": "codes",
     "ECNN": "model",
+    "ECNNClassifier": "estimators",
+    "ErrorCorrectingClassifier": "estimators",
     "InputError": "errors",
     "Normalized": "backbones",
     "ResNet": "backbones",

@@ -7,6 +7,7 @@ convolutions.
 from __future__ import annotations
 
 import copy
+import importlib
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -17,13 +18,15 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from ecnn.checks import check_choice, check_count, check_kind
+from ecnn.checks import check_choice, check_count, check_kind, did_you_mean
 from ecnn.errors import InputError
 
 ACTIVATIONS: dict[str, type[nn.Module]] = {"relu": nn.ReLU, "silu": nn.SiLU, "gelu": nn.GELU, "elu": nn.ELU}
 
 Mean = float | npt.ArrayLike | Tensor
 
+#: The trunk of feature vectors.
+DENSE = "dense"
 #: More layers, channels or classes of a network than anybody means.
 MOST_OF_ANYTHING = 10_000
 # Standard deviation of a standard normal cut off at two: dividing by it keeps the variance asked for.
@@ -383,6 +386,42 @@ class Trunk(nn.Module):
     def forward(self, images: Tensor) -> Tensor:
         result: Tensor = self.units(self.stem(images))
         return result
+
+
+def make_trunk(name: str, in_channels: int, *, width: int, activation: str) -> nn.Module:
+    """A trunk by its name, in place of a ResNet's.
+
+    Args:
+        name: "dense", two dense layers of `width` units for feature vectors (batch, in_channels, 1, 1); or
+            "timm:NAME", the network of that name in timm up to its pooled features, with random weights.
+        in_channels: of the images.
+    """
+    kind, _, own = name.partition(":")
+    if name == DENSE:
+        check_count("width", width, most=MOST_OF_ANYTHING)
+        layers = [nn.Flatten(), nn.Linear(in_channels, width), make_activation(activation)]
+        return nn.Sequential(*layers, nn.Linear(width, width), make_activation(activation))
+    if kind == "timm" and own:
+        return _timm_trunk(own, in_channels)
+    raise InputError(f'trunk must be "{DENSE}" or "timm:NAME" such as timm:resnet18, not {name!r}.')
+
+
+def _timm_trunk(name: str, in_channels: int) -> nn.Module:
+    try:
+        timm: Any = importlib.import_module("timm")
+    except Exception as error:  # it needs torchvision, which fails in many ways where it does not fit torch
+        reason = (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
+        raise InputError(
+            f"a trunk timm:{name} needs the package timm, which cannot be imported ({reason}): pip install "
+            "'ecnn[vision]'."
+        ) from error
+    known = timm.list_models()
+    if name.partition(".")[0] not in known:
+        raise InputError(f"timm has no network {name!r}{did_you_mean(name, known)}")
+    # On the CPU also where everything else is built without memory: some networks compute with their weights.
+    with torch.device("cpu"):
+        made: nn.Module = timm.create_model(name, pretrained=False, num_classes=0, in_chans=in_channels)
+    return made
 
 
 class ResNet(nn.Module):

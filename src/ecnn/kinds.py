@@ -101,12 +101,12 @@ class ModelKind:
 
 
 def options_of(model: Callable[..., nn.Module]) -> tuple[str, ...]:
-    """Names of a model's keyword arguments that a spec may set: what TOML can write, so not the mean or a trunk."""
+    """Names of a model's keyword arguments that a spec may set: what TOML can write, so not the mean."""
     parameters = inspect.signature(model).parameters.values()
     return tuple(
         entry.name
         for entry in parameters
-        if entry.kind is entry.KEYWORD_ONLY and entry.name not in ("mean", "trunk", "threshold")
+        if entry.kind is entry.KEYWORD_ONLY and entry.name not in ("mean", "threshold")
     )
 
 

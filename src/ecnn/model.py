@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ecnn.backbones import (
+    DENSE,
     MOST_OF_ANYTHING,
     Centre,
     ConvUnit,
@@ -18,6 +19,7 @@ from ecnn.backbones import (
     full_precision,
     init_he_normal,
     make_activation,
+    make_trunk,
     unit_plan,
 )
 from ecnn.checks import check_choice, check_count
@@ -135,7 +137,8 @@ class ECNN(nn.Module):
         width: channels of the first stack, and of a "conv" branch.
         depth: of the ResNet that is cut in two, 6n + 2.
         trunk: any module from images to maps (batch, channel, h, w) or vectors (batch, channel), in place of
-            the ResNet's; it is run once on zeros, in eval mode, to learn its number of channels.
+            the ResNet's, or the name of one (`backbones.make_trunk`); it is run once on zeros, in eval mode, to
+            learn its number of channels.
         feature_dim: length of a member's features.
         activation: a name of `ACTIVATIONS`.
         decoder: a name of `DECODERS`; None takes "tanh" for logit and "sigmoid" for symbols members.
@@ -160,7 +163,7 @@ class ECNN(nn.Module):
         share_head: bool | None = None,
         width: int = 16,
         depth: int = 20,
-        trunk: nn.Module | None = None,
+        trunk: nn.Module | str | None = None,
         feature_dim: int = 32,
         activation: str = "relu",
         decoder: str | None = None,
@@ -187,7 +190,8 @@ class ECNN(nn.Module):
         outputs = 1 if member_output == "logit" else code.arity
         self.head = _make_head(self.branches.out_features, outputs, None if share_head else code.code_length)
         self._config: dict[str, Any] | None = None
-        if trunk is None:
+        if trunk is None or isinstance(trunk, str):
+            named = {} if trunk is None else {"trunk": trunk}  # specs of before do not have it
             self._config = {
                 "in_channels": in_channels,
                 "member_output": member_output,
@@ -200,15 +204,21 @@ class ECNN(nn.Module):
                 "feature_dim": feature_dim,
                 "activation": activation,
                 "decoder": DEFAULT_DECODER[member_output] if decoder is None else decoder,
+                **named,
             }
 
     def _make_trunk(
-        self, trunk: nn.Module | None, branch: str, depth: int, width: int, layers: dict[str, Any]
+        self, trunk: nn.Module | str | None, branch: str, depth: int, width: int, layers: dict[str, Any]
     ) -> tuple[nn.Module, tuple[int, int, int]]:
         """The trunk, and (in_channels, out_channels, stride) of the residual unit that could follow it."""
         if trunk is not None:
-            channels = _trunk_channels(trunk, self.in_channels, self.centre.mean)
-            return trunk, (channels, channels, 1)
+            own = (
+                make_trunk(trunk, self.in_channels, width=width, activation=layers["activation"])
+                if isinstance(trunk, str)
+                else trunk
+            )
+            channels = width if trunk == DENSE else _trunk_channels(own, self.in_channels, self.centre.mean)
+            return own, (channels, channels, 1)
         units = unit_plan(depth, width)
         count = len(units) if branch == "linear" else len(units) - 1
         groups = 1 if self.share_trunk else self.code.code_length
@@ -264,7 +274,7 @@ def _check_options(
     feature_dim: int,
     member_output: MemberOutput,
     branch: str,
-    trunk: nn.Module | None,
+    trunk: nn.Module | str | None,
     share_trunk: bool,
     share_head: bool,
 ) -> None:

@@ -67,7 +67,7 @@ def build_model(
     entry = find_kind(kind)
     entry.check(options)
     made_by: Any = entry.model.__init__ if inspect.isclass(entry.model) else entry.model
-    kinds = typing.get_type_hints(made_by)
+    kinds = {**typing.get_type_hints(made_by), "trunk": str | None}  # a module cannot be named
     check_entries("[model]", options, {name: kinds[name] for name in options if name in kinds})
     for name, value in {"num_classes": num_classes, "in_channels": in_channels, **options}.items():
         if isinstance(value, int) and not isinstance(value, bool):

@@ -1,0 +1,57 @@
+"""Which code the classes get, and what its members' answers say about the classes."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import numpy as np
+
+from ecnn.annealing import design_code
+from ecnn.codes import CodeMatrix, codebook, load_code
+from ecnn.errors import InputError
+
+_STEPS = 400_000
+
+
+@functools.lru_cache(maxsize=64)
+def find_code(num_classes: int, code_length: int) -> CodeMatrix:
+    """The shipped code of this size, or a design of our own, always the same one.
+
+    Found codes are kept, because a search over parameters or a cross-validation asks for the same one many times.
+    """
+    name = f"{num_classes}x{code_length}"
+    if name in codebook():
+        return load_code(name)
+    code = design_code(num_classes, code_length, objective="distance", steps=_STEPS, seed=0)
+    if code.provenance["stopped_by"] == "interrupt":  # the best so far is not the code of this size
+        raise KeyboardInterrupt
+    return code
+
+
+def check_several_classes(owner: Any, classes: np.ndarray) -> None:
+    """Raises InputError unless there are two classes at least."""
+    if len(classes) < 2:
+        found = "only one" if len(classes) else "no"
+        raise InputError(f"{type(owner).__name__} tells classes apart, but the labels hold {found} class.")
+
+
+def mean_distance(code: CodeMatrix) -> float:
+    """In how many tasks two classes differ, on average over all pairs.
+
+    A member that tells two classes apart estimates the odds between them. This many do, so a sum over members divided
+    by it is again an estimate of the odds and not a multiple of them.
+    """
+    return float(code.row_distances.sum() / (code.num_classes * (code.num_classes - 1)))
+
+
+def as_decision(scores: np.ndarray) -> np.ndarray:
+    """(sample, class) scores as scikit-learn returns them: of two classes only the lead of the second, (sample,)."""
+    return scores[:, 1] - scores[:, 0] if scores.shape[1] == 2 else scores
+
+
+def softmax(scores: np.ndarray) -> np.ndarray:
+    """(sample, class) probabilities."""
+    shares = np.exp(scores - scores.max(axis=1, keepdims=True))
+    result: np.ndarray = shares / shares.sum(axis=1, keepdims=True)
+    return result

@@ -1,0 +1,131 @@
+"""ErrorCorrectingClassifier: any binary estimator, once per task of a designed code."""
+
+from __future__ import annotations
+
+from typing import Any, Self
+
+import numpy as np
+from sklearn.base import BaseEstimator, ClassifierMixin, MetaEstimatorMixin, clone
+from sklearn.utils import check_random_state, get_tags
+from sklearn.utils.metadata_routing import MetadataRouter, MethodMapping, process_routing
+from sklearn.utils.multiclass import check_classification_targets
+from sklearn.utils.parallel import Parallel, delayed
+from sklearn.utils.validation import check_is_fitted, validate_data
+
+from ecnn.checks import check_number
+from ecnn.codes import CodeMatrix
+from ecnn.errors import InputError
+from ecnn.estimators.codewords import as_decision, check_several_classes, find_code, mean_distance, softmax
+
+# A probability of 0 or 1, which trees give, counts as one mistake in so many.
+_LARGEST_ODDS = 1e3
+
+
+class ErrorCorrectingClassifier(MetaEstimatorMixin, ClassifierMixin, BaseEstimator):  # type: ignore[misc]
+    """Several classes by a binary estimator, once per task of an error-correcting code.
+
+    Takes the place of `sklearn.multiclass.OutputCodeClassifier`, with the same arguments. Its code is designed for
+    large distances where that one's is random, the odds that members state are added up, and there are probabilities.
+
+    Args:
+        estimator: with `fit` and one of `predict_proba` and `decision_function`.
+        code_size: members for each class: int(code_size * number of classes) in all.
+        random_state: decides which class gets which codeword.
+        n_jobs: members fitted at once; None for one, -1 for one per core.
+
+    Attributes:
+        classes_: labels in the order of the scores.
+        estimators_: one fitted estimator per task.
+        code_: the `CodeMatrix`, a codeword for each class.
+        code_book_: (class, task) the same in signs, as OutputCodeClassifier has it.
+        n_features_in_, feature_names_in_: those of the estimators, if they have them.
+    """
+
+    def __init__(
+        self, estimator: Any, *, code_size: float = 1.5, random_state: Any = None, n_jobs: int | None = None
+    ) -> None:
+        self.estimator = estimator
+        self.code_size = code_size
+        self.random_state = random_state
+        self.n_jobs = n_jobs
+
+    def fit(self, X: Any, y: Any, **fit_params: Any) -> Self:
+        """Fits one copy of the estimator per task and returns itself.
+
+        Args:
+            fit_params: for the estimators' `fit`, with scikit-learn's metadata routing.
+        """
+        routed = process_routing(self, "fit", **fit_params)
+        check_number("code_size", self.code_size, above=True)
+        if not any(hasattr(self.estimator, name) for name in ("predict_proba", "decision_function")):
+            raise InputError(
+                f"estimator must have predict_proba or decision_function, which {type(self.estimator).__name__} lacks."
+            )
+        y = validate_data(self, X="no_validation", y=y)
+        check_classification_targets(y)
+        self.classes_, labels = np.unique(y, return_inverse=True)
+        check_several_classes(self, self.classes_)
+        self.code_ = self._choose_code(len(self.classes_))
+        self.code_book_ = self.code_.signed
+        self.estimators_ = Parallel(n_jobs=self.n_jobs)(
+            delayed(_fit_member)(self.estimator, X, bits, routed.estimator.fit)
+            for bits in self.code_.symbols[labels].T
+        )
+        for name in ("n_features_in_", "feature_names_in_"):
+            if hasattr(self.estimators_[0], name):
+                setattr(self, name, getattr(self.estimators_[0], name))
+        return self
+
+    def decision_function(self, X: Any) -> np.ndarray:
+        """(row, class) scores, the largest for the class that is predicted; of two classes (row,) the second's lead.
+
+        They are sums over the members' log odds, on that scale.
+        """
+        return as_decision(self._scores(X))
+
+    def predict_proba(self, X: Any) -> np.ndarray:
+        """(row, class) probabilities: the softmax of the scores."""
+        return softmax(self._scores(X))
+
+    def predict(self, X: Any) -> np.ndarray:
+        """(row,) labels."""
+        best = self._scores(X).argmax(axis=1)  # first, because it says so when nothing is fitted
+        labels: np.ndarray = self.classes_[best]
+        return labels
+
+    def get_metadata_routing(self) -> Any:
+        """How scikit-learn hands arguments of `fit` on to the estimators."""
+        mapping = MethodMapping().add(caller="fit", callee="fit")
+        return MetadataRouter(owner=self).add(estimator=self.estimator, method_mapping=mapping)
+
+    def __sklearn_tags__(self) -> Any:
+        tags = super().__sklearn_tags__()
+        tags.input_tags.sparse = get_tags(self.estimator).input_tags.sparse
+        return tags
+
+    def _choose_code(self, num_classes: int) -> CodeMatrix:
+        """A designed code with its codewords in random order."""
+        found = find_code(num_classes, int(num_classes * self.code_size))
+        order = check_random_state(self.random_state).permutation(num_classes)
+        return CodeMatrix(found.symbols[order], provenance=found.provenance)
+
+    def _scores(self, X: Any) -> np.ndarray:
+        check_is_fitted(self)
+        odds = np.stack([_log_odds(member, X) for member in self.estimators_], axis=1)
+        result: np.ndarray = odds @ self.code_.signed.T.astype(np.float64) / (2 * mean_distance(self.code_))
+        return result
+
+
+def _fit_member(estimator: Any, X: Any, bits: np.ndarray, fit_params: dict[str, Any]) -> Any:
+    return clone(estimator).fit(X, bits, **fit_params)
+
+
+def _log_odds(member: Any, X: Any) -> np.ndarray:
+    """(row,) how sure a member is of symbol 1: its log odds, or whatever its decision_function returns."""
+    if not hasattr(member, "predict_proba"):
+        values: np.ndarray = np.asarray(member.decision_function(X), dtype=np.float64).ravel()
+        return values
+    ones = np.asarray(member.predict_proba(X), dtype=np.float64)[:, 1]
+    least = 1 / (1 + _LARGEST_ODDS)
+    ones = ones.clip(least, 1 - least)
+    return np.log(ones) - np.log1p(-ones)
