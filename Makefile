@@ -10,20 +10,21 @@ PEERS := $(VENV)-peers
 # One process per core and one thread each: the networks of the tests are too small to share.
 TEST  := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto
 
-.PHONY: demo install test test-fast test-all test-peers peers check format codebook bench campaign clean help
+.PHONY: demo install test test-fast test-all test-peers peers check format codebook bench campaign pictures clean help
 
 help:
-	@echo "make demo       design a code, train three networks, attack and audit them; pictures in out/"
+	@echo "make demo       design a code, train three networks, attack and audit them; open out/report.html"
 	@echo "make install    only install ecnn, in $(VENV)"
 	@echo "make test       the test suite (make test-fast: its quick part, make test-all: everything)"
 	@echo "make test-peers compare with other libraries, in an environment of their own ($(PEERS), see peers.txt)"
 	@echo "make campaign   kills, faults, damaged files and wrong inputs for MINUTES=$(MINUTES), and a table of what broke"
+	@echo "make pictures   the picture of the report that README shows, from out/report.html; needs a Chromium"
 	@echo "make check      ruff and mypy (make format: let ruff rewrite)"
 	@echo "make codebook   design the shipped codes again        make bench   do the benchmarks still run?"
 	@echo "Settings: PYTHON=$(PYTHON)  TORCH='$(TORCH)'  VENV=$(VENV)"
 
 demo: $(READY)
-	$(BIN)/python examples/demo.py out
+	$(BIN)/ecnn quickstart --out out
 
 install: $(READY)
 	@echo "ecnn is installed in $(VENV): . $(BIN)/activate, then ecnn --help"
@@ -56,6 +57,9 @@ codebook: $(READY)
 
 bench: $(READY)
 	for name in annealing training baselines estimators attacks audit; do $(BIN)/python benchmarks/$$name.py --quick || exit 1; done
+
+pictures: $(READY)
+	$(BIN)/python tools/make_pictures.py out/report.html
 
 campaign: $(READY)
 	PYTHONPATH=tools $(BIN)/python -m campaign --minutes $(MINUTES)

@@ -9,8 +9,6 @@ from typing import Any
 
 import pytest
 
-from ecnn.auditing import load_audit
-
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
 
@@ -47,18 +45,3 @@ def test_example(name: str, settings: dict[str, int], said: str, capsys: pytest.
     printed = capsys.readouterr().out
     assert re.search(said, printed), printed
     assert len((EXAMPLES / f"{name}.py").read_text().splitlines()) < 40
-
-
-@pytest.mark.slow
-def test_the_demo_tells_its_story(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    load("demo").main(tmp_path, limit=8, most_epochs=1)
-    printed = capsys.readouterr().out.splitlines()
-    rows = {line.split()[0]: line for line in printed if line.startswith(("plain ", "ecnn ", "ecnn-at "))}
-    assert list(rows) == ["plain", "ecnn", "ecnn-at"]
-    for name, row in rows.items():
-        audit = load_audit(tmp_path / name)
-        assert audit.images == 8
-        assert row.endswith(audit.verdict)
-        assert f"{100 * audit.accuracy:.1f} %" in row
-        assert (tmp_path / name / "audit.png").read_bytes().startswith(b"\x89PNG")
-    assert (tmp_path / "code.png").exists()

@@ -45,6 +45,7 @@ ROOMS = [
     "estimators",
     "exporting",
     "plots",
+    "report",
     "pipeline",
     "cli",
 ]

@@ -16,6 +16,8 @@ from ecnn.cli.evaluate_command import evaluate
 from ecnn.cli.export_command import export
 from ecnn.cli.models_command import models
 from ecnn.cli.predict_command import predict
+from ecnn.cli.quickstart_command import quickstart
+from ecnn.cli.report_command import report
 from ecnn.cli.reproduce_command import reproduce
 from ecnn.cli.serve_command import serve
 from ecnn.cli.statuses import STATUSES, with_status
@@ -47,5 +49,9 @@ def main(
 
 
 # In the order in which the help lists them.
-for _command in (code, train, predict, serve, evaluate, audit, export, reproduce, models, data, doctor):
+_COMMANDS = (
+    *(quickstart, code, train, predict, serve, evaluate, audit, report, export),
+    *(reproduce, models, data, doctor),
+)
+for _command in _COMMANDS:
     app.command(epilog=STATUSES)(with_status(_command))

@@ -4,6 +4,8 @@ from ecnn.pipeline.auditing import AuditPlan, audit_run, load_module, plan_audit
 from ecnn.pipeline.cells import Cell, read_cells, table_text
 from ecnn.pipeline.costing import cost_text, estimate_tasks
 from ecnn.pipeline.evaluating import EvaluationPlan, attack_tables, evaluate_run, plan_evaluation
+from ecnn.pipeline.publishing import write_report
+from ecnn.pipeline.quickstart import QuickstartRow, Step, quickstart_rows, quickstart_steps
 from ecnn.pipeline.reporting import draw_results, results_page
 from ecnn.pipeline.reproducing import STAGES, Task, audit_again, run_task, tasks_of
 from ecnn.pipeline.spreading import CLUSTERS, run_tasks
@@ -27,7 +29,9 @@ __all__ = [
     "Cell",
     "EvaluationPlan",
     "Plan",
+    "QuickstartRow",
     "STAGES",
+    "Step",
     "Task",
     "TrainedRun",
     "attack_tables",
@@ -45,6 +49,8 @@ __all__ = [
     "plan",
     "plan_audit",
     "plan_evaluation",
+    "quickstart_rows",
+    "quickstart_steps",
     "read_cells",
     "results_page",
     "run_task",
@@ -55,4 +61,5 @@ __all__ = [
     "train_run",
     "training_attack",
     "try_plan",
+    "write_report",
 ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 import time
 from collections.abc import Mapping
@@ -222,17 +223,25 @@ def _code_for(spec: Spec, kind: ModelKind, data: Dataset) -> tuple[CodeMatrix | 
         arity, objective = table.arity or 2, table.objective or "distance"
         seed = spec.seed if table.seed is None else table.seed
         table = dataclasses.replace(table, arity=arity, objective=objective, seed=seed)
-        options: Any = {"arity": arity, "objective": objective, "steps": table.steps, "seed": seed}
-        code = design_code(data.num_classes, int(table.code_length or 0), **options)
-        if (
-            code.provenance["stopped_by"] == "interrupt"
-        ):  # the best so far is not the code that the spec describes
-            raise KeyboardInterrupt
+        code = _designed(data.num_classes, int(table.code_length or 0), arity, objective, table.steps, seed)
     if table.doubled:
         code = constructions.doubled(code)
     if table.content_hash not in (None, code.content_hash):
         raise InputError(f"the code {table.name or 'designed'} is not the one that the spec was written for.")
     return code, dataclasses.replace(table, content_hash=code.content_hash)
+
+
+@functools.lru_cache(maxsize=4)  # networks that are trained one after the other often share a code
+def _designed(
+    num_classes: int, code_length: int, arity: int, objective: str, steps: int | None, seed: int
+) -> CodeMatrix:
+    options: Any = {"arity": arity, "objective": objective, "steps": steps, "seed": seed}
+    code = design_code(num_classes, code_length, **options)
+    if (
+        code.provenance["stopped_by"] == "interrupt"
+    ):  # the best so far is not the code that the spec describes
+        raise KeyboardInterrupt
+    return code
 
 
 def _default_code(num_classes: int, seed: int) -> CodeTable:

@@ -1,0 +1,88 @@
+"""The commands that repeat what a report shows."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shlex
+from collections.abc import Mapping
+from typing import Any
+
+from ecnn import files
+from ecnn.attacks import ATTACKS
+from ecnn.auditing import BUDGETS, Audit
+from ecnn.checks import is_needed
+from ecnn.evaluation import Outcomes
+from ecnn.evaluation.provenance import describe
+from ecnn.report.contents import RunContents
+
+#: Options of `ecnn evaluate` that have a flag of their own; others go through --set.
+_FLAGS = ("norm", "eps", "steps", "step_size", "loss", "on", "keep")
+_KIND_OF = {f"{made.__module__}.{made.__qualname__}": name for name, made in ATTACKS.items()}
+
+
+def commands_of(contents: RunContents) -> list[str]:
+    """One line each, in the order in which they would be run; a comment where something was made in Python."""
+    spec = (
+        f"{contents.source}/spec.toml"
+        if files.is_folder(contents.source)
+        else str(contents.folder / "spec.toml")
+    )
+    lines = [
+        _line(
+            "train",
+            "--spec",
+            spec,
+            "--out",
+            f"{contents.source}-again" if files.is_folder(contents.source) else f"runs/{contents.source}",
+        )
+    ]
+    if contents.evaluation is not None:
+        lines += [_evaluate(contents.source, found) for found in contents.evaluation.outcomes.values()]
+    if contents.audit is not None:
+        lines.append(_audit(contents.source, contents.audit))
+    return lines
+
+
+def _line(*words: Any) -> str:
+    return shlex.join(["ecnn", *map(str, words)])
+
+
+def _evaluate(source: str, found: Outcomes) -> str:
+    attack = found.about.get("attack")
+    kind = _KIND_OF.get(attack.get("kind", "")) if isinstance(attack, Mapping) else None
+    # A view or a loss of one's own has no name that a command could take.
+    if kind is None or not isinstance(attack, Mapping) or isinstance(attack.get("on"), Mapping):
+        return f"# {found.name}: an attack that was made in Python".replace("\n", " ")
+    words: list[Any] = ["evaluate", source, "--attack", kind]
+    for name, value in _settings(kind, attack).items():
+        if name in _FLAGS:
+            words += [f"--{name.replace('_', '-')}", value]
+        else:
+            # TOML writes infinity without quotes, and so do records as text.
+            text = value if value in ("inf", "-inf") else json.dumps(value)
+            words += ["--set", f"attack.{name}={text}"]
+    return _line(*words, "--limit", len(found), "--seed", found.about.get("seed") or 0)
+
+
+def _settings(kind: str, attack: Mapping[str, Any]) -> dict[str, Any]:
+    """What the attack was told: all that is not its default; `quick` is the command's."""
+    told = {}
+    for entry in dataclasses.fields(ATTACKS[kind]):
+        if not entry.init or attack.get(entry.name) is None:
+            continue
+        usual = True if entry.name == "quick" else None if is_needed(entry) else describe(entry.default)
+        if attack[entry.name] != usual:
+            told[entry.name] = attack[entry.name]
+    return told
+
+
+def _audit(source: str, audit: Audit) -> str:
+    words: list[Any] = ["audit", source, "--norm", audit.norm, "--eps", audit.eps]
+    if audit.claimed is not None:
+        words += ["--claim", audit.claimed]
+    if audit.min_accuracy is not None:
+        words += ["--min-accuracy", audit.min_accuracy]
+    if audit.budget in BUDGETS:
+        words += ["--budget", audit.budget]
+    return _line(*words, "--limit", audit.images, "--seed", audit.seed, "--out", f"{source}-audited")

@@ -1,0 +1,276 @@
+"""What a run folder holds for a report, and what is computed for it on a few images."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from ecnn import files, runs
+from ecnn.attacks import APGD, PGD, Attack
+from ecnn.attacks.base import read_model
+from ecnn.attacks.norms import NORMS
+from ecnn.auditing import Audit, load_audit
+from ecnn.auditing.auditor import RESULT as AUDIT_RESULT
+from ecnn.backbones import undisturbed
+from ecnn.checks import check_choice, check_entries, parse_eps
+from ecnn.codes import CodeMatrix, load_code
+from ecnn.data import Split
+from ecnn.errors import InputError
+from ecnn.evaluation import (
+    Evaluation,
+    MemberFlips,
+    Outcomes,
+    TransferMatrix,
+    evaluate,
+    load_evaluation,
+    member_flips,
+    member_transfer,
+)
+from ecnn.evaluation.batch import place
+from ecnn.evaluation.records import FOLDER as OUTCOMES
+from ecnn.objectives import predicted_classes
+from ecnn.predicting import has_code
+from ecnn.progress import Progress
+from ecnn.spec import Spec
+from ecnn.training.loop import LOG
+
+#: Where nothing in a run says within which radius it should be looked at.
+USUAL_RADIUS = ("linf", 8 / 255)
+#: Radii of the curve as multiples of that one, images in the strips, members in the matrix of transfer.
+_MULTIPLES, _SHOWN, _MEMBERS = (0.25, 0.5, 1, 2), 6, 8
+_STEPS, _TRANSFER_STEPS = 20, 10
+_EPOCH = {"epoch": int, "loss": float, "val_accuracy": float | None, "val_robust_accuracy": float | None}
+
+
+@dataclass(frozen=True, eq=False)
+class RunContents:
+    """What a run folder says of itself.
+
+    Attributes:
+        name: as the report calls it.
+        source: the folder as it was given, or the name of a shipped model.
+        folder: where it lies.
+        epochs: one entry per line of train.jsonl.
+        results: test_accuracy and images, of a finished run.
+        evaluation: attacks whose outcomes are kept there.
+        audit: the verdict that is kept there.
+        environment: versions and hardware of the training.
+    """
+
+    name: str
+    source: str
+    folder: Path
+    spec: Spec
+    class_names: tuple[str, ...]
+    code: CodeMatrix | None
+    epochs: tuple[dict[str, Any], ...]
+    results: dict[str, Any] | None
+    evaluation: Evaluation | None
+    audit: Audit | None
+    environment: dict[str, Any]
+
+
+def read_runs(sources: Sequence[str | os.PathLike[str]]) -> list[RunContents]:
+    """What several runs hold; those with the same name are called by their whole path."""
+    found = [read_run(source) for source in sources]
+    names = [contents.name for contents in found]
+    return [
+        dataclasses.replace(contents, name=contents.source) if names.count(contents.name) > 1 else contents
+        for contents in found
+    ]
+
+
+def read_run(source: str | os.PathLike[str]) -> RunContents:
+    """All that the folder of a run, or a shipped model, holds; what it lacks is None or empty."""
+    folder = runs.run_folder(source)
+    if not (folder / runs.SPEC).exists():
+        raise InputError(
+            f"{folder} has no {runs.SPEC}, which says what was trained: a report needs a folder that `ecnn train` made."
+        )
+    spec, outcomes = runs.read_spec(source), folder / OUTCOMES
+    environment = files.read_json(folder / runs.ENVIRONMENT) if (folder / runs.ENVIRONMENT).exists() else {}
+    return RunContents(
+        name=_name(folder) if files.is_folder(source) else str(source),
+        source=str(source),
+        folder=folder,
+        spec=spec,
+        class_names=runs.class_names(source),
+        code=load_code(folder / runs.CODE) if (folder / runs.CODE).exists() else None,
+        epochs=_read_epochs(folder / LOG),
+        results=runs.read_results(folder) if (folder / runs.RESULTS).exists() else None,
+        evaluation=load_evaluation(folder) if any(outcomes.glob("*.npz")) else None,
+        audit=load_audit(folder) if (folder / AUDIT_RESULT).exists() else None,
+        environment=environment if isinstance(environment, dict) else {},
+    )
+
+
+def _name(folder: Path) -> str:
+    """The folder's own name; where that is the number of a seed, with the two above it."""
+    *above, own = folder.resolve().parts[-3:]
+    return "/".join([*above, own]) if own.isdecimal() else own
+
+
+def _read_epochs(path: Path) -> tuple[dict[str, Any], ...]:
+    """The lines of train.jsonl; one that a kill cut short ends them."""
+    found: list[dict[str, Any]] = []
+    if not path.exists():
+        return ()
+    for line in files.read_bytes(path).splitlines():
+        try:
+            epoch = json.loads(line)
+        except ValueError:
+            break
+        check_entries(f"{path}: a line", epoch, _EPOCH)
+        found.append(epoch)
+    return tuple(found)
+
+
+def radius_of(contents: RunContents) -> tuple[str, float]:
+    """Norm and radius that the run is about: of its audit, its training attack or its first recorded attack."""
+    if contents.audit is not None:
+        return contents.audit.norm, contents.audit.eps
+    train = contents.spec.train
+    recorded = [] if contents.evaluation is None else contents.evaluation.outcomes.values()
+    tables = [
+        train.get("attack"),
+        train.get("val_attack"),
+        *(found.about.get("attack") for found in recorded),
+    ]
+    for table in tables:
+        if isinstance(table, dict) and table.get("norm") in NORMS and table.get("eps"):
+            return str(table["norm"]), parse_eps(table["eps"])
+    return USUAL_RADIUS
+
+
+@dataclass(frozen=True, eq=False)
+class Shown:
+    """One image of the strips.
+
+    Attributes:
+        clean, attacked: (channel, height, width) in [0, 1].
+        label: its class.
+        before, after: class and probability that the model gives, clean and attacked.
+    """
+
+    clean: np.ndarray
+    attacked: np.ndarray
+    label: int
+    before: tuple[int, float]
+    after: tuple[int, float]
+
+
+@dataclass(frozen=True, eq=False)
+class Samples:
+    """What was computed for the report, on the first few test images.
+
+    Attributes:
+        norm, eps: of the ball.
+        images: how many.
+        curves: outcomes of the attacks at several radii.
+        attack: which of them made the strips and turned the members.
+        shown: the first images that are right without an attack.
+        flips: members that were turned; None for a model without a code.
+        transfer: between the first members; None likewise.
+    """
+
+    norm: str
+    eps: float
+    images: int
+    curves: Evaluation
+    attack: str
+    shown: tuple[Shown, ...]
+    flips: MemberFlips | None
+    transfer: TransferMatrix | None
+
+
+def take_samples(
+    model: nn.Module,
+    split: Split,
+    *,
+    norm: str,
+    eps: float,
+    limit: int,
+    seed: int = 0,
+    progress: Progress | None = None,
+) -> Samples:
+    """Attacks the first images at several radii and keeps what pictures need.
+
+    The attacks are APGD on the scores and, of a model with a code, on its members: short searches that show something,
+    no audit.
+
+    Args:
+        model: pixels in [0, 1] to scores.
+        split: test images.
+        limit: how many of them.
+        seed: of all randomness.
+    """
+    check_choice("norm", norm, NORMS)
+    coded = has_code(model)
+    options: Any = {"norm": norm, "eps": eps, "steps": _STEPS, "loss": "margin"}
+    attacks: dict[str, Attack] = {"on the scores": APGD(**options, on="scores")}
+    if coded:
+        attacks["on the members"] = APGD(**options, on="members")
+    strongest = list(attacks)[-1]
+    radii = [min(factor * eps, NORMS[norm].longest) for factor in _MULTIPLES]
+    kept: dict[str, Tensor] = {}
+
+    def watch(outcomes: Outcomes, attacked: Tensor) -> None:
+        if outcomes.about["base"] == strongest and outcomes.about["eps"] == eps:
+            kept["images"] = attacked
+
+    found = evaluate(
+        model,
+        split,
+        attacks,
+        limit=limit,
+        seed=seed,
+        eps=sorted(set(radii)),
+        watch=watch,
+        progress=progress,
+    )
+    images, labels = split.take(len(found))[:]
+    images, labels = images.cpu(), labels.cpu()
+    flips = member_flips(model, images, kept["images"], labels) if coded else None
+    transfer = None
+    if coded:
+        pgd: Any = {"norm": norm, "eps": eps, "steps": _TRANSFER_STEPS, "step_size": eps / 4, "keep": "last"}
+        count = flips.share.shape[1] if flips is not None else 0
+        transfer = member_transfer(
+            model,
+            split,
+            PGD(**pgd),
+            limit=len(found),
+            seed=seed,
+            members=range(min(_MEMBERS, count)),
+            progress=progress,
+        )
+    shown = _strips(model, images, kept["images"], labels)
+    return Samples(norm, eps, len(found), found, strongest, shown, flips, transfer)
+
+
+def _strips(model: nn.Module, images: Tensor, attacked: Tensor, labels: Tensor) -> tuple[Shown, ...]:
+    """The first images that the model gets right, with what it says of them before and after."""
+    before, after = (_answers(model, part) for part in (images, attacked))
+    right = [row for row, label in enumerate(labels.tolist()) if before[row][0] == label]
+    return tuple(
+        Shown(images[row].numpy(), attacked[row].numpy(), int(labels[row]), before[row], after[row])
+        for row in right[:_SHOWN]
+    )
+
+
+@torch.no_grad()
+def _answers(model: nn.Module, images: Tensor) -> Sequence[tuple[int, float]]:
+    """(class, probability) of each image; class -1 where the scores give no answer."""
+    with undisturbed(model):
+        scores = read_model(model, place(model, images)).double().cpu()
+    shares = torch.softmax(scores, dim=1).amax(dim=1)
+    return list(zip(predicted_classes(scores).tolist(), shares.tolist(), strict=True))

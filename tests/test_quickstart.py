@@ -1,0 +1,97 @@
+"""The quickstart: three run folders like any others, a table of what their audits say, and a page."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+from typer.testing import CliRunner, Result
+
+from ecnn import runs
+from ecnn.auditing import load_audit
+from ecnn.cli import app
+from ecnn.codes import load_code
+from ecnn.data import load_data
+from ecnn.evaluation import load_evaluation
+from ecnn.pipeline import quickstart
+from ecnn.pipeline.training import plan
+from ecnn.training.loop import LOG
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+NETWORKS = ["plain", "ecnn", "ecnn-at"]
+
+
+def command(*words: str) -> Result:
+    return CliRunner().invoke(app, list(words))
+
+
+@pytest.mark.slow
+def test_three_networks_a_table_and_a_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+    def interrupted(*args: Any, **kwargs: Any) -> Path:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(quickstart, "write_report", interrupted)
+        first = command("quickstart", "--quick")
+    assert first.exit_code == 130
+    assert "What is finished is kept in out: the same command goes on from there." in first.stderr
+    assert not Path("out/report.html").exists()
+    logs = [Path("out", name, LOG).read_bytes() for name in NETWORKS]
+
+    again = command("quickstart", "--quick")
+    assert again.exit_code == 0, again.output
+    assert logs == [Path("out", name, LOG).read_bytes() for name in NETWORKS]  # nothing was trained again
+    assert again.stdout.count("was trained before") == 3
+    _check_table(again.stdout)
+    page = Path("out/report.html").read_text()
+    assert all(f'id="run{number}"' in page for number in range(3))
+    assert "open out/report.html" in again.stdout.lower()
+    _check_folders()
+
+
+def _check_table(printed: str) -> None:
+    """Every row says what the records and the audit of its network say."""
+    lines = printed.splitlines()
+    rows = {line.split()[0]: line for line in lines if re.match(r"(plain|ecnn|ecnn-at)  ", line)}
+    assert list(rows) == NETWORKS
+    for name, row in rows.items():
+        audit = load_audit(Path("out", name))
+        claim = round(load_evaluation(Path("out", name)).accuracy_after["paper"], 2)
+        assert audit.claimed == claim
+        assert row.endswith(audit.verdict)
+        assert row.split()[1:6:2] == [
+            f"{100 * audit.clean_accuracy:.1f}",
+            f"{100 * claim:.0f}",
+            f"{100 * audit.accuracy:.1f}",
+        ]
+
+
+def _check_folders() -> None:
+    """They are run folders that other commands take."""
+    Image.fromarray(np.zeros((8, 8), dtype=np.uint8)).save("new.png")
+    for name in NETWORKS:
+        shown = command("predict", f"out/{name}", "new.png", "--json")
+        assert shown.exit_code == 0, shown.output
+        assert json.loads(shown.stdout)["class_names"] == [str(digit) for digit in range(10)]
+        assert (runs.read_spec(f"out/{name}").code is None) == (name == "plain")
+        assert Path("out", name, "audit.png").read_bytes().startswith(b"\x89PNG")
+    done = command("evaluate", "out/ecnn", "--attack", "fgsm", "--eps", "0.12", "--limit", "4", "--json")
+    assert done.exit_code == 0, done.output
+
+
+def test_its_networks_are_a_file_of_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    code, data = load_code("10x30"), load_data("digits")
+    monkeypatch.setattr("ecnn.pipeline.training._designed", lambda *settings: code)  # a design takes seconds
+    plans = {arm.name: plan(arm.spec, data) for arm in quickstart._experiment(quick=False).arms}
+    assert list(plans) == NETWORKS
+    assert [made.recipe.epochs for made in plans.values()] == [15, 30, 25]
+    assert [made.code for made in plans.values()] == [None, code, code]
+    assert [made.attack is None for made in plans.values()] == [True, True, False]
+    assert all(made.spec.model["width"] == 6 for made in plans.values())
