@@ -44,6 +44,7 @@ ROOMS = [
     "serving",
     "estimators",
     "exporting",
+    "hub",
     "plots",
     "report",
     "pipeline",

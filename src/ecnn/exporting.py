@@ -198,15 +198,43 @@ def _needed(package: str) -> Any:
 
 def model_card(source: str | os.PathLike[str], exported: Exported) -> str:
     """Markdown for people: what the model is, what is known of it, and how to use the file."""
+    classifier = load_classifier(source)
+    parity = "not compared with the model: onnxruntime is not installed"
+    if exported.difference is not None:
+        parity = f"compared with the model: {exported.difference:.1g} of the largest score apart"
+    lines = [
+        *about_lines(source, exported.path.stem),
+        "",
+        "## How to use it",
+        "",
+        *input_lines(classifier),
+    ]
+    if has_code(classifier.model):
+        lines.append(
+            "- Output `distance`: (batch,) expected number of members that disagree with the nearest codeword."
+        )
+    lines += [
+        f"- `{exported.path.name}` ({exported.format}), {parity}; SHA-256 `{files.file_sum(exported.path)}`.",
+        "",
+        "```python",
+        *_SNIPPETS[exported.format].format(name=exported.path.name).splitlines(),
+        "```",
+        "",
+        *class_lines(classifier),
+    ]
+    return "\n".join(lines)
+
+
+def about_lines(source: str | os.PathLike[str], title: str) -> list[str]:
+    """The beginning of a card: what the model is, and what is known of it."""
     folder, spec, classifier = runs.run_folder(source), runs.read_spec(source), load_classifier(source)
     facts = runs.describe_run(folder)
     parameters = sum(parameter.numel() for parameter in classifier.model.parameters())
     code: Any = getattr(classifier.model, "code", None)
     members = "" if code is None else f", {code.code_length} members, {code.num_classes} codewords"
     trained = f"trained adversarially within {facts['adversarial']}" if facts["adversarial"] else "trained"
-    height, width = classifier.image_size
-    lines = [
-        f"# {exported.path.stem}",
+    return [
+        f"# {title}",
         "",
         f"An image classifier of kind `{spec.model['kind']}`{members}, {parameters:,} parameters, "
         f"{trained} on `{spec.data.name}`.",
@@ -215,28 +243,23 @@ def model_card(source: str | os.PathLike[str], exported: Exported) -> str:
         "",
         *_accuracy(folder),
         *_audited(folder),
-        "",
-        "## How to use it",
-        "",
+    ]
+
+
+def input_lines(classifier: Classifier) -> list[str]:
+    """Of a card: what goes into the model, and the scores that come out."""
+    height, width = classifier.image_size
+    return [
         f"- Input `images`: float32 (batch, {classifier.in_channels}, {height}, {width}), "
         f"{'grey' if classifier.in_channels == 1 else 'red, green, blue'}, bytes divided by 255: values in [0, 1]. The "
         "model does all else itself. Images of other sizes are resized whole, bilinearly.",
         f"- Output `scores`: (batch, {_outputs(classifier)}); a softmax gives probabilities, the largest is the class.",
     ]
-    if has_code(classifier.model):
-        lines.append(
-            "- Output `distance`: (batch,) expected number of members that disagree with the nearest codeword."
-        )
-    parity = "not compared with the model: onnxruntime is not installed"
-    if exported.difference is not None:
-        parity = f"compared with the model: {exported.difference:.1g} of the largest score apart"
-    lines += [
-        f"- `{exported.path.name}` ({exported.format}), {parity}; SHA-256 `{files.file_sum(exported.path)}`.",
-        "",
-        "```python",
-        *_SNIPPETS[exported.format].format(name=exported.path.name).splitlines(),
-        "```",
-        "",
+
+
+def class_lines(classifier: Classifier) -> list[str]:
+    """The end of a card: the classes, and what it was made by."""
+    return [
         "## Classes",
         "",
         *(f"{number}. {name}" for number, name in enumerate(classifier.class_names)),
@@ -244,7 +267,6 @@ def model_card(source: str | os.PathLike[str], exported: Exported) -> str:
         f"Made by ecnn {ecnn.__version__} with torch {torch.__version__}.",
         "",
     ]
-    return "\n".join(lines)
 
 
 _SNIPPETS = {

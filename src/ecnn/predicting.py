@@ -17,7 +17,7 @@ from ecnn.attacks import Attack
 from ecnn.attacks.base import read_model
 from ecnn.attacks.views import decoded_scores, members_of
 from ecnn.backbones import MOST_OF_ANYTHING, undisturbed
-from ecnn.checks import check_count, check_number
+from ecnn.checks import check_count, check_entries, check_number
 from ecnn.data import Split
 from ecnn.data.formats import decode_image, pixels_of, plain_image, read_image
 from ecnn.data.sources import IMAGE_SUFFIXES
@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from PIL import Image
 
 BATCH_SIZE = 64
+#: What describes a model in a folder without a spec.
+CONFIG, CONFIG_FORMAT, CONFIG_VERSION = "config.json", "ecnn-pretrained", 1
 _GREY = (0.299, 0.587, 0.114)  # of red, green and blue, as Pillow has them
 
 
@@ -237,9 +239,11 @@ class Classifier:
 
 
 def load_classifier(source: str | os.PathLike[str], *, device: str | torch.device = "cpu") -> Classifier:
-    """The model of a run folder, or a shipped one by its name, ready for pictures."""
+    """The model of a run folder, of a folder that `ecnn.hub` wrote, or a shipped one by name, ready for pictures."""
     model = runs.load_model(source, device=device)  # refuses a spec without the facts that are needed here
     folder = runs.run_folder(source)
+    if not (folder / runs.SPEC).exists() and (folder / CONFIG).exists():
+        return _described_classifier(model, folder / CONFIG)
     if not (folder / runs.SPEC).exists():
         raise InputError(
             f"{folder} has no {runs.SPEC}, which would say what its images are: make a Classifier(model, class_names, "
@@ -250,6 +254,25 @@ def load_classifier(source: str | os.PathLike[str], *, device: str | torch.devic
     assert isinstance(facts.image_size, list)
     height, width = facts.image_size
     return Classifier(model, runs.class_names(source), facts.in_channels, (height, width))
+
+
+def _described_classifier(model: nn.Module, path: Path) -> Classifier:
+    """The model with what config.json says of its images and classes, as `ecnn.hub` writes it."""
+    config = files.read_json(path)
+    kinds = {
+        "format": str,
+        "version": int,
+        "class_names": list[str],
+        "in_channels": int,
+        "image_size": list[int],
+    }
+    check_entries(str(path), config, kinds)
+    if (config["format"], config["version"]) != (CONFIG_FORMAT, CONFIG_VERSION):
+        raise InputError(f"{path} describes no model of this version of ecnn.")
+    if len(config["image_size"]) != 2 or min(*config["image_size"], config["in_channels"]) < 1:
+        raise InputError(f"{path}: image_size must be [height, width] and in_channels 1 or more.")
+    height, width = config["image_size"]
+    return Classifier(model, tuple(config["class_names"]), config["in_channels"], (height, width))
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""`ecnn export`: a trained model as a file that other programs run."""
+"""`ecnn export`: a trained model as a file that other programs run, or a folder for another collection of models."""
 
 from __future__ import annotations
 
@@ -14,21 +14,34 @@ from ecnn.cli.options import JsonFlag, SavedModel
 def export(
     model: SavedModel,
     out: Annotated[
-        Path, typer.Option(help="The file, .onnx or .pt2; a card, FILE.md, is written beside it.")
+        Path,
+        typer.Option(help="The file, .onnx or .pt2, and a card, FILE.md, beside it; or the folder."),
     ],
     format: Annotated[
-        str | None, typer.Option(help="onnx or torchexport.  [default: by the ending of --out]")
+        str | None,
+        typer.Option(
+            help="onnx or torchexport for a file, huggingface or robustbench for a folder.  [default: by the ending of "
+            "--out]"
+        ),
     ] = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Write a model as ONNX or torch.export with the names of its classes, compare the two, and write a card."""
-    from ecnn.exporting import export_model
+    """Write a model with the names of its classes and a card: as ONNX or torch.export, compared with the model; as a
+    folder for the Hugging Face hub; or as an entry in RobustBench's manner, which quotes the run's audit."""
+    from ecnn.checks import check_choice
+    from ecnn.exporting import FORMATS, export_model
+    from ecnn.hub import FOLDERS, export_folder
 
-    found = export_model(model, out, format=format)
-    if as_json:
-        typer.echo(json.dumps({**vars(found), "path": str(found.path), "card": str(found.card)}))
-        return
-    apart = "not compared with the model: install onnxruntime"
-    if found.difference is not None:
-        apart = f"{found.difference:.1g} of the largest score apart from the model"
-    typer.echo(f"wrote {found.path} ({found.format}, {apart})\nwrote {found.card}")
+    if format is not None:
+        check_choice("format", format, [*FORMATS.values(), *FOLDERS])
+    if format in FOLDERS:
+        folder = export_folder(model, out, format=format)
+        facts, note = vars(folder), folder.format
+    else:
+        file = export_model(model, out, format=format)
+        apart = "not compared with the model: install onnxruntime"
+        if file.difference is not None:
+            apart = f"{file.difference:.1g} of the largest score apart from the model"
+        facts, note = vars(file), f"{file.format}, {apart}"
+    facts = {**facts, "path": str(facts["path"]), "card": str(facts["card"])}
+    typer.echo(json.dumps(facts) if as_json else f"wrote {facts['path']} ({note})\nwrote {facts['card']}")

@@ -1,0 +1,200 @@
+"""Folders for other collections of models: Hugging Face's layout, RobustBench's entry."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from toys import TINY, Linear
+from typer.testing import CliRunner
+
+import ecnn
+from ecnn import files, runs
+from ecnn.cli import app
+from ecnn.data import load_data
+from ecnn.errors import InputError
+from ecnn.hub import CARD, PretrainedModel, export_folder
+from ecnn.pipeline import train_run
+from ecnn.predicting import load_classifier
+from ecnn.spec import Spec
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+THREE = {"config.json", "model.safetensors", "README.md"}
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small run on digits with an audit of seconds."""
+    folder = tmp_path_factory.mktemp("runs") / "digits"
+    small = {"model": {"width": 2, "depth": 8}, "train": {"epochs": 1, "recipe": "small"}}
+    spec = Spec.from_dict({"data": {"name": "digits"}, "code": {"name": "10x10"}, **small})
+    train_run(spec, out=folder)
+    model, test = ecnn.load_model(folder), load_data("digits").test
+    ecnn.audit(model, test, norm="linf", eps="8/255", claim=0.9, limit=20, budget=TINY, seed=0).save(
+        folder / "audit.json"
+    )
+    return folder
+
+
+def test_a_folder_brings_the_model_back(run: Path, tmp_path: Path) -> None:
+    made = PretrainedModel.from_run(run)
+    made.save_pretrained(tmp_path / "out")
+    assert {path.name for path in (tmp_path / "out").iterdir()} == THREE
+    again = PretrainedModel.from_pretrained(tmp_path / "out")
+    images = torch.rand(3, 1, 8, 8)
+    assert torch.equal(again(images), runs.load_model(run)(images))
+    assert again.predict(images)[0].name == load_classifier(run).predict(images)[0].name
+    assert again.class_names == tuple("0123456789")
+    assert not again.model.training
+    again.save_pretrained(tmp_path / "twice")
+    for name in THREE:
+        assert files.file_sum(tmp_path / "twice" / name) == files.file_sum(tmp_path / "out" / name)
+    # Everything else of ecnn reads the folder too.
+    assert torch.equal(ecnn.load_model(tmp_path / "out")(images), again(images))
+    assert load_classifier(tmp_path / "out").image_size == (8, 8)
+    card = (tmp_path / "out" / CARD).read_text()
+    assert card.startswith("---\nlibrary_name: ecnn\npipeline_tag: image-classification\n")
+    assert "Audited: **" in card
+    assert "float32 (batch, 1, 8, 8), grey" in card
+
+
+@pytest.mark.parametrize("name", ["mnist-tanh16", "cifar10-resnet20-at", "cifar10-ecnn30-q2"])
+def test_shipped_models_of_every_kind(name: str, tmp_path: Path) -> None:
+    export_folder(name, tmp_path / "out", format="huggingface")
+    again = PretrainedModel.from_pretrained(str(tmp_path / "out"))
+    images = torch.rand(2, again.in_channels, *again.image_size)
+    assert torch.equal(again(images), runs.load_model(name)(images))
+
+
+def test_names_are_sent_to_and_fetched_from_the_hub(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With stand-ins for the two calls that need a network."""
+    hub: Any = pytest.importorskip("huggingface_hub")
+    sent = tmp_path / "sent"
+
+    def upload_folder(self: Any, *, repo_id: str, folder_path: Path, **options: Any) -> str:
+        shutil.copytree(folder_path, sent)
+        return f"sent {repo_id}"
+
+    class Made:
+        repo_id = "me/digits"
+
+    monkeypatch.setattr(hub.HfApi, "create_repo", lambda self, **options: Made())
+    monkeypatch.setattr(hub.HfApi, "upload_folder", upload_folder)
+    made: Any = PretrainedModel.from_run(run)
+    assert made.push_to_hub("me/digits") == "sent me/digits"
+    assert {path.name for path in sent.iterdir()} == THREE
+    asked: dict[str, Any] = {}
+
+    def snapshot_download(name: str, **options: Any) -> str:
+        asked.update(name=name, **options)
+        return str(sent)
+
+    monkeypatch.setattr(hub, "snapshot_download", snapshot_download)
+    monkeypatch.setattr(hub.hub_mixin, "hf_hub_download", lambda **options: str(sent / "config.json"))
+    fetched = PretrainedModel.from_pretrained("me/digits", revision="v1")
+    assert torch.equal(fetched(torch.ones(1, 1, 8, 8)), runs.load_model(run)(torch.ones(1, 1, 8, 8)))
+    assert asked["name"] == "me/digits"
+    assert asked["revision"] == "v1"
+    assert set(asked["allow_patterns"]) == THREE
+
+
+def test_what_cannot_be_fetched_is_one_sentence(tmp_path: Path) -> None:
+    pytest.importorskip("huggingface_hub")
+    with pytest.raises(InputError, match="is no folder and cannot be fetched by this name: "):
+        PretrainedModel.from_pretrained("nobody/nothing", local_files_only=True)
+    with pytest.raises(InputError, match="is no folder and cannot be fetched"):
+        PretrainedModel.from_pretrained(tmp_path / "nowhere" / "at" / "all")
+
+
+def test_folders_need_no_huggingface_hub(run: Path, tmp_path: Path) -> None:
+    program = f"""
+import sys
+sys.modules["huggingface_hub"] = None  # as if it were not installed
+import torch
+from ecnn.errors import InputError
+from ecnn.hub import PretrainedModel
+PretrainedModel.from_run({str(run)!r}).save_pretrained({str(tmp_path)!r})
+print(PretrainedModel.from_pretrained({str(tmp_path)!r})(torch.ones(1, 1, 8, 8)).shape)
+model = PretrainedModel.from_run({str(run)!r})
+for ask in (PretrainedModel.from_pretrained, model.push_to_hub):
+    try:
+        ask("me/x")
+    except InputError as error:
+        print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    shape, fetching, sending = done.stdout.splitlines()
+    assert shape == "torch.Size([1, 10])"
+    assert fetching.endswith("huggingface_hub is needed: pip install 'ecnn[hub]'.")
+    assert (
+        sending == "to send a model to me/x the package huggingface_hub is needed: pip install 'ecnn[hub]'."
+    )
+
+
+def test_a_damaged_folder_is_one_sentence(run: Path, tmp_path: Path) -> None:
+    PretrainedModel.from_run(run).save_pretrained(tmp_path)
+    config = files.read_json(tmp_path / "config.json")
+    for change, sentence in (
+        ({"version": 2}, "describes no model of this version of ecnn"),
+        ({"image_size": [8]}, r"image_size must be \[height, width\]"),
+        ({"class_names": None}, "class_names must be a list"),
+    ):
+        (tmp_path / "config.json").write_text(json.dumps({**config, **change}))
+        with pytest.raises(InputError, match=sentence):
+            PretrainedModel.from_pretrained(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"damaged")
+    with pytest.raises(InputError, match=r"model\.safetensors"):
+        PretrainedModel.from_pretrained(tmp_path)
+
+
+def test_a_model_without_a_name_is_not_saved(tmp_path: Path) -> None:
+    mine = PretrainedModel(Linear(torch.rand(2, 4)), ["a", "b"], 1, (2, 2))
+    with pytest.raises(InputError, match="no file can describe this Linear"):
+        mine.save_pretrained(tmp_path)
+    assert not (tmp_path / "config.json").exists()
+
+
+def test_an_entry_in_the_manner_of_robustbench(run: Path, tmp_path: Path) -> None:
+    words = ["export", str(run), "--format", "robustbench", "--out", str(tmp_path / "Song-2021"), "--json"]
+    done = CliRunner().invoke(app, words)
+    assert done.exit_code == 0, done.output
+    assert json.loads(done.stdout)["format"] == "robustbench"
+    folder = tmp_path / "Song-2021"
+    assert {path.name for path in folder.iterdir()} == THREE | {"Song_2021.py", "Song_2021.json"}
+    specification = importlib.util.spec_from_file_location("Song_2021", folder / "Song_2021.py")
+    assert specification is not None
+    assert specification.loader is not None
+    module = importlib.util.module_from_spec(specification)
+    specification.loader.exec_module(module)
+    images = torch.rand(3, 1, 8, 8)
+    assert torch.equal(module.load_model()(images), runs.load_model(run)(images))
+    info, found = json.loads((folder / "Song_2021.json").read_text()), ecnn.auditing.load_audit(run)
+    assert (info["dataset"], info["threat_model"], info["eps"]) == ("digits", "Linf", "8/255")
+    assert info["clean_acc"] == f"{100 * found.clean_accuracy:.2f}"
+    assert info["external"] == f"{100 * found.accuracy:.2f}"
+    assert info["reported"] == "90.00"
+    assert info["unreliable"] == (found.verdict not in ("believable", "trustworthy"))
+    assert info["images"] == 20
+    assert "members" in info["architecture"]
+
+
+def test_an_entry_needs_an_audit(run: Path, tmp_path: Path) -> None:
+    for options, sentence in (
+        ("robustbench", r"has no audit\.json: run ecnn audit"),
+        ("robustbank", "did you mean 'robustbench'"),
+    ):
+        words = ["export", "mnist-tanh16", "--format", options, "--out", str(tmp_path / "entry")]
+        done = CliRunner().invoke(app, words)
+        assert done.exit_code == 2
+        assert re.search(sentence, done.stderr)
+    assert not (tmp_path / "entry").exists()
