@@ -7,10 +7,11 @@ MINUTES ?= 10
 BIN   := $(VENV)/bin
 READY := $(VENV)/ready
 PEERS := $(VENV)-peers
-# One process per core and one thread each: the networks of the tests are too small to share.
-TEST  := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto
+# One process per core and one thread each: the networks of the tests are too small to share. A process that has nothing
+# left takes tests from another.
+TEST  := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal
 
-.PHONY: demo install test test-fast test-all test-peers peers check format codebook bench campaign pictures clean help
+.PHONY: demo install test test-fast test-all test-peers peers check format codebook bench campaign pictures docs clean help
 
 help:
 	@echo "make demo       design a code, train three networks, attack and audit them; open out/report.html"
@@ -21,6 +22,7 @@ help:
 	@echo "make pictures   the picture of the report that README shows, from out/report.html; needs a Chromium"
 	@echo "make check      ruff and mypy (make format: let ruff rewrite)"
 	@echo "make codebook   design the shipped codes again        make bench   do the benchmarks still run?"
+	@echo "make docs       the docs as a site, in out/site"
 	@echo "Settings: PYTHON=$(PYTHON)  TORCH='$(TORCH)'  VENV=$(VENV)"
 
 demo: $(READY)
@@ -30,16 +32,16 @@ install: $(READY)
 	@echo "ecnn is installed in $(VENV): . $(BIN)/activate, then ecnn --help"
 
 test: $(READY)
-	$(TEST) -m "not peer and not gpu"
+	$(TEST) -m "not peer and not gpu and not full"
 
 test-fast: $(READY)
-	$(TEST) -m "not slow and not peer and not gpu and not browser"
+	$(TEST) -m "not slow and not peer and not gpu and not full and not browser"
 
 test-all: $(READY)
 	$(BIN)/python -m pytest
 
 test-peers: $(PEERS)/peers
-	OMP_NUM_THREADS=1 $(PEERS)/bin/python -m pytest -n auto -m peer
+	OMP_NUM_THREADS=1 $(PEERS)/bin/python -m pytest -n auto --dist worksteal -m peer
 
 peers: $(PEERS)/peers
 
@@ -63,6 +65,14 @@ pictures: $(READY)
 
 campaign: $(READY)
 	PYTHONPATH=tools $(BIN)/python -m campaign --minutes $(MINUTES)
+
+docs: $(VENV)/docs
+	$(BIN)/python -m mkdocs build --strict --quiet
+	@echo "open out/site/index.html"
+
+$(VENV)/docs: $(READY)
+	$(BIN)/python -m pip install --quiet -c $(VENV)/torch.txt -c constraints.txt -e ".[docs]"
+	@touch $@
 
 # torch comes first and alone: whatever build of it is chosen then constrains all the rest, so that no other package
 # can pull another one. constraints.txt pins everything that torch does not bring.

@@ -20,6 +20,11 @@ settings.load_profile("ecnn")
 DATA = Path(os.environ.get("ECNN_DATA") or Path(__file__).parents[1] / "data")
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Long tests come first, so that no process is left with one when the others have finished."""
+    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
+
+
 def ecnn_command(words: str, *more: str) -> list[str]:
     """The command `ecnn` with these words, and with more that may contain spaces, run by this Python."""
     return [sys.executable, "-m", "ecnn", *words.split(), *more]
@@ -50,7 +55,7 @@ def unofficial(monkeypatch: pytest.MonkeyPatch) -> None:
 
     for key in list(sources.CHECKSUMS):
         monkeypatch.delitem(sources.CHECKSUMS, key)
-    monkeypatch.setattr(sources, "SIZES", {})
+    monkeypatch.setattr(sources, "FORMS", {})
 
 
 @pytest.fixture(autouse=True)

@@ -1,14 +1,16 @@
-"""The command `ecnn` in processes of their own that need not load torch again: a server loads it once and forks."""
+"""Commands and programs in processes of their own that need not load torch again: a server loads it once and forks."""
 
 from __future__ import annotations
 
 import functools
 import json
 import os
+import runpy
 import signal
 import subprocess
 import sys
 import tempfile
+import time
 import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -34,21 +36,36 @@ class Started:
         return subprocess.CompletedProcess(self.words, status, out, err)
 
 
-def start(*words: str, cwd: Path | None = None, variables: Mapping[str, str] | None = None) -> Started:
-    """`ecnn` with these words begins, in a folder, with more environment variables; one thread computes."""
+def start(
+    *words: str,
+    cwd: Path | None = None,
+    variables: Mapping[str, str] | None = None,
+    program: Path | None = None,
+) -> Started:
+    """`ecnn`, or a Python file, with these words begins, in a folder, with more environment variables; one thread."""
     folder = tempfile.TemporaryDirectory()
     request = {
         "words": words,
         "cwd": str(cwd or Path.cwd()),
         "variables": {**os.environ, "OMP_NUM_THREADS": "1", **(variables or {})},
         "folder": folder.name,
+        "program": None if program is None else str(program),
     }
     return Started(words, int(_ask(request)), folder)
 
 
-def run(*words: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
-    """`ecnn` with these words, in a folder, to its end."""
-    return start(*words, cwd=cwd).wait()
+def run(
+    *words: str, cwd: Path | None = None, program: Path | None = None
+) -> subprocess.CompletedProcess[str]:
+    """`ecnn`, or a Python file, with these words, in a folder, to its end."""
+    return start(*words, cwd=cwd, program=program).wait()
+
+
+def wait_for(path: Path) -> None:
+    """Until there is such a file, or a minute and a half."""
+    deadline = time.monotonic() + 90
+    while not path.exists() and time.monotonic() < deadline:
+        time.sleep(0.005)
 
 
 @functools.cache
@@ -83,8 +100,8 @@ def _serve() -> None:
         sys.stdout.flush()
 
 
-def _become(words: list[str], cwd: str, variables: dict[str, str], folder: str) -> int:
-    """What `python -m ecnn` does, in the child; never returns."""
+def _become(words: list[str], cwd: str, variables: dict[str, str], folder: str, program: str | None) -> int:
+    """What `python -m ecnn`, or `python program`, does, in the child; never returns."""
     from ecnn.__main__ import main
 
     files: tuple[str | Path, ...] = (os.devnull, Path(folder, "out"), Path(folder, "err"))
@@ -96,7 +113,7 @@ def _become(words: list[str], cwd: str, variables: dict[str, str], folder: str) 
     sys.argv = ["ecnn", *words]
     status: object = 0
     try:
-        main()
+        main() if program is None else runpy.run_path(program, run_name="__main__")
     except SystemExit as end:
         status = end.code or 0
     except BaseException:

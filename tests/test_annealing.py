@@ -212,22 +212,28 @@ def test_energy_objective_at_the_main_size() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("num_classes", "code_length", "row_distance", "column_distance", "steps"),
+    ("num_classes", "code_length", "row_distance", "column_distance", "steps", "seed"),
     [
-        (10, 10, 5, 1.28, 1_000_000),
-        (10, 15, 8, 1.28, 1_000_000),
-        (10, 20, 10, 1.19, 1_000_000),
-        (10, 25, 13, 1.19, None),
-        (10, 30, 16, 1.0008, 1_000_000),
-        (43, 30, 14, 1.31, 1_000_000),
-        (100, 80, 40, 1.34, 100_000),
+        (10, 10, 5, 1.28, 1_000_000, 1),
+        (10, 15, 8, 1.28, 1_000_000, 1),
+        (10, 20, 10, 1.19, 1_000_000, 1),
+        (10, 25, 13, 1.19, 1_000_000, 2),
+        pytest.param(10, 25, 13, 1.19, None, 1, marks=pytest.mark.full),
+        (10, 30, 16, 1.0008, 1_000_000, 1),
+        (43, 30, 14, 1.31, 1_000_000, 1),
+        (100, 80, 40, 1.34, 100_000, 1),
     ],
 )
 def test_distance_objective_meets_the_row_bound(
-    num_classes: int, code_length: int, row_distance: int, column_distance: float, steps: int | None
+    num_classes: int,
+    code_length: int,
+    row_distance: int,
+    column_distance: float,
+    steps: int | None,
+    seed: int,
 ) -> None:
-    """Only one size needs the 24 million steps of the default."""
-    code = design_code(num_classes, code_length, objective="distance", seed=1, steps=steps)
+    """Only one size needs the 24 million steps of the default, and that not from every seed."""
+    code = design_code(num_classes, code_length, objective="distance", seed=seed, steps=steps)
     assert code.min_row_distance == row_distance == min_row_distance_bound(num_classes, code_length)
     assert code.min_column_distance >= column_distance
     assert code.group_sizes.min() >= (3 if num_classes == 10 else 10)

@@ -394,9 +394,9 @@ def test_a_free_common_level_satisfies_the_attack_and_keeps_the_answer() -> None
 @pytest.mark.slow
 @pytest.mark.data("cifar-10-batches-py")
 def test_the_papers_effect_on_cifar() -> None:
-    """The shipped q = 2 hinge model, 100 test images, the authors' PGD against the same budget on the members."""
+    """The shipped q = 2 hinge model, 50 test images, the authors' PGD against the same budget on the members."""
     model = ecnn.load_model("cifar10-ecnn30-q2").eval()
-    images, labels = ecnn.load_data("cifar10", root=DATA).test[:100]
+    images, labels = ecnn.load_data("cifar10", root=DATA).test[:50]
     budget: dict[str, Any] = {"norm": "linf", "eps": 0.04, "loss_slack": 50, "keep": "last"}
 
     def after(**options: Any) -> float:

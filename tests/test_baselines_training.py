@@ -32,6 +32,7 @@ from ecnn.baselines import (
 )
 from ecnn.cli import app
 from ecnn.data import Dataset, Split
+from ecnn.data.sources import FORMS
 from ecnn.errors import InputError
 from ecnn.models import MODELS, OBJECTIVES, RECIPES, objective_of, resolve_recipe, spell_out
 from ecnn.objectives import MemberObjective, make_objective, score_margin
@@ -170,7 +171,7 @@ def test_confusions_of_a_trained_network_make_specialists(digits: Dataset) -> No
 
 def stand_in(name: str) -> Dataset:
     """One random image per class, with the shape of the dataset."""
-    channels, size = {"mnist": (1, 28), "cifar10": (3, 32), "gtsrb": (3, 32), "digits": (1, 8)}[name]
+    _, _, _, channels, size = FORMS[name]
     images = torch.randint(256, (10, channels, size, size), dtype=torch.uint8)
     split = Split(images, torch.arange(10))
     mirrored = name not in ("mnist", "gtsrb", "digits")

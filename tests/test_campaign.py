@@ -23,7 +23,7 @@ from campaign.forks import Violation, in_child  # noqa: E402
 @pytest.mark.slow
 def test_a_short_campaign_finds_nothing(tmp_path: Path) -> None:
     """Each part tries some of its cases; `make campaign MINUTES=10` tries thousands."""
-    words = ["--minutes", "0.2", "--few", "--jobs", "1", "--out", str(tmp_path / "table.md")]
+    words = ["--minutes", "0.1", "--few", "--jobs", "1", "--out", str(tmp_path / "table.md")]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(TOOLS), *sys.path])}
     done = subprocess.run(
         [sys.executable, "-m", "campaign", *words], env=environment, capture_output=True, text=True

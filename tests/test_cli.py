@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import pty
 import re
 import shutil
 import signal
 import subprocess
 import sys
-import time
 import tomllib
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -195,17 +196,28 @@ def test_unknown_options_and_values() -> None:
 
 
 def test_ctrl_c_keeps_the_best_so_far(tmp_path: Path) -> None:
+    """At a terminal, once its bar says how long it will take."""
     command = ecnn_command(f"code --classes 30 --length 30 --steps {10**12} --out code.json")
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job may be deaf to it
-    pipe = subprocess.PIPE
-    with subprocess.Popen(command, cwd=tmp_path, stdout=pipe, stderr=pipe, text=True) as process:
+    terminal, its_end = pty.openpty()
+    variables = {**os.environ, "TERM": "xterm", "COLUMNS": "120"}
+    with subprocess.Popen(
+        command, cwd=tmp_path, env=variables, stdout=subprocess.PIPE, stderr=its_end, text=True
+    ) as process:
         signal.signal(signal.SIGINT, before)
-        time.sleep(8)
+        os.close(its_end)
+        shown = b""
+        while not re.search(rb"\d:\d\d:\d\d", shown):
+            shown += os.read(terminal, 4096)
         os.kill(process.pid, signal.SIGINT)
-        out, err = process.communicate(timeout=120)
+        out, _ = process.communicate(timeout=120)
+    with suppress(OSError):  # which says that nobody writes any more
+        while more := os.read(terminal, 4096):
+            shown += more
+    os.close(terminal)
     assert process.returncode == 130
     assert "interrupted" in out
-    assert "kept in code.json: --init code.json goes on" in err
+    assert b"kept in code.json: --init code.json goes on" in shown
     assert load_code(tmp_path / "code.json").provenance["stopped_by"] == "interrupt"
 
 

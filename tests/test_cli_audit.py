@@ -108,16 +108,21 @@ def test_the_cost_comes_first(own: Path, tmp_path: Path) -> None:
     assert done.stderr.startswith("at most ")
 
 
+WRONG_MODULES = {
+    "own.py:missing": "no function or model called 'missing'",
+    "own.py:number": "must return a torch module, not int",
+    "other.py:build": "file.py:name",
+    "own.py:Needy": "needs arguments",
+    "own.py:for_five_classes": "a label is",
+}
+
+
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
         ({"--module": None}, "give either a run folder"),
         ({"--data": None}, "needs --data"),
-        ({"--module": "own.py:missing"}, "no function or model called 'missing'"),
-        ({"--module": "own.py:number"}, "must return a torch module, not int"),
-        ({"--module": "other.py:build"}, "file.py:name"),
-        ({"--module": "own.py:Needy"}, "needs arguments"),
-        ({"--module": "own.py:for_five_classes"}, "a label is"),
+        *(({"--module": module}, sentence) for module, sentence in WRONG_MODULES.items()),
         ({"--claim": "72"}, "claim (such as 0.72 for 72 %)"),
         ({"--min-accuracy": "50"}, "min_accuracy (such as 0.72 for 72 %)"),
         ({"--limit": "0"}, "limit must be"),

@@ -60,8 +60,21 @@ def test_the_doubled_ablation_differs_in_its_columns_alone() -> None:
     assert half.min_column_distance >= 1.0008
 
 
+def test_the_codes_that_take_long_to_design_are_those_that_were_designed() -> None:
+    """`make test-all` designs them again, by the test below."""
+    assert load_code("10x30").content_hash.startswith("4fb070c5b4daa97a")
+    assert load_code("10x30-q4").content_hash.startswith("15b45bf0537fc922")
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["10x15", "10x30", "10x30-q4"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "10x15",
+        pytest.param("10x30", marks=pytest.mark.full),
+        pytest.param("10x30-q4", marks=pytest.mark.full),
+    ],
+)
 def test_the_provenance_reproduces_the_code(name: str) -> None:
     code = load_code(name)
     again = design_code(

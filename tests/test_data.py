@@ -333,7 +333,7 @@ def test_unofficial_mnist_files_fail_their_checksum(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("unofficial")
 def test_a_dataset_with_too_few_images_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_mnist(tmp_path)
-    monkeypatch.setitem(sources.SIZES, "mnist", (60_000, 10_000))
+    monkeypatch.setitem(sources.FORMS, "mnist", sources.Form(60_000, 10_000, 10, 1, 28))
     with refused("should have 60000 training and 10000 test images, not 40 and 20"):
         load_data("mnist", tmp_path, download=False)
 

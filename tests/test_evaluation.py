@@ -6,8 +6,6 @@ import dataclasses
 import functools
 import json
 import math
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,10 +17,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from processes import run as run_program
 from scipy.stats import binomtest
 from sklearn.metrics import brier_score_loss, log_loss
 from torch import Tensor, nn
-from toys import Saturated, half_spaces, images_of_classes
+from toys import Saturated, Wrapped, half_spaces, images_of_classes
 
 from ecnn import files
 from ecnn.attacks import FGSM, FMN, PGD, Attack, AutoAttack, RandomNoise
@@ -259,15 +258,9 @@ def test_classes_of_model_and_data() -> None:
         evaluate(Table([[0, 0, 0]], num_classes=1), split, {}, limit=None)
 
 
-class Strange(nn.Module):
-    """Returns what it was given."""
-
-    def __init__(self, answer: Callable[[Tensor], Any]) -> None:
-        super().__init__()
-        self.answer = answer
-
-    def forward(self, images: Tensor) -> Any:
-        return self.answer(images)
+def strange(answer: Callable[[Tensor], Any]) -> Wrapped:
+    """A model that returns what it was given."""
+    return Wrapped(nn.Identity(), answer)
 
 
 def test_scores_that_are_not_numbers_are_confidently_wrong() -> None:
@@ -275,7 +268,7 @@ def test_scores_that_are_not_numbers_are_confidently_wrong() -> None:
     rows = torch.tensor(
         [[math.nan, inf], [0, math.nan], [inf, inf], [-inf, -inf], [0, -inf], [inf, 0], [0, inf], [9, 0]]
     )
-    model = Strange(lambda images: rows[(images[:, 0, 0, 0] * 255).round().long()])
+    model = strange(lambda images: rows[(images[:, 0, 0, 0] * 255).round().long()])
     found = evaluate(model, numbered([0] * 8), {}, limit=None)
     assert found.clean.prediction.tolist() == [-1, -1, -1, -1, 0, 0, 1, 0]
     assert found.clean.nll.tolist()[:7] == [inf] * 4 + [0.0, 0.0, inf]
@@ -288,7 +281,7 @@ def test_scores_that_are_not_numbers_are_confidently_wrong() -> None:
 )
 def test_models_that_return_no_scores(answer: Callable[[Tensor], Any]) -> None:
     with pytest.raises(InputError, match="the model must return scores"):
-        evaluate(Strange(answer), numbered([0, 0]), {}, limit=None)
+        evaluate(strange(answer), numbered([0, 0]), {}, limit=None)
 
 
 @pytest.mark.parametrize(
@@ -319,7 +312,7 @@ def test_an_attack_that_leaves_its_own_ball_is_named() -> None:
     for norm in ("linf", "l2"):
         with pytest.raises(InputError, match=f"'liar' left its {norm} ball of radius 0.00392157"):
             evaluate(
-                Strange(lambda images: images.flatten(1)),
+                strange(lambda images: images.flatten(1)),
                 numbered([0] * 6),
                 {"liar": Liar(eps="1/255", norm=norm, keep="last")},
                 limit=None,
@@ -463,7 +456,7 @@ def test_the_seed_decides() -> None:
 
 def test_verdicts_of_a_model_that_rolls_dice_disagree() -> None:
     """The attack saw one roll and we another; a deterministic model never disagrees with itself."""
-    dice = Strange(lambda images: torch.rand(len(images), 2))
+    dice = strange(lambda images: torch.rand(len(images), 2))
     torch.manual_seed(0)
     found = evaluate(dice, numbered([0] * 200), {"a": switch(1)}, limit=None)
     assert 40 < found.outcomes["a"].about["disagreements"] < 160
@@ -473,7 +466,7 @@ def test_verdicts_of_a_model_that_rolls_dice_disagree() -> None:
 
 def test_an_image_that_was_left_alone_has_the_outcome_it_had() -> None:
     """Otherwise rounding, or here dice, would break images without an attack."""
-    dice = Strange(lambda images: torch.rand(len(images), 2))
+    dice = strange(lambda images: torch.rand(len(images), 2))
     found = evaluate(dice, numbered([0] * 50), {"nothing": leave_alone}, limit=None)
     for column in ("prediction", "nll", "confidence", "brier"):
         left = getattr(found.outcomes["nothing"], column)
@@ -785,8 +778,7 @@ def test_a_killed_evaluation_goes_on_where_it_was(tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(PROGRAM)
 
     def start(folder: str, log: str, how: str) -> int:
-        command = [sys.executable, "program.py", folder, log, how]
-        return subprocess.run(command, cwd=tmp_path, check=False, capture_output=True).returncode
+        return run_program(folder, log, how, cwd=tmp_path, program=tmp_path / "program.py").returncode
 
     assert start("killed", "first.log", "kill") == -9
     parts = tmp_path / "killed" / "eval" / "pgd.parts"
@@ -1200,7 +1192,7 @@ def test_progress_of_a_cascade_tells_what_stands() -> None:
 
 def test_a_random_model_is_evaluated_alike_twice() -> None:
     """Torch's generators are seeded for each batch, whatever attacks it."""
-    dice = Strange(lambda images: torch.rand(len(images), 2) + 0 * images.flatten(1)[:, :2])
+    dice = strange(lambda images: torch.rand(len(images), 2) + 0 * images.flatten(1)[:, :2])
     attack = PGD(norm="linf", eps=0.1, steps=2, step_size=0.1, keep="last")
     found = []
     for noise in (1, 2):

@@ -36,7 +36,7 @@ def load(name: str) -> Any:
             r"clean .*\nscores .*\nmembers .*\nworst case .*\n4 images",
         ),
         ("attack_your_own_model", {"epochs": 2, "limit": 4}, r"clean .*\nbrighten .*\npgd .*\nworst case "),
-        ("audit_a_claim", {"epochs": 3, "limit": 12}, r"claimed \d+%, audited 0%: not believable\n- "),
+        ("audit_a_claim", {"epochs": 3, "limit": 6}, r"claimed \d+%, audited 0%: not believable\n- "),
         ("custom_loss", {"epochs": 1, "limit": 4}, r"plain: \d+% clean, .*\nadversarial: \d+% clean, "),
     ],
 )

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 
 import numpy as np
 import pytest
 from PIL import Image
 from test_data import write_pictures
+from test_docs import ROOT, blocks_of
 from typer.testing import CliRunner
 
 from ecnn import files
@@ -38,29 +40,39 @@ def command(*words: str) -> str:
     return done.stdout
 
 
+def readme_commands() -> dict[str, list[str]]:
+    """The commands of the README from a clone to a prediction, by what they do."""
+    (block,) = (block for block in blocks_of(ROOT / "README.md") if "ecnn data photos" in block.text)
+    lines = [shlex.split(line, comments=True) for line in block.text.splitlines()]
+    return {words[1]: words for words in lines}
+
+
 def test_from_three_hundred_pictures_to_a_named_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the five commands of the README; tests/test_docs.py sees that there is such a target of `make`."""
     monkeypatch.chdir(tmp_path)
     rng = np.random.default_rng(0)
     for name in CLASSES:
         Path("photos", name).mkdir(parents=True)
         for number in range(100):
             draw(name, rng).save(Path("photos", name, f"{number}.png"))
-    assert "300 images of 3 classes" in command("data", "photos")
-    quick = (
-        "--epochs",
-        "10",
-        "--set",
-        "model.width=4",
-        "--set",
-        "model.depth=8",
-    )  # to be trained in a second
-    run = json.loads(command("train", "--data", "photos", "--out", "runs/photos", *quick, "--json"))
+    draw("steps", rng).save("new.png")
+    commands = readme_commands()
+    assert list(commands) == ["install", "data", "train", "audit", "predict"]
+    shorter = {
+        "train": "--epochs 10 --set model.width=4 --set model.depth=8 --json",  # a second
+        "audit": "--limit 1 --json",
+    }
+    said = {
+        name: command(*words[1:], *shorter.get(name, "").split())
+        for name, words in commands.items()
+        if words[0] == "ecnn"
+    }
+    assert "300 images of 3 classes" in said["data"]
+    run = json.loads(said["train"])
     assert run["test_images"] == 60
     assert run["test_accuracy"] > 0.9
-    found = json.loads(
-        command("audit", "runs/photos", "--eps", "1/255", "--budget", "quick", "--limit", "1", "--json")
-    )
-    assert found["images"] == 1
+    assert json.loads(said["audit"])["images"] == 1
+    assert said["predict"].startswith("new.png  steps ")
     for name in CLASSES:
         draw(name, rng).resize((40, 30), Image.Resampling.NEAREST).save("new.jpg", quality=95)
         (shown,) = json.loads(command("predict", "runs/photos", "new.jpg", "--json"))["predictions"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import shutil
 import subprocess
 import sys
@@ -21,7 +22,7 @@ from ecnn.attacks import FGSM
 from ecnn.baselines import Ensemble
 from ecnn.cli import app
 from ecnn.codes import load_code
-from ecnn.data import load_data
+from ecnn.data import Split, load_data
 from ecnn.errors import InputError
 from ecnn.pipeline import train_run
 from ecnn.spec import DataTable, Spec, load_spec
@@ -250,12 +251,16 @@ def test_all_models_are_known() -> None:
     assert runs.models() == tuple(sorted(SHIPPED))
 
 
+@functools.cache
+def real_images(name: str) -> Split:
+    return load_data(name, DATA, download=False).test.take(500)
+
+
 @pytest.mark.data("cifar-10-batches-py", "MNIST/raw")
 @pytest.mark.parametrize(("name", "facts"), SHIPPED.items())
 def test_shipped_model_on_real_images(name: str, facts: tuple[int, float]) -> None:
     """500 test images: within three standard errors of the recorded accuracy."""
-    data = load_data(name.partition("-")[0], DATA, download=False)
-    share = accuracy(runs.load_model(name), data.test.take(500), batch_size=250)
+    share = accuracy(runs.load_model(name), real_images(name.partition("-")[0]), batch_size=250)
     assert abs(share - facts[1]) < 3 * (facts[1] * (1 - facts[1]) / 500) ** 0.5
 
 

@@ -83,22 +83,21 @@ def load_spec(folder: Path) -> Any:
     ecnn.load_spec(folder / "run/spec.toml")
 
 
-@_reads("run/eval/*.npz")
-def evaluation(folder: Path) -> Any:
-    found = load_evaluation(folder / "run")
+def _columns(folder: Path) -> Any:
     return {
         name: [values.tobytes() for values in outcomes.columns.values()]
-        for name, outcomes in found.outcomes.items()
+        for name, outcomes in load_evaluation(folder).outcomes.items()
     }
+
+
+@_reads("run/eval/*.npz")
+def evaluation(folder: Path) -> Any:
+    return _columns(folder / "run")
 
 
 @_reads("run/audit/eval/*.npz")
 def audit_records(folder: Path) -> Any:
-    found = load_evaluation(folder / "run/audit")
-    return {
-        name: [values.tobytes() for values in outcomes.columns.values()]
-        for name, outcomes in found.outcomes.items()
-    }
+    return _columns(folder / "run/audit")
 
 
 @_reads("run/audit.json")

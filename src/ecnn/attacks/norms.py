@@ -29,21 +29,26 @@ class Geometry(ABC):
         is_box: whether the ball is a box, so that it has corners where every pixel is moved by eps.
         is_sparse: whether the best moves are those of few pixels, so that attacks make such.
         power: to which the sizes of the moves of single pixels are added up; for a ball that is no box.
-        longest: no move within [0, 1] is longer, however many pixels there are.
+        dual_norm: name of the norm by which gradients are measured; a norm without such a name defines `dual`.
     """
 
     is_box: ClassVar[bool] = False
     is_sparse: ClassVar[bool] = False
     power: ClassVar[int] = 2
-    longest: ClassVar[float] = math.inf
+    dual_norm: ClassVar[str]
+
+    @property
+    def longest(self) -> float:
+        """No move within [0, 1] is longer, however many pixels there are."""
+        return 1.0 if self.is_box else math.inf
 
     @abstractmethod
     def length(self, moves: Tensor) -> Tensor:
         """(batch,) length of each image-shaped row."""
 
-    @abstractmethod
     def dual(self, gradient: Tensor) -> Tensor:
         """(batch,) how fast a loss with this gradient can change per unit of length."""
+        return NORMS[self.dual_norm].length(gradient)
 
     @abstractmethod
     def steepest(self, gradient: Tensor) -> Tensor:
@@ -91,13 +96,10 @@ class Geometry(ABC):
 
 class _Linf(Geometry):
     is_box = True
-    longest = 1.0
+    dual_norm = "l1"
 
     def length(self, moves: Tensor) -> Tensor:
         return moves.flatten(1).abs().amax(dim=1)
-
-    def dual(self, gradient: Tensor) -> Tensor:
-        return gradient.flatten(1).abs().sum(dim=1)
 
     def steepest(self, gradient: Tensor) -> Tensor:
         return gradient.sign()
@@ -124,11 +126,10 @@ class _Linf(Geometry):
 
 
 class _L2(Geometry):
+    dual_norm = "l2"
+
     def length(self, moves: Tensor) -> Tensor:
         return l2_norm(moves)
-
-    def dual(self, gradient: Tensor) -> Tensor:
-        return l2_norm(gradient)
 
     def steepest(self, gradient: Tensor) -> Tensor:
         # Dividing by the largest entry first keeps the squares of tiny gradients from vanishing.
@@ -173,12 +174,10 @@ class _L1(Geometry):
 
     is_sparse = True
     power = 1
+    dual_norm = "linf"
 
     def length(self, moves: Tensor) -> Tensor:
         return moves.flatten(1).abs().sum(dim=1)
-
-    def dual(self, gradient: Tensor) -> Tensor:
-        return gradient.flatten(1).abs().amax(dim=1)
 
     def steepest(self, gradient: Tensor) -> Tensor:
         flat = gradient.flatten(1)

@@ -7,6 +7,7 @@ import io
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -48,13 +49,24 @@ CHECKSUMS = {
 #: The adversarial signs, below the root.
 SIGNS_FILE = "optprojtran/optprojtran.npz"
 
-# How many training and test images there are; files without an official checksum are checked by this.
-SIZES = {
-    "digits": (1437, 360),
-    "mnist": (60_000, 10_000),
-    "cifar10": (50_000, 10_000),
-    "cifar100": (50_000, 10_000),
-    "gtsrb": (39_209, 12_630),
+
+class Form(NamedTuple):
+    """What is known of a dataset before its files are read: its numbers of images, and what an image is."""
+
+    train: int
+    test: int
+    num_classes: int
+    in_channels: int
+    side: int
+
+
+# Of the datasets that have a name; files without an official checksum are checked by their numbers of images.
+FORMS = {
+    "digits": Form(1437, 360, num_classes=10, in_channels=1, side=8),
+    "mnist": Form(60_000, 10_000, num_classes=10, in_channels=1, side=28),
+    "cifar10": Form(50_000, 10_000, num_classes=10, in_channels=3, side=32),
+    "cifar100": Form(50_000, 10_000, num_classes=100, in_channels=3, side=32),
+    "gtsrb": Form(39_209, 12_630, num_classes=43, in_channels=3, side=32),
 }
 
 # Of one's own images, where no size is given.
@@ -376,9 +388,10 @@ def list_classes(folder: Path) -> tuple[tuple[str, ...], list[Path], list[int]]:
 
 def check_sizes(name: str, train: int, test: int) -> None:
     """Raises InputError unless the dataset has all of its images."""
-    if (train, test) != SIZES.get(name, (train, test)):
+    form = FORMS.get(name)
+    if form is not None and (train, test) != (form.train, form.test):
         raise InputError(
-            f"{name} should have {SIZES[name][0]} training and {SIZES[name][1]} test images, not {train} and {test}: "
+            f"{name} should have {form.train} training and {form.test} test images, not {train} and {test}: "
             "some files are missing or were altered; delete them and fetch them again."
         )
 

@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from ecnn.auditing import estimate_cost, resolve_budget
 from ecnn.codes import CodeMatrix, load_code
 from ecnn.constructions import random_code
-from ecnn.data.sources import SIZES
+from ecnn.data.sources import FORMS
 from ecnn.experiment import AUDIT
 from ecnn.models import build_model, find_kind, resolve_recipe
 from ecnn.pipeline.reproducing import Task
@@ -27,14 +27,6 @@ ASSUMPTION = (
     f"Minutes assume {OPERATIONS_PER_SECOND:.0e} operations a second, as measured on one H200 with an ECNN of 30 "
     "members; larger networks are faster. Audits are counted in full, and end early on a network that falls."
 )
-#: Classes, channels and side of the images that have a name.
-_FORMS = {
-    "digits": (10, 1, 8),
-    "mnist": (10, 1, 28),
-    "cifar10": (10, 3, 32),
-    "cifar100": (100, 3, 32),
-    "gtsrb": (43, 3, 32),
-}
 _SIGNS = 392
 #: A training step on an image takes about three passes: forward, and backward to pixels and to weights.
 _PASSES_PER_STEP = 3
@@ -154,9 +146,8 @@ class Sizes:
     def form(self, spec: Spec) -> tuple[int, int, tuple[int, int], int, int]:
         """Classes, channels, (height, width), training images without the validation part, test images."""
         name = spec.data.name
-        if name in _FORMS and name in SIZES and spec.data.image_size is None:
-            classes, channels, side = _FORMS[name]
-            train, test = SIZES[name]
+        if name in FORMS and spec.data.image_size is None:
+            train, test, classes, channels, side = FORMS[name]
             return classes, channels, (side, side), round(train * (1 - spec.data.val_fraction)), test
         if name not in self.forms:
             data = load_spec_data(spec, self.root)
