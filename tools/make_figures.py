@@ -90,6 +90,7 @@ def draw_answers(axes: Axes, answers: Tensor, codeword: Tensor, label: int) -> N
     wrong = int((answers != codeword).sum())
     axes.set_yticks([0, 1], ["members say", f"codeword of {label}"])
     axes.set_xticks(range(0, len(codeword), 5))
+    axes.set_xlim(-0.6, len(codeword) - 0.4)
     axes.set_ylim(-0.6, 1.6)
     axes.set_xlabel("member", fontsize=9, color=INK)
     axes.set_title(f"{wrong} of {len(codeword)} members are wrong", fontsize=10, color=INK, loc="left")
@@ -103,7 +104,10 @@ def draw_distances(axes: Axes, distances: Tensor, label: int) -> None:
     axes.bar(range(len(distances)), distances.tolist(), color=colours)
     axes.set_xticks(range(len(distances)))
     axes.set_xlabel("class", fontsize=9, color=INK)
-    axes.set_title(f"distance to codewords: {nearest} is nearest", fontsize=10, color=INK, loc="left")
+    axes.set_ylim(0, 24)
+    axes.set_yticks([0, 8, 16, 24])
+    axes.set_ylabel("distance", fontsize=9, color=INK)
+    axes.set_title(f"the codeword of {nearest} is nearest", fontsize=10, color=INK, loc="left")
     tidy(axes)
 
 
