@@ -14,7 +14,7 @@ from torch import Tensor
 
 import ecnn
 from ecnn.attacks import PGD
-from ecnn.plots import ACCENT, INK, PAPER, QUIET, save_figure
+from ecnn.plots.figures import ACCENT, INK, PAPER, QUIET, save_figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
