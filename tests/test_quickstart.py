@@ -53,6 +53,7 @@ def test_three_networks_a_table_and_a_page(tmp_path: Path, monkeypatch: pytest.M
     page = Path("out/report.html").read_text()
     assert all(f'id="run{number}"' in page for number in range(3))
     assert "open out/report.html" in again.stdout.lower()
+    _check_what_to_try(again.stdout)
     _check_folders()
 
 
@@ -71,6 +72,14 @@ def _check_table(printed: str) -> None:
             f"{100 * claim:.0f}",
             f"{100 * audit.accuracy:.1f}",
         ]
+
+
+def _check_what_to_try(printed: str) -> None:
+    flags = json.loads((Path(__file__).parent / "cli_flags.json").read_text())
+    tries = [line.partition("#")[0].split() for line in printed.splitlines() if line.startswith("  ecnn ")]
+    assert len(tries) == 4
+    for words in tries:
+        assert {word for word in words if word.startswith("--")} <= {*flags[words[1]]}
 
 
 def _check_folders() -> None:

@@ -11,6 +11,7 @@ import subprocess
 from html.parser import HTMLParser
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from test_data import write_pictures
@@ -21,9 +22,10 @@ from ecnn.auditing import load_audit
 from ecnn.cli import app
 from ecnn.errors import InputError
 from ecnn.evaluation import load_evaluation
-from ecnn.report import radius_of, read_run, read_runs
+from ecnn.report import radius_of, read_run, read_runs, take_samples
 from ecnn.report.drawings import Line, chart
 from ecnn.report.markup import Html, element
+from ecnn.runs import load_model
 from ecnn.spec import AuditTable, Spec
 
 HOSTILE = "<script>alert(1)"
@@ -156,6 +158,23 @@ def test_a_page_says_what_the_folder_says(run: Path, page: str) -> None:
     assert not re.search(r"\{['\"]|\bNone\b|\bnan\b", outline.text)  # no raw values
 
 
+@pytest.mark.usefixtures("one_thread")
+def test_samples_are_attacked_within_the_ball_and_the_same_each_time(run: Path) -> None:
+    model, split = load_model(run), pipeline.load_spec_data(read_run(run).spec, "data").test
+    first, again = (take_samples(model, split, norm="linf", eps=0.001, limit=6) for _ in range(2))
+    assert first.images == 6
+    assert first.curves.accuracy == again.curves.accuracy
+    assert first.shown
+    for one, other in zip(first.shown, again.shown, strict=True):
+        assert np.array_equal(one.attacked, other.attacked)
+        change = np.abs(one.attacked - one.clean).max()
+        assert 0 < change <= 0.001 + 1e-6  # also where the attack failed: then its best attempt
+    assert first.flips is not None
+    assert first.flips.n == 6
+    assert first.transfer is not None
+    assert first.transfer.n == 6
+
+
 def test_the_verdict_comes_first(page: str) -> None:
     assert Outline(page).headings[0] == "Verdict"
     assert page.index("verdict bad") < page.index("<svg")
@@ -199,6 +218,7 @@ def test_several_runs_and_one_without_a_code(photos: Path, run: Path, tmp_path: 
     assert outline.headings.count("Which members fall") == 1
     assert outline.headings.count("What an attack does to images") >= 1
     assert "Not audited" in outline.text
+    assert f"ecnn audit {plain} --norm linf --eps 0.0313725 --out {plain}" in outline.text
     assert "not audited" in outline.text  # in the table
     assert radius_of(read_run(plain)) == ("linf", 8 / 255)
     assert "Linf 0.03137" in outline.text

@@ -50,8 +50,15 @@ def _table(rows: list[QuickstartRow]) -> str:
 
 
 def _next(out: Path) -> str:
-    return f"""Open {out}/report.html in a browser: the three networks beside each other, and which number to believe.
-Then try:
-  ecnn evaluate {out}/ecnn --attack pgd --eps 0.12 --steps 50 --step-size 0.02 --on members   # what the code hides
-  ecnn train --data digits --eps 0.08 --attack-on members --out {out}/mine                    # one of your own
-  ecnn report {out}/mine --out {out}/mine.html"""
+    tries = {
+        f"ecnn serve {out}/ecnn --compare {out}/plain": "draw a digit, attack it, watch the members",
+        f"ecnn evaluate {out}/ecnn --attack pgd --eps 0.12 --steps 50 --step-size 0.02 --on members": "more care",
+        f"ecnn train --data digits --eps 0.08 --attack-on members --out {out}/mine": "a network of your own",
+        f"ecnn report {out}/mine --out {out}/mine.html": "and its report",
+    }
+    lines = [
+        f"Open {out}/report.html in a browser: the three networks beside each other, and which number to believe.",
+        "Then try:",
+        *(f"  {command}   # {what}" for command, what in tries.items()),
+    ]
+    return "\n".join(lines)

@@ -14,7 +14,7 @@ from ecnn.auditing import BUDGETS, Audit
 from ecnn.checks import is_needed
 from ecnn.evaluation import Outcomes
 from ecnn.evaluation.provenance import describe
-from ecnn.report.contents import RunContents
+from ecnn.report.contents import RunContents, radius_of
 
 #: Options of `ecnn evaluate` that have a flag of their own; others go through --set.
 _FLAGS = ("norm", "eps", "steps", "step_size", "loss", "on", "keep")
@@ -42,6 +42,13 @@ def commands_of(contents: RunContents) -> list[str]:
     if contents.audit is not None:
         lines.append(_audit(contents.source, contents.audit))
     return lines
+
+
+def audit_command(contents: RunContents) -> str:
+    """What would audit a run that has not been."""
+    norm, eps = radius_of(contents)
+    place = contents.source if files.is_folder(contents.source) else f"runs/{contents.source}-audit"
+    return _line("audit", contents.source, "--norm", norm, "--eps", f"{eps:.6g}", "--out", place)
 
 
 def _line(*words: Any) -> str:

@@ -47,7 +47,8 @@ from ecnn.training.loop import LOG
 USUAL_RADIUS = ("linf", 8 / 255)
 #: Radii of the curve as multiples of that one, images in the strips, members in the matrix of transfer.
 _MULTIPLES, _SHOWN, _MEMBERS = (0.25, 0.5, 1, 2), 6, 8
-_STEPS, _TRANSFER_STEPS = 20, 10
+#: Of the attacks that are made for a report: APGD, and PGD on one member.
+STEPS, TRANSFER_STEPS = 20, 10
 _EPOCH = {"epoch": int, "loss": float, "val_accuracy": float | None, "val_robust_accuracy": float | None}
 
 
@@ -176,7 +177,7 @@ class Samples:
         norm, eps: of the ball.
         images: how many.
         curves: outcomes of the attacks at several radii.
-        attack: which of them made the strips and turned the members.
+        attack: which of them made the strips and turned the members; where it broke nothing, its best attempt counts.
         shown: the first images that are right without an attack.
         flips: members that were turned; None for a model without a code.
         transfer: between the first members; None likewise.
@@ -215,7 +216,7 @@ def take_samples(
     """
     check_choice("norm", norm, NORMS)
     coded = has_code(model)
-    options: Any = {"norm": norm, "eps": eps, "steps": _STEPS, "loss": "margin"}
+    options: Any = {"norm": norm, "eps": eps, "steps": STEPS, "loss": "margin"}
     attacks: dict[str, Attack] = {"on the scores": APGD(**options, on="scores")}
     if coded:
         attacks["on the members"] = APGD(**options, on="members")
@@ -239,10 +240,11 @@ def take_samples(
     )
     images, labels = split.take(len(found))[:]
     images, labels = images.cpu(), labels.cpu()
-    flips = member_flips(model, images, kept["images"], labels) if coded else None
+    attacked = _with_attempts(model, attacks[strongest], images, kept["images"], labels, seed)
+    flips = member_flips(model, images, attacked, labels) if coded else None
     transfer = None
     if coded:
-        pgd: Any = {"norm": norm, "eps": eps, "steps": _TRANSFER_STEPS, "step_size": eps / 4, "keep": "last"}
+        pgd: Any = {"norm": norm, "eps": eps, "steps": TRANSFER_STEPS, "step_size": eps / 4, "keep": "last"}
         count = flips.share.shape[1] if flips is not None else 0
         transfer = member_transfer(
             model,
@@ -253,8 +255,21 @@ def take_samples(
             members=range(min(_MEMBERS, count)),
             progress=progress,
         )
-    shown = _strips(model, images, kept["images"], labels)
+    shown = _strips(model, images, attacked, labels)
     return Samples(norm, eps, len(found), found, strongest, shown, flips, transfer)
+
+
+def _with_attempts(
+    model: nn.Module, attack: Attack, images: Tensor, attacked: Tensor, labels: Tensor, seed: int
+) -> Tensor:
+    """What the attack found and, of images that it could not break and gave back, the point of its highest loss."""
+    whole = attacked.clone()
+    rows = torch.nonzero((attacked == images).flatten(1).all(dim=1)).squeeze(1)
+    if len(rows):
+        asked = place(model, images[rows])
+        last = dataclasses.replace(attack, keep="last")
+        whole[rows] = last(model, asked, labels[rows].to(asked.device), seed=seed, index=rows).cpu().to(whole)
+    return whole
 
 
 def _strips(model: nn.Module, images: Tensor, attacked: Tensor, labels: Tensor) -> tuple[Shown, ...]:

@@ -15,7 +15,7 @@ from ecnn.report.markup import Html, element
 _WIDTH = 360  # of a figure in its own units: about pixels on a phone
 _LEFT, _RIGHT, _TOP, _BOTTOM = 40, 10, 8, 34
 _MOST_COLOURS = 8
-_LABELS = 46  # of names at the left of a matrix
+_LABELS = 52  # of names at the left of a matrix
 _MOST_HINTS = 2000  # cells that say their value when pointed at
 _FEWEST_PIXELS = 18  # of a cell that takes a number
 

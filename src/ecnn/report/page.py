@@ -15,8 +15,8 @@ import ecnn
 from ecnn.auditing import Audit, Finding
 from ecnn.codes import CodeMatrix
 from ecnn.evaluation import Curve, Evaluation
-from ecnn.report.commands import commands_of
-from ecnn.report.contents import RunContents, Samples
+from ecnn.report.commands import audit_command, commands_of
+from ecnn.report.contents import STEPS, TRANSFER_STEPS, RunContents, Samples
 from ecnn.report.drawings import Line, bars, chart, code_matrix, heat_map, picture
 from ecnn.report.markup import Html, element, joined, table
 
@@ -140,9 +140,12 @@ def _verdict(contents: RunContents) -> Html:
     if audit is None:
         text = (
             "No figure here says what an attack leaves: those below are of short searches on few images, or of attacks "
-            "that were chosen by hand. An audit would say it (ecnn audit)."
+            "that were chosen by hand. This would say it:"
         )
-        return element("div", element("strong", "Not audited"), element("p", text), class_="verdict doubt")
+        command = element("pre", audit_command(contents))
+        return element(
+            "div", element("strong", "Not audited"), element("p", text), command, class_="verdict doubt"
+        )
     facts = f"{audit.images:,} test images, {_ball(audit.norm, audit.eps)}, budget {audit.budget}."
     return element(
         "div",
@@ -168,8 +171,8 @@ def _what_it_is(report: RunReport) -> str:
     attack = contents.spec.train.get("attack")
     if isinstance(attack, dict):
         parts.append(
-            f"It was trained against {str(attack.get('kind', 'pgd')).upper()} within {attack.get('norm', '')} "
-            f"{attack.get('eps', '')}."
+            f"It was trained against {str(attack.get('kind', 'pgd')).upper()} within "
+            f"{str(attack.get('norm', '')).capitalize()} {attack.get('eps', '')}."
         )
     elif contents.epochs:
         parts.append("It was trained without attacks.")
@@ -215,7 +218,7 @@ def _accuracy(contents: RunContents, samples: Samples | None) -> Html | None:
     note = "Share of images that are right before and after; shaded or as a bar, its 95 % interval."
     if samples is not None:
         note += (
-            f" A search is 20 steps of APGD, made for this report on the first {samples.images} test images: it shows "
+            f" A search is {STEPS} steps of APGD, made for this report on the first {samples.images} images: it shows "
             "how accuracy falls, and the truth may be lower."
         )
     return joined(
@@ -285,8 +288,8 @@ def _strips(contents: RunContents, samples: Samples) -> Html | None:
     note = (
         f"The first {len(samples.shown)} test images that the network gets right; attacked {samples.attack} within "
         f"{_ball(samples.norm, samples.eps)}, {broken} of them are broken. Left the image, in the middle what the "
-        "attack made of it (the image itself where it found nothing), right the difference: grey is no change, the "
-        "largest change is black or white."
+        "attack made of it (its best attempt, where it failed), right the difference: grey is no change, the largest "
+        "change is black or white."
     )
     return joined(
         [
@@ -328,7 +331,7 @@ def _members(contents: RunContents, samples: Samples) -> Html | None:
             element(
                 "figcaption",
                 "Rows: classes; columns: members. The stronger the colour, the larger the share of images on which the "
-                "member was right before the attack and wrong after it; empty where there is no such image.",
+                "member was right before the attack and wrong after it; grey where there is no such image.",
             ),
             class_="wide",
         )
@@ -342,7 +345,7 @@ def _members(contents: RunContents, samples: Samples) -> Html | None:
                 element(
                     "figcaption",
                     f"Transfer: per cent of {transfer.n} images on which the member of the column is wrong when the "
-                    f"member of the row was attacked, of the first {len(short)} members (PGD, 10 steps).",
+                    f"member of the row was attacked, of the first {len(short)} members (PGD, {TRANSFER_STEPS} steps).",
                 ),
             )
         )
