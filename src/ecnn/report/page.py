@@ -366,24 +366,24 @@ def _audit(audit: Audit) -> Html:
     caption = f"What stands after each attack, one after the other, on {audit.images:,} images."
     if quiet:
         caption += f" {quiet} more broke nothing."
-    parts = [
-        element("h3", "The audit"),
-        element("figure", bars(steps, label="accuracy after each attack"), element("figcaption", caption)),
-    ]
-    if audit.explanation:
-        parts += [element("p", sentence) for sentence in audit.explanation[:1]]
-    for level, title in (
-        ("alarm", "Alarms"),
-        ("note", "Worth knowing"),
-        ("ok", "Checked, and nothing found"),
-    ):
-        chosen = [finding for finding in audit.findings if finding.level == level]
-        if chosen:
-            parts += [
-                element("h3", title),
-                element("ul", [_finding(one) for one in chosen], class_="findings"),
-            ]
-    return joined(parts)
+    drawn = element("figure", bars(steps, label="accuracy after each attack"), element("figcaption", caption))
+    claims = [finding.claim for finding in audit.findings]
+    said = [element("p", sentence) for sentence in audit.explanation if sentence not in claims]
+    doubts = [_findings(audit, "alarm", "Alarms"), _findings(audit, "note", "Worth knowing")]
+    return joined(
+        [
+            element("h3", "The audit"),
+            element("div", drawn, element("div", said, doubts), class_="figures"),
+            _findings(audit, "ok", "Checked, and nothing found"),
+        ]
+    )
+
+
+def _findings(audit: Audit, level: str, title: str) -> Html | None:
+    chosen = [_finding(finding) for finding in audit.findings if finding.level == level]
+    if not chosen:
+        return None
+    return joined([element("h3", title), element("ul", chosen, class_=f"findings {level}")])
 
 
 def _finding(finding: Finding) -> Html:
