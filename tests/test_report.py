@@ -231,7 +231,15 @@ def test_shipped_models_have_reports_too(tmp_path: Path) -> None:
     assert done.exit_code == 0, done.output
     outline = Outline((tmp_path / "r.html").read_text())
     assert "airplane" in outline.text
+    assert "The code" in outline.headings
     assert "60.5 % of 10,000 test images" in outline.text or "60.4 % of 10,000 test images" in outline.text
+
+
+def test_a_code_that_belongs_to_the_kind_of_model_is_shown_too(tmp_path: Path) -> None:
+    written = pipeline.write_report(
+        ["mnist-tanh16", "cifar10-adp"], tmp_path / "r.html", images=0, device="cpu"
+    )
+    assert Outline(written.read_text()).headings.count("The code") == 1
 
 
 @pytest.mark.parametrize(

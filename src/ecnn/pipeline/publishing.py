@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,6 +12,7 @@ from torch import nn
 from ecnn import files, runs
 from ecnn.attacks.norms import NORMS
 from ecnn.checks import check_choice, check_count, parse_eps
+from ecnn.codes import CodeMatrix
 from ecnn.data import Split
 from ecnn.errors import InputError
 from ecnn.pipeline.threads import suitable_threads
@@ -61,8 +63,13 @@ def write_report(
         if eps is not None:
             ball = (ball[0], parse_eps(eps, most=NORMS[ball[0]].longest))
         model = runs.load_model(one.source, device=place)
+        code = getattr(model, "code", None)
+        if one.code is None and isinstance(code, CodeMatrix):  # its kind has always the same
+            one = dataclasses.replace(one, code=code)
         reports.append(_report(one, model, ball, images, seed, root, _naming(one.name, progress)))
-    given = {"--out": out, "--images": images, "--norm": norm, "--eps": eps, "--seed": seed or None}
+    elsewhere = None if str(root) == "data" else root
+    given = {"--out": out, "--images": images, "--norm": norm, "--eps": eps}
+    given |= {"--seed": seed or None, "--root": elsewhere}
     words = [str(word) for flag in given.items() if flag[1] is not None for word in flag]
     again = shlex.join(["ecnn", "report", *map(str, sources), *words])
     return files.write_text(out, report_page(reports, again=again))

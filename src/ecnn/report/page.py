@@ -317,7 +317,7 @@ def _members(contents: RunContents, samples: Samples) -> Html | None:
     if samples.flips is None or contents.code is None:
         return None
     flips, transfer = samples.flips, samples.transfer
-    share, count = flips.share, contents.code.correctable_errors
+    share, count = flips.share[: len(contents.class_names)], contents.code.correctable_errors
     names = [_class_name(contents, number) for number in range(len(share))]
     members = [str(member) for member in range(share.shape[1])]
     note = (
