@@ -118,8 +118,11 @@ def test_false_claims_are_flagged(name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["linear", "certified", "adversarial_dense"])
+@pytest.mark.parametrize(
+    "name", ["linear", "certified", pytest.param("adversarial_dense", marks=pytest.mark.full)]
+)
 def test_honest_claims_are_believed(name: str) -> None:
+    """tests/test_auditing_truth.py has a smaller network that was trained adversarially."""
     subject = models().SUBJECTS[name]
     model = subject.build(digits())
     claim = subject.claimed(model, *digits().test[:COUNT])

@@ -253,15 +253,15 @@ def test_all_models_are_known() -> None:
 
 @functools.cache
 def real_images(name: str) -> Split:
-    return load_data(name, DATA, download=False).test.take(500)
+    return load_data(name, DATA, download=False).test.take(300)
 
 
 @pytest.mark.data("cifar-10-batches-py", "MNIST/raw")
 @pytest.mark.parametrize(("name", "facts"), SHIPPED.items())
 def test_shipped_model_on_real_images(name: str, facts: tuple[int, float]) -> None:
-    """500 test images: within three standard errors of the recorded accuracy."""
-    share = accuracy(runs.load_model(name), real_images(name.partition("-")[0]), batch_size=250)
-    assert abs(share - facts[1]) < 3 * (facts[1] * (1 - facts[1]) / 500) ** 0.5
+    """300 test images: within three standard errors of the recorded accuracy."""
+    share = accuracy(runs.load_model(name), real_images(name.partition("-")[0]), batch_size=300)
+    assert abs(share - facts[1]) < 3 * (facts[1] * (1 - facts[1]) / 300) ** 0.5
 
 
 @pytest.mark.parametrize("kind", ["ecnn", "no mean", "resnet", "adp", "trunk", "module"])

@@ -451,6 +451,7 @@ def test_accuracy_restores_modes_and_counts() -> None:
 
 
 RESNET = ("--set", "model.width=4", "--set", "model.depth=8")
+HALF = ("--val-fraction", "0.5")  # of the images, to train on
 SLOWLY = (*RESNET, "--set", "train.lr=0.0005")  # so that rounding does not grow
 
 
@@ -478,7 +479,15 @@ def weights(folder: Path) -> dict[str, Tensor]:
     [
         RESNET,
         pytest.param(
-            ("--model", "tanh_ensemble", "--set", "model.filters=[2,3,4]", "--set", "model.bit_filters=2"),
+            (
+                "--model",
+                "tanh_ensemble",
+                "--set",
+                "model.filters=[2,3,4]",
+                "--set",
+                "model.bit_filters=2",
+                *HALF,
+            ),
             marks=pytest.mark.slow,
         ),
         pytest.param(
@@ -492,6 +501,7 @@ def weights(folder: Path) -> dict[str, Tensor]:
                 "2",
                 "--set",
                 "train.objective=trades",
+                *HALF,
             ),
             marks=pytest.mark.slow,
         ),

@@ -259,6 +259,15 @@ def parse_settings(settings: Iterable[str]) -> dict[str, Any]:
     return values
 
 
+def parse_settings_of(table: str, settings: Iterable[str]) -> dict[str, Any]:
+    """The same for a command that takes one table alone: `["attack.steps=5"]` as {"steps": 5}."""
+    values = parse_settings(settings)
+    for name in values:
+        if not name.startswith(f"{table}."):
+            raise InputError(f"--set takes {table}.NAME=VALUE here, not {name!r}.")
+    return {name.removeprefix(f"{table}."): value for name, value in values.items()}
+
+
 def check_attack(owner: str, table: Any) -> None:
     """Raises InputError unless the table names a kind of attack and only options that it has."""
     options = _checked_table(owner, table)

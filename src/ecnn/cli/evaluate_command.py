@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 import ecnn
 from ecnn.cli.options import NORM_HELP, Device, DryRun, JsonFlag, Resume, Root, SavedModel
 from ecnn.cli.statuses import telling_if_finished
-from ecnn.errors import InputError
 
 
 def evaluate(
@@ -52,13 +51,9 @@ def evaluate(
 ) -> None:
     """Attack a saved model and count, image by image, what survives."""
     from ecnn import pipeline, runs
-    from ecnn.spec import parse_settings
+    from ecnn.spec import parse_settings_of
 
-    options: dict[str, Any] = {}
-    for name, value in parse_settings(settings or []).items():
-        if not name.startswith("attack."):
-            raise InputError(f"--set takes attack.NAME=VALUE here, not {name!r}.")
-        options[name.removeprefix("attack.")] = value
+    options = parse_settings_of("attack", settings or [])
     flags = {"norm": norm, "steps": steps, "step_size": step_size, "loss": loss, "on": on, "keep": keep}
     options |= {name: value for name, value in flags.items() if value is not None}
     spec = runs.read_spec(model).changed(

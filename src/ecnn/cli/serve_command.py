@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -34,13 +34,9 @@ def serve(
     """Serve a model: a page to try and to attack it at /, an HTTP API at /v1, its description at /docs."""
     from ecnn import pipeline, runs, serving
     from ecnn.checks import build
-    from ecnn.spec import parse_settings
+    from ecnn.spec import parse_settings_of
 
-    limits: dict[str, Any] = {}
-    for name, value in parse_settings(settings or []).items():
-        if not name.startswith("limits."):
-            raise InputError(f"--set takes limits.NAME=VALUE here, not {name!r}.")
-        limits[name.removeprefix("limits.")] = value
+    limits = parse_settings_of("limits", settings or [])
     place = runs.find_device(device)
     subject = serving.load_subject(model, device=place)
     other = None if compare is None else serving.load_subject(compare, device=place)

@@ -55,3 +55,30 @@ def softmax(scores: np.ndarray) -> np.ndarray:
     shares = np.exp(scores - scores.max(axis=1, keepdims=True))
     result: np.ndarray = shares / shares.sum(axis=1, keepdims=True)
     return result
+
+
+class ScoringMixin:
+    """What both estimators answer alike once the classes have scores."""
+
+    classes_: np.ndarray
+
+    def _scores(self, X: Any) -> np.ndarray:
+        """(row, class); an error of scikit-learn's when nothing is fitted."""
+        raise NotImplementedError
+
+    def decision_function(self, X: Any) -> np.ndarray:
+        """(row, class) scores, the largest for the class that is predicted; of two classes (row,) the second's lead.
+
+        They are sums over what the members say, on the scale of log odds.
+        """
+        return as_decision(self._scores(X))
+
+    def predict_proba(self, X: Any) -> np.ndarray:
+        """(row, class) probabilities: the softmax of the scores."""
+        return softmax(self._scores(X))
+
+    def predict(self, X: Any) -> np.ndarray:
+        """(row,) labels."""
+        best = self._scores(X).argmax(axis=1)  # first, because it says so when nothing is fitted
+        labels: np.ndarray = self.classes_[best]
+        return labels

@@ -22,7 +22,7 @@ from ecnn.checks import check_count, check_entries, check_number, check_options,
 from ecnn.codes import CodeMatrix, load_code
 from ecnn.data import Split
 from ecnn.errors import InputError
-from ecnn.estimators.codewords import as_decision, check_several_classes, find_code, mean_distance, softmax
+from ecnn.estimators.codewords import ScoringMixin, check_several_classes, find_code, mean_distance
 from ecnn.models import build_model, describe_model, objective_of, rebuild_model, resolve_recipe
 from ecnn.recipes import Recipe, auto_recipe
 from ecnn.runs import find_device
@@ -37,7 +37,7 @@ _BATCH = 1024
 _LENGTH = 30
 
 
-class ECNNClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
+class ECNNClassifier(ScoringMixin, ClassifierMixin, BaseEstimator):  # type: ignore[misc]
     """An error-correcting network with the interface of scikit-learn.
 
     Rows are feature vectors, which are standardised and read by two dense layers; or, with `image_shape`, flattened
@@ -125,23 +125,6 @@ class ECNNClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
             )
         self.network_ = network.cpu().double().eval()
         return self
-
-    def decision_function(self, X: Any) -> np.ndarray:
-        """(row, class) scores, the largest for the class that is predicted; of two classes (row,) the second's lead.
-
-        They are sums over the members' logits, on the scale of log odds.
-        """
-        return as_decision(self._scores(X))
-
-    def predict_proba(self, X: Any) -> np.ndarray:
-        """(row, class) probabilities: the softmax of the scores."""
-        return softmax(self._scores(X))
-
-    def predict(self, X: Any) -> np.ndarray:
-        """(row,) labels."""
-        best = self._scores(X).argmax(axis=1)  # first, because it says so when nothing is fitted
-        labels: np.ndarray = self.classes_[best]
-        return labels
 
     def save(self, folder: str | os.PathLike[str]) -> None:
         """Writes config.json and model.safetensors, which `load` reads; no pickle, so that no file can run code.

@@ -15,13 +15,13 @@ from sklearn.utils.validation import check_is_fitted, validate_data
 from ecnn.checks import check_number
 from ecnn.codes import CodeMatrix
 from ecnn.errors import InputError
-from ecnn.estimators.codewords import as_decision, check_several_classes, find_code, mean_distance, softmax
+from ecnn.estimators.codewords import ScoringMixin, check_several_classes, find_code, mean_distance
 
 # A probability of 0 or 1, which trees give, counts as one mistake in so many.
 _LARGEST_ODDS = 1e3
 
 
-class ErrorCorrectingClassifier(MetaEstimatorMixin, ClassifierMixin, BaseEstimator):  # type: ignore[misc]
+class ErrorCorrectingClassifier(ScoringMixin, MetaEstimatorMixin, ClassifierMixin, BaseEstimator):  # type: ignore[misc]
     """Several classes by a binary estimator, once per task of an error-correcting code.
 
     Takes the place of `sklearn.multiclass.OutputCodeClassifier`, with the same arguments. Its code is designed for
@@ -75,23 +75,6 @@ class ErrorCorrectingClassifier(MetaEstimatorMixin, ClassifierMixin, BaseEstimat
             if hasattr(self.estimators_[0], name):
                 setattr(self, name, getattr(self.estimators_[0], name))
         return self
-
-    def decision_function(self, X: Any) -> np.ndarray:
-        """(row, class) scores, the largest for the class that is predicted; of two classes (row,) the second's lead.
-
-        They are sums over the members' log odds, on that scale.
-        """
-        return as_decision(self._scores(X))
-
-    def predict_proba(self, X: Any) -> np.ndarray:
-        """(row, class) probabilities: the softmax of the scores."""
-        return softmax(self._scores(X))
-
-    def predict(self, X: Any) -> np.ndarray:
-        """(row,) labels."""
-        best = self._scores(X).argmax(axis=1)  # first, because it says so when nothing is fitted
-        labels: np.ndarray = self.classes_[best]
-        return labels
 
     def get_metadata_routing(self) -> Any:
         """How scikit-learn hands arguments of `fit` on to the estimators."""
