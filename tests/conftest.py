@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +19,10 @@ settings.load_profile("ecnn")
 
 #: Where the files of real datasets lie, if they do.
 DATA = Path(os.environ.get("ECNN_DATA") or Path(__file__).parents[1] / "data")
+
+
+#: The Chromium that page tests drive, if there is one.
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -60,11 +65,15 @@ def unofficial(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def _skip_without_what_it_needs(request: pytest.FixtureRequest) -> None:
-    """Tests marked `gpu` or `data(file, ...)` say no more than that; here it is seen whether it is there."""
+    """Tests marked `gpu`, `browser` or `data(file, ...)` say no more than that; here it is seen whether it is there."""
     needed = request.node.get_closest_marker("data")
     for name in needed.args if needed else ():
         if not (DATA / name).exists():
             pytest.skip(f"no {name} under data/")
+    if request.node.get_closest_marker("browser") is not None and CHROMIUM is None:
+        if os.environ.get("ECNN_REQUIRE_BROWSER"):
+            pytest.fail("no Chromium, and ECNN_REQUIRE_BROWSER is set: install one")
+        pytest.skip("no Chromium")
     if request.node.get_closest_marker("gpu") is None:
         return
     import torch  # only here: most tests of codes do without it

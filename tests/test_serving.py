@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import contextlib
 import io
+import os
 import re
 import signal
 import socket
@@ -24,7 +25,7 @@ import numpy as np
 import pytest
 import schemathesis
 import torch
-from conftest import ecnn_command
+from conftest import CHROMIUM, ecnn_command
 from fastapi.testclient import TestClient
 from hypothesis import HealthCheck, Phase, given, settings
 from PIL import Image
@@ -109,7 +110,7 @@ def test_every_way_to_send_an_image_gives_the_classifiers_own_answer(client: Tes
         assert found["guesses"][0]["probability"] == pytest.approx(expected.guesses[0].probability, abs=1e-5)
         assert found["distance"] == pytest.approx(expected.distance, abs=1e-4)
         assert found["rejected"] == expected.rejected
-        assert found["details"] is None
+        assert found["details"] is found["picture"] is None
     assert by_file["predictions"][0]["image"] == "a.png"
     assert by_base64["image"] == "image 0"
 
@@ -123,6 +124,7 @@ def test_details_say_how_the_answer_comes_about(client: TestClient) -> None:
         predict(client, *[image[0].tolist() for image in images[:8]], details=True), labels, strict=False
     ):
         details = found["details"]
+        assert np.asarray(Image.open(io.BytesIO(base64.b64decode(found["picture"])))).shape == (4, 4)
         assert sum(details["probabilities"]) == pytest.approx(1)
         assert int(np.argmin(details["distances"])) == int(label)
         assert details["bits"] == code[int(label)].tolist()
@@ -159,12 +161,12 @@ def test_an_attack_flips_bits_within_its_ball(client: TestClient, norm: str) -> 
     before, after = (found[side]["details"]["bits"] for side in ("before", "after"))
     assert found["flipped"] == [place for place in range(30) if before[place] != after[place]] != []
     assert found[norm] <= eps + 1e-5
-    attacked = np.asarray(Image.open(io.BytesIO(base64.b64decode(found["attacked"]))))
+    attacked = np.asarray(Image.open(io.BytesIO(base64.b64decode(found["after"]["picture"]))))
     # The PNG is the attacked image in whole 255ths, and what it says of the PNG is what the model says of it.
     assert np.abs(attacked / 255 - image[0].numpy()).max() <= found["linf"] + 0.5 / 255 + 1e-6
     assert predict(client, encoded(png(attacked)))[0]["guesses"][0]["name"] == found["rounded_name"]
     again = client.post("/v1/attack", json={**request, "on": "members"}).json()
-    assert again["attacked"] == found["attacked"]  # same seed, same attack
+    assert again["after"]["picture"] == found["after"]["picture"]  # same seed, same attack
 
 
 def test_an_attack_that_fails_shows_how_far_it_came(client: TestClient) -> None:
@@ -390,7 +392,7 @@ def test_this_site_is_served(client: TestClient) -> None:
         {"sec-fetch-site": "cross-site", "sec-fetch-mode": "navigate"},  # a link from elsewhere
     ):
         assert client.get("/v1/model", headers=headers).status_code == 200, headers
-    answer = client.get("/docs")
+    answer = client.get("/")
     assert "default-src 'none'" in answer.headers["content-security-policy"]
     assert answer.headers["x-content-type-options"] == "nosniff"
     assert "access-control-allow-origin" not in answer.headers
@@ -552,21 +554,11 @@ def test_limits_are_checked() -> None:
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small ECNN with an audit beside it, and a plain network, both trained on digits in seconds."""
     folder = tmp_path_factory.mktemp("runs")
-    small = ["--set", "model.width=4", "--set", "model.depth=8"]
-    for kind in ("ecnn", "resnet"):
-        words = [
-            "train",
-            "--data",
-            "digits",
-            "--model",
-            kind,
-            "--out",
-            str(folder / kind),
-            "--epochs",
-            "3",
-            *small,
-        ]
-        done = CliRunner().invoke(app, words)
+    for kind, epochs in (("ecnn", 6), ("resnet", 1)):
+        words = (
+            f"train --data digits --model {kind} --epochs {epochs} --set model.width=4 --set model.depth=8"
+        )
+        done = CliRunner().invoke(app, [*words.split(), "--out", str(folder / kind)])
         assert done.exit_code == 0, done.output
     data = load_data("digits")
     model = ecnn.load_model(folder / "ecnn")
@@ -683,6 +675,175 @@ def test_what_it_says_of_itself_is_what_it_does(address: str) -> None:
 
             ask()
     assert {("/v1/model", 200), ("/v1/predict", 422), ("/v1/attack", 422)} <= seen
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as player:
+        alone = ["--no-sandbox"] if os.geteuid() == 0 else []  # root has no sandbox in a container
+        made = player.chromium.launch(executable_path=CHROMIUM, args=alone)
+        yield made
+        made.close()
+
+
+@contextlib.contextmanager
+def opened(browser: Any, address: str, **options: Any) -> Iterator[Any]:
+    """The page, ready, in a window of its own; it must complain of nothing and load nothing from elsewhere."""
+    options = {"viewport": {"width": 1100, "height": 900}, **options}
+    context = browser.new_context(**options)
+    page, complaints, asked = context.new_page(), list[str](), list[str]()
+    page.set_default_timeout(15_000)
+    page.on("console", lambda message: complaints.append(message.text))
+    page.on("pageerror", lambda error: complaints.append(str(error)))
+    page.on("request", lambda request: asked.append(request.url))
+    page.goto(address)
+    page.wait_for_selector("#code tbody tr.decoded")
+    yield page
+    context.close()
+    assert complaints == []
+    assert [url for url in asked if not url.startswith((f"{address}/", "data:"))] == []
+
+
+def attacked(page: Any) -> Any:
+    """What the server answers to a click on Attack, once the page shows it."""
+    with page.expect_response(lambda response: response.url.endswith("/v1/attack")) as caught:
+        page.click("#go")
+    page.wait_for_selector("#undo:not([disabled])")
+    found = [caught.value.json()]
+    assert found[0]["before"]["picture"]
+    return found[0]
+
+
+def drawn_bits(page: Any, row: str) -> list[int]:
+    """The bits of a row of the table, as they are drawn."""
+    return [int("one" in name) for name in page.eval_on_selector_all(f"{row} rect", _CLASSES)]
+
+
+_CLASSES = "found => found.map(rect => rect.getAttribute('class').split(' '))"
+
+
+@pytest.mark.browser
+def test_draw_attack_see_bits_flip_and_read_the_verdict(address: str, runs: Path, browser: Any) -> None:
+    with opened(browser, address) as page:
+        page.click("#tab-draw")
+        box = page.locator("#canvas").bounding_box()
+        across, down, side = box["x"] + box["width"] / 2, box["y"], box["height"]
+        with page.expect_response(lambda response: "predict" in response.url) as caught:
+            page.mouse.move(across, down + 0.15 * side)
+            page.mouse.down()
+            page.mouse.move(across, down + 0.85 * side, steps=8)
+            page.mouse.up()
+        drawn = caught.value.json()["predictions"][0]
+        seen = np.asarray(Image.open(io.BytesIO(base64.b64decode(drawn["picture"]))))
+        assert seen.shape == (8, 8)
+        assert seen[:, 3:5].mean() > 150 > 20 > seen[:, :2].mean()  # an upright stroke
+        page.wait_for_function(
+            "name => document.querySelector('#class-before').textContent.startsWith(name)",
+            arg=drawn["guesses"][0]["name"],
+        )
+        assert drawn_bits(page, "#code tr.said") == drawn["details"]["bits"]
+        page.fill("#eps-number", "0.4")
+        found = attacked(page)
+        assert (found["attack"], found["on"], found["eps"], found["norm"]) == ("pgd", "members", 0.4, "linf")
+        assert drawn_bits(page, "#code tr.said.last") == found["after"]["details"]["bits"]
+        assert page.locator("#code tr.said.last rect.changed").count() == len(found["flipped"]) > 0
+        assert f"{len(found['flipped'])} of 30 members changed" in page.inner_text("#outcome")
+        label = found["after"]["guesses"][0]["label"]
+        assert page.get_attribute("#code tr.decoded", "data-label") == str(label)
+        distance = found["after"]["details"]["distances"][label]
+        assert page.inner_text("#code tr.decoded td.distance") == f"{distance:.1f}"
+        faint = page.locator("#code tr.decoded rect.faint").count()
+        code = httpx2.get(f"{address}/v1/model").json()["model"]["code"]
+        assert faint == sum(
+            a != b for a, b in zip(code[label], found["after"]["details"]["bits"], strict=True)
+        )
+        audit = load_audit(runs / "ecnn")
+        assert page.inner_text("#audit-headline").lower() == audit.headline.lower()
+        assert page.inner_text("#audit-reason") == audit.reason
+        rows = page.locator("#compare tbody tr")
+        assert rows.count() == 2
+        assert "resnet" in rows.nth(1).inner_text()
+        page.click("#undo")
+        page.wait_for_selector("#undo[disabled]")
+        assert page.locator("rect.changed").count() == 1  # of the legend
+
+
+@pytest.mark.browser
+def test_the_page_works_by_keyboard(address: str, browser: Any) -> None:
+    with opened(browser, address) as page:
+        focus = "document.activeElement.id || document.activeElement.textContent"
+        page.keyboard.press("Tab")
+        assert page.evaluate(focus) == "Skip to the results"
+        while page.evaluate(focus) != "tab-examples":
+            page.keyboard.press("Tab")
+        assert page.evaluate("getComputedStyle(document.activeElement).outlineStyle") == "solid"
+        page.keyboard.press("ArrowRight")
+        assert page.evaluate(focus) == "tab-draw"
+        page.keyboard.press("Tab")
+        assert page.evaluate(focus) == "canvas"
+        before = page.get_attribute("#image-before", "src")
+        for _ in range(4):
+            page.keyboard.press("Shift+ArrowDown")
+        page.wait_for_function("before => document.querySelector('#image-before').src !== before", arg=before)
+        while page.evaluate(focus) != "go":
+            page.keyboard.press("Tab")
+        page.keyboard.press("Enter")
+        page.wait_for_selector("#undo:not([disabled])")
+        assert "PGD" in page.inner_text("#outcome")
+        assert page.get_attribute("#outcome", "aria-live") == "polite"
+
+
+@pytest.mark.browser
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_the_page_fits_a_phone(address: str, browser: Any, scheme: str) -> None:
+    phone = {"viewport": {"width": 375, "height": 700}, "has_touch": True, "color_scheme": scheme}
+    with opened(browser, address, **phone) as page:
+        page.tap("#tab-draw")
+        before = page.get_attribute("#image-before", "src")
+        page.tap("#canvas")
+        page.wait_for_function("before => document.querySelector('#image-before').src !== before", arg=before)
+        attacked(page)
+        assert page.evaluate("document.documentElement.scrollWidth") == 375
+        small = page.eval_on_selector_all(
+            "button, select, input, a",
+            "all => all.filter(one => one.offsetParent && one.offsetHeight < 18).length",
+        )
+        assert small == 0
+        ground, ink = (
+            sum(map(int, re.findall(r"\d+", page.evaluate(f"getComputedStyle(document.body).{name}"))[:3]))
+            for name in ("backgroundColor", "color")
+        )
+        assert (ground > ink) == (scheme == "light")
+        assert abs(ground - ink) > 500
+
+
+@pytest.mark.browser
+def test_a_bad_upload_is_explained_and_a_good_one_works(address: str, browser: Any, tmp_path: Path) -> None:
+    (tmp_path / "bad.png").write_bytes(png(picture(size=(64, 64)))[:200])
+    (tmp_path / "good.png").write_bytes(png(picture(size=(20, 30, 3))))
+    with opened(browser, address) as page:
+        page.click("#tab-upload")
+        page.set_input_files("#file", tmp_path / "good.png")
+        page.wait_for_function("document.querySelector('#image-before').naturalWidth === 8")
+        assert page.locator("#problem").is_hidden()
+    context = browser.new_context()  # a refusal is a line on the console of every browser
+    page = context.new_page()
+    page.goto(address)
+    page.wait_for_selector("#code tbody tr.decoded")
+    page.click("#tab-upload")
+    page.set_input_files("#file", tmp_path / "bad.png")
+    page.wait_for_selector("#problem:not([hidden])")
+    assert "image 0 cannot be read" in page.inner_text("#problem")
+    assert page.is_disabled("#go")
+    page.set_input_files("#file", tmp_path / "good.png")
+    page.wait_for_selector("#problem", state="hidden")
+    page.wait_for_selector("#go:not([disabled])")
+    page.goto(f"{address}/docs")
+    page.wait_for_selector("section.card")
+    assert "POST /v1/attack" in page.inner_text("main")
+    context.close()
 
 
 @pytest.mark.parametrize(

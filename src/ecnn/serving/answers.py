@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ecnn.predicting import Classifier, Prediction, Reading
+from ecnn.serving.pictures import to_png
 
 
 @dataclass(frozen=True)
@@ -34,28 +36,37 @@ class Answer(Prediction):
 
     Attributes:
         details: None if not asked for, and where the model gives no answer.
+        picture: with details, the image as the model takes it: a PNG, as base64.
     """
 
     details: Details | None = None
+    picture: str | None = None
 
 
 def answer(
     classifier: Classifier,
     reading: Reading,
-    names: list[str],
+    images: Tensor,
+    names: Sequence[str],
     *,
     top: int,
     reject: float | None,
     details: bool,
 ) -> list[Answer]:
-    """One answer per image of the reading."""
+    """One answer per image.
+
+    Args:
+        reading: what the model said of
+        images: (image, channel, height, width), which have these
+        names: for people.
+    """
     found = []
-    for row, (name, prediction) in enumerate(
-        zip(names, classifier.describe(reading, top, reject), strict=True)
-    ):
-        facts: dict[str, Any] = {**vars(prediction), "image": name}
-        if details and prediction.error is None:
-            facts["details"] = _details(reading.take(slice(row, row + 1)))
+    for row, prediction in enumerate(classifier.describe(reading, top, reject)):
+        facts: dict[str, Any] = {**vars(prediction), "image": names[row]}
+        if details:
+            facts["picture"] = to_png(images[row])
+            if prediction.error is None:
+                facts["details"] = _details(reading.take(slice(row, row + 1)))
         found.append(Answer(**facts))
     return found
 

@@ -44,7 +44,9 @@ from ecnn.serving.workers import BatchingWorker, OutOfTime, TimedWorker
 
 PREDICT, ATTACK = "/v1/predict", "/v1/attack"
 _PAGE = {
+    "/": ("index.html", "text/html; charset=utf-8"),
     "/page.css": ("page.css", "text/css; charset=utf-8"),
+    "/page.js": ("page.js", "text/javascript; charset=utf-8"),
     "/docs": ("docs.html", "text/html; charset=utf-8"),
     "/docs.js": ("docs.js", "text/javascript; charset=utf-8"),
 }
@@ -189,7 +191,9 @@ def _add_routes(app: FastAPI, service: Service) -> None:
         images = await service.unpack(read_pictures, classifier, asked.images, service.limits)
         reading = await asyncio.wrap_future(served.batches.submit(images))
         names = [name for name, _ in asked.images]
-        found = answer(classifier, reading, names, top=asked.top, reject=asked.reject, details=asked.details)
+        found = answer(
+            classifier, reading, images, names, top=asked.top, reject=asked.reject, details=asked.details
+        )
         return _respond({"model": served.subject.name, "predictions": [entry.to_dict() for entry in found]})
 
     @app.post(ATTACK, summary="Attack an image", **schema.ATTACK)

@@ -18,7 +18,7 @@ from ecnn.errors import InputError
 from ecnn.predicting import Classifier, ask_model
 from ecnn.serving.answers import Answer, answer
 from ecnn.serving.limits import Limits
-from ecnn.serving.pictures import perturbation_png, rounded, to_png
+from ecnn.serving.pictures import perturbation_png, rounded
 from ecnn.spec import attack_options, make_attack
 
 #: The attacks that are offered, and what each calls its effort: what `steps` of a request sets. FGSM is one step.
@@ -94,11 +94,11 @@ class AttackResult:
 
     Attributes:
         success: whether the class is another one.
-        before, after: what the model says of the picture and of the attacked one, with details.
+        before, after: what the model says of the picture and of the attacked one, with details and as PNGs.
         flipped: positions of the members that say something else than before.
         linf, l2, l1: how far the pixels were moved.
         rounded_label, rounded_name: the class of the attacked picture as the PNG has it, in whole 255ths.
-        image, attacked, perturbation: PNGs, as base64; of the last, mid grey is no change, black and white the largest.
+        perturbation: a PNG, as base64: mid grey is no change, black and white the largest.
         forwards, backwards: what it asked of the model, in images.
         seconds: on the clock.
     """
@@ -112,8 +112,6 @@ class AttackResult:
     l1: float
     rounded_label: int | None
     rounded_name: str | None
-    image: str
-    attacked: str
     perturbation: str
     forwards: int
     backwards: int
@@ -138,9 +136,10 @@ def run_attack(
         found = dataclasses.replace(attack, keep="last").run(model, pixels, anything, seed=seed)
         forwards, backwards = forwards + int(found.forwards.sum()), backwards + int(found.backwards.sum())
     attacked = found.images.detach().cpu()
-    reading = ask_model(model, torch.cat([image, attacked, rounded(attacked)]))
+    asked = torch.cat([image, attacked, rounded(attacked)])
+    reading = ask_model(model, asked)
     names = ["image", "attacked image", "attacked image, rounded"]
-    before, after, last = answer(classifier, reading, names, top=3, reject=None, details=True)
+    before, after, last = answer(classifier, reading, asked, names, top=3, reject=None, details=True)
     moves = attacked - image
     return AttackResult(
         success=before.name != after.name,
@@ -150,8 +149,6 @@ def run_attack(
         **{norm: float(NORMS[norm].length(moves)) for norm in ("linf", "l2", "l1")},
         rounded_label=last.guesses[0].label if last.guesses else None,
         rounded_name=last.name,
-        image=to_png(image[0]),
-        attacked=to_png(attacked[0]),
         perturbation=perturbation_png(moves[0]),
         forwards=forwards,
         backwards=backwards,
