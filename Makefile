@@ -58,7 +58,7 @@ codebook: $(READY)
 	$(BIN)/python tools/make_codebook.py
 
 bench: $(READY)
-	for name in annealing training baselines estimators attacks audit; do $(BIN)/python benchmarks/$$name.py --quick || exit 1; done
+	for name in annealing training baselines estimators attacks audit serving; do $(BIN)/python benchmarks/$$name.py --quick || exit 1; done
 
 pictures: $(READY)
 	$(BIN)/python tools/make_pictures.py out/report.html

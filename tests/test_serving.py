@@ -5,8 +5,10 @@ from __future__ import annotations
 import base64
 import contextlib
 import io
+import json
 import os
 import re
+import shutil
 import signal
 import socket
 import struct
@@ -43,6 +45,7 @@ from ecnn.errors import InputError
 from ecnn.predicting import Classifier, load_classifier
 from ecnn.serving import Limits, Subject, make_app
 from ecnn.serving.guard import is_loopback
+from ecnn.serving.server import listen
 from ecnn.serving.workers import BatchingWorker
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -706,14 +709,17 @@ def opened(browser: Any, address: str, **options: Any) -> Iterator[Any]:
     assert [url for url in asked if not url.startswith((f"{address}/", "data:"))] == []
 
 
+def is_about(response: Any, what: str) -> bool:
+    """Whether a response is that of the served model, and not of the one beside it."""
+    return response.url.endswith(f"/v1/{what}") and response.request.post_data_json["model"] == "served"
+
+
 def attacked(page: Any) -> Any:
     """What the server answers to a click on Attack, once the page shows it."""
-    with page.expect_response(lambda response: response.url.endswith("/v1/attack")) as caught:
+    with page.expect_response(lambda response: is_about(response, "attack")) as caught:
         page.click("#go")
     page.wait_for_selector("#undo:not([disabled])")
-    found = [caught.value.json()]
-    assert found[0]["before"]["picture"]
-    return found[0]
+    return caught.value.json()
 
 
 def drawn_bits(page: Any, row: str) -> list[int]:
@@ -730,7 +736,7 @@ def test_draw_attack_see_bits_flip_and_read_the_verdict(address: str, runs: Path
         page.click("#tab-draw")
         box = page.locator("#canvas").bounding_box()
         across, down, side = box["x"] + box["width"] / 2, box["y"], box["height"]
-        with page.expect_response(lambda response: "predict" in response.url) as caught:
+        with page.expect_response(lambda response: is_about(response, "predict")) as caught:
             page.mouse.move(across, down + 0.15 * side)
             page.mouse.down()
             page.mouse.move(across, down + 0.85 * side, steps=8)
@@ -865,6 +871,14 @@ def test_what_cannot_be_served_is_said(runs: Path, words: list[str], said: str) 
     assert said in done.stderr
 
 
+def test_answers_do_not_wait_for_acknowledgements() -> None:
+    """Every connection sends at once: asyncio sees to it, if the socket says that it is TCP."""
+    with listen("127.0.0.1", 0) as listener, socket.create_connection(listener.getsockname()):
+        connection, _ = listener.accept()
+        with connection:
+            assert connection.proto == socket.IPPROTO_TCP
+
+
 def test_a_port_that_is_taken_and_a_host_that_lets_others_in(
     runs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -886,3 +900,23 @@ def test_without_the_extra_it_says_what_to_install(monkeypatch: pytest.MonkeyPat
     monkeypatch.setitem(sys.modules, "fastapi", None)
     with pytest.raises(InputError, match=r'pip install "ecnn\[serve\]"'):
         make_app(saturated())
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="no curl")
+def test_the_commands_and_limits_of_the_docs_are_true(address: str, tmp_path: Path) -> None:
+    page = (Path(__file__).parents[1] / "docs" / "serving.md").read_text()
+    for name in ("3", "8"):
+        (tmp_path / f"{name}.png").write_bytes(png(picture(int(name), (8, 8))))
+    lines = re.findall(r"^curl .*$", page, re.M)
+    assert len(lines) == 5
+    for line in lines:
+        done = subprocess.run(
+            ["bash", "-c", line.replace("curl ", "curl -sS ").replace("http://127.0.0.1:8000", address)],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        assert "error" not in json.loads(done.stdout), (line, done.stdout)
+    told = dict(re.findall(r"^\| `(\w+)` \| (\d+) \|", page, re.M))
+    assert {name: float(value) for name, value in told.items()} == vars(Limits())

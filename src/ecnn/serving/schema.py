@@ -132,7 +132,19 @@ _IMAGE = {
     ],
     "examples": [_PNG],
 }
-_MODEL = {"type": "string", "enum": [SERVED, COMPARED], "default": SERVED}
+_IMAGES = {
+    "type": "array",
+    "minItems": 1,
+    "items": _IMAGE,
+    "examples": [[_PNG]],
+    "description": "Each is base64 of a PNG, JPEG, WebP, BMP or GIF file, or numbers in [0, 1] in nested lists.",
+}
+_MODEL = {
+    "type": "string",
+    "enum": [SERVED, COMPARED],
+    "default": SERVED,
+    "description": "The model that is served, or the one of --compare.",
+}
 _TOP = {"type": "integer", "minimum": 1, "default": 1, "description": "How many classes to name."}
 _REJECT = {
     "type": ["number", "null"],
@@ -146,8 +158,13 @@ _DETAILS = {
 }
 _PREDICT = {"top": _TOP, "reject": _REJECT, "details": _DETAILS, "model": _MODEL}
 _SETTINGS = {
-    "attack": {"type": "string", "enum": list(EFFORTS)},
-    "norm": {"type": "string", "enum": list(NORMS), "default": "linf"},
+    "attack": {"type": "string", "enum": list(EFFORTS), "description": "Which one; see docs/attacks.md."},
+    "norm": {
+        "type": "string",
+        "enum": list(NORMS),
+        "default": "linf",
+        "description": "Of the ball, or of the distance to be made small.",
+    },
     "eps": {
         "type": ["number", "string"],
         "minimum": 0,
@@ -167,7 +184,13 @@ _SETTINGS = {
         "default": "scores",
         "description": "Where the attack looks.",
     },
-    "seed": {"type": "integer", "minimum": 0, "maximum": 2**63 - 1, "default": 0},
+    "seed": {
+        "type": "integer",
+        "minimum": 0,
+        "maximum": 2**63 - 1,
+        "default": 0,
+        "description": "Same seed, same attack.",
+    },
     "model": _MODEL,
 }
 _FILE = {"type": "string", "format": "binary"}
@@ -211,7 +234,7 @@ PREDICT = _route(
     _REFUSALS,
     openapi_extra=_body(
         ["images"],
-        {"images": {"type": "array", "minItems": 1, "items": _IMAGE, "examples": [[_PNG]]}, **_PREDICT},
+        {"images": _IMAGES, **_PREDICT},
         {"images": {"type": "array", "minItems": 1, "items": _FILE}, **_PREDICT},
     ),
 )

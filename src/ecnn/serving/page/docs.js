@@ -12,8 +12,7 @@ function element(tag, text, className) {
 function kindOf(field) {
   if (field.enum) return field.enum.join(" | ");
   if (field.anyOf) return "text or nested lists of numbers";
-  if (field.format === "binary") return "file";
-  if (field.type === "array" && field.items && field.items.format === "binary") return "files";
+  if (field.type === "array") return "list";
   return [].concat(field.type || "any").join(" or ");
 }
 
@@ -36,9 +35,14 @@ function fieldTable(schema) {
 function routeSection(path, method, route) {
   const section = element("section", undefined, "card");
   section.append(element("h2", `${method.toUpperCase()} ${path}`, "code"), element("p", route.summary));
-  const content = route.requestBody ? route.requestBody.content : {};
-  for (const [kind, body] of Object.entries(content)) {
-    section.append(element("h3", kind), fieldTable(body.schema));
+  if (route.requestBody) {
+    const [[kind, body], ...others] = Object.entries(route.requestBody.content);
+    const scroll = element("div", undefined, "scroll");
+    scroll.append(fieldTable(body.schema));
+    section.append(element("h3", kind), scroll);
+    for (const [other] of others) {
+      section.append(element("p", `The same fields as ${other}, with images as files. * is needed.`, "quiet"));
+    }
   }
   section.append(element("h3", "answers"));
   const list = element("dl");

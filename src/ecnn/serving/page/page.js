@@ -254,7 +254,7 @@ function showCode() {
   if (details.bits) {
     const off = details.bits.map((bit, place) => Boolean(done && done.before.details.bits[place] !== bit));
     const old = done ? done.before.details.bits : details.bits;
-    body.append(saidRow(done ? "before" : "members", old, old.map(() => false), !done));
+    body.append(saidRow("picture", old, old.map(() => false), !done));
     if (done) body.append(saidRow("attacked", details.bits, off, true));
   }
   const order = [...details.probabilities.keys()];

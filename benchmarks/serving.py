@@ -1,0 +1,165 @@
+"""What batching of concurrent requests is worth: the same server, asked by one client and by many at once.
+
+Run: python benchmarks/serving.py. The server is a process of its own (`ecnn serve`), the clients are threads of this
+one, all on the same machine; writes the figures and a table to serving.json and serving.md beside this file (or where
+--out says). The server that does not batch is the same one with limits.batch_images=1; the two are measured in turns.
+With --quick it shows in seconds that it runs, and writes to out/quick.
+"""
+
+from __future__ import annotations
+
+import argparse
+import http.client
+import io
+import json
+import os
+import platform
+import re
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from ecnn import files
+
+HERE = Path(__file__).parent
+MODELS = ("cifar10-ecnn30", "cifar10-resnet20-at")
+
+
+@contextmanager
+def served(model: str, *options: str) -> Iterator[tuple[str, int]]:
+    """Host and port of a server of that model."""
+    command = [sys.executable, "-m", "ecnn", "serve", model, "--port", "0", "--device", "cpu", *options]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:  # noqa: S603 our own command
+        try:
+            assert process.stderr is not None
+            found = None
+            while found is None and (line := process.stderr.readline()):
+                found = re.search(r"http://([\d.]+):(\d+)", line)
+            assert found is not None, "the server did not start"
+            yield found[1], int(found[2])
+        finally:
+            process.terminate()
+
+
+def picture(seed: int) -> bytes:
+    """The body of a request for one image: a form with a PNG of CIFAR-10's size."""
+    pixels = np.random.default_rng(seed).integers(0, 256, (32, 32, 3), dtype=np.uint8)
+    written = io.BytesIO()
+    Image.fromarray(pixels).save(written, format="PNG")
+    head = b'--edge\r\nContent-Disposition: form-data; name="images"; filename="a.png"\r\n\r\n'
+    return head + written.getvalue() + b"\r\n--edge--\r\n"
+
+
+def measure(address: tuple[str, int], clients: int, seconds: float) -> dict[str, float]:
+    """Requests per second, and how long one takes (median, 95 % are faster), with so many clients at once."""
+    waits: list[float] = []
+    start = threading.Barrier(clients + 1)
+    stop = threading.Event()
+
+    def ask(number: int) -> None:
+        connection, body = http.client.HTTPConnection(*address, timeout=60), picture(number)
+        headers = {"Content-Type": "multipart/form-data; boundary=edge"}
+        start.wait()
+        while not stop.is_set():
+            began = time.perf_counter()
+            connection.request("POST", "/v1/predict", body, headers)
+            answer = connection.getresponse()
+            content = answer.read()
+            if answer.status != 200:
+                raise RuntimeError(content.decode())
+            waits.append(time.perf_counter() - began)
+        connection.close()
+
+    threads = [threading.Thread(target=ask, args=(number,)) for number in range(clients)]
+    for thread in threads:
+        thread.start()
+    start.wait()
+    began = time.perf_counter()
+    time.sleep(seconds)
+    stop.set()
+    for thread in threads:
+        thread.join()
+    taken = time.perf_counter() - began
+    ranked = sorted(waits)
+    return {
+        "per_second": len(waits) / taken,
+        "median_ms": 1000 * statistics.median(ranked),
+        "p95_ms": 1000 * ranked[int(0.95 * (len(ranked) - 1))],
+    }
+
+
+def compare(model: str, counts: list[int], seconds: float, rounds: int) -> list[dict[str, Any]]:
+    """A row per number of clients: both servers in turns, of each the median round."""
+    rows = []
+    with served(model) as batching, served(model, "--set", "limits.batch_images=1") as single:
+        for address in (batching, single):
+            measure(address, 2, min(1.0, seconds))
+        for clients in counts:
+            found: dict[str, list[dict[str, float]]] = {"batched": [], "single": []}
+            for _ in range(rounds):
+                found["batched"].append(measure(batching, clients, seconds))
+                found["single"].append(measure(single, clients, seconds))
+            middle = {name: sorted(all_, key=_speed)[len(all_) // 2] for name, all_ in found.items()}
+            ratios = [a["per_second"] / b["per_second"] for a, b in zip(*found.values(), strict=True)]
+            rows.append({"model": model, "clients": clients, **middle, "ratio": statistics.median(ratios)})
+            print(json.dumps(rows[-1]), file=sys.stderr)
+    return rows
+
+
+def _speed(found: dict[str, float]) -> float:
+    return found["per_second"]
+
+
+def page(rows: list[dict[str, Any]], machine: str) -> str:
+    lines = [
+        "# Serving: requests answered together, and one by one",
+        "",
+        f"`python benchmarks/serving.py` on {machine}, which server and clients share. A request is a form with one",
+        "PNG of 32 x 32 pixels; a client asks again as soon as it is answered. One by one is the same server with",
+        "limits.batch_images=1, measured in turns with the other.",
+        "",
+        "| model | clients | requests/s: batched | one by one | ratio "
+        "| median: batched | one by one | 95 % within: batched | one by one |",
+        "|---|---:|---:|---:|---:|---:|---:|---:|---:|",
+    ]
+    for row in rows:
+        fast, slow = row["batched"], row["single"]
+        lines.append(
+            f"| {row['model']} | {row['clients']} | {fast['per_second']:.0f} | {slow['per_second']:.0f} | "
+            f"{row['ratio']:.2f} | {fast['median_ms']:.0f} ms | {slow['median_ms']:.0f} ms | "
+            f"{fast['p95_ms']:.0f} ms | {slow['p95_ms']:.0f} ms |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--quick", action="store_true", help="only show that it runs")
+    parser.add_argument("--seconds", type=float, default=5.0, help="of each measurement")
+    parser.add_argument("--rounds", type=int, default=3, help="of which the median is kept")
+    parser.add_argument("--out", type=Path, help="folder for the figures")
+    options = parser.parse_args()
+    out = options.out or (Path("out/quick") if options.quick else HERE)
+    seconds, rounds = (0.3, 1) if options.quick else (options.seconds, options.rounds)
+    models, counts = (MODELS[1:], [1, 4]) if options.quick else (MODELS, [1, 4, 16, 32])
+    rows = [row for model in models for row in compare(model, counts, seconds, rounds)]
+    machine = f"{os.cpu_count()} cores ({platform.machine()})"
+    out.mkdir(parents=True, exist_ok=True)
+    files.write_json(out / "serving.json", {"machine": machine, "rows": rows})
+    files.write_text(out / "serving.md", page(rows, machine))
+    print((out / "serving.md").read_text())
+
+
+if __name__ == "__main__":
+    main()
