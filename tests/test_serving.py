@@ -711,7 +711,7 @@ def opened(browser: Any, address: str, **options: Any) -> Iterator[Any]:
 
 def is_about(response: Any, what: str) -> bool:
     """Whether a response is that of the served model, and not of the one beside it."""
-    return response.url.endswith(f"/v1/{what}") and response.request.post_data_json["model"] == "served"
+    return bool(response.url.endswith(f"/v1/{what}") and response.request.post_data_json["model"] == "served")
 
 
 def attacked(page: Any) -> Any:
