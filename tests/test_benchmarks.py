@@ -15,9 +15,9 @@ BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("one_thread")
-@pytest.mark.parametrize("name", ["annealing", "attacks", "baselines", "estimators", "serving", "training"])
+@pytest.mark.parametrize("name", ["annealing", "attacks", "baselines", "estimators", "training"])
 def test_quick_form(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """That of the audit takes longest and is left to `make bench`; tests/test_auditing_models.py runs its models."""
+    """Those of the audit and of serving take longest and are left to `make bench`; other tests run their parts."""
     committed = {path: path.read_bytes() for path in BENCHMARKS.glob("*.[jm]*")}
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(BENCHMARKS)

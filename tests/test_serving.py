@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import importlib
 import io
 import json
 import os
@@ -414,13 +415,14 @@ class Gate(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.open, self.batches = threading.Event(), list[int]()
+        self.open, self.entered, self.batches = threading.Event(), threading.Event(), list[int]()
         self.open.set()
 
     def __deepcopy__(self, memo: Any) -> Gate:
         return self
 
     def forward(self, images: Tensor) -> Tensor:
+        self.entered.set()
         assert self.open.wait(20)
         self.batches.append(len(images))
         return images.flatten(1)[:, :3]
@@ -443,12 +445,13 @@ def test_requests_that_wait_go_through_the_model_together() -> None:
     model: Any = subject.classifier.model
     with TestClient(make_app(subject), base_url=HERE) as client:
         model.open.clear()
+        model.entered.clear()
         model.batches.clear()
         images = [[[float(number % 3 == column) for column in range(2)]] * 2 for number in range(30)]
         with ThreadPoolExecutor(30) as pool:
             first = pool.submit(predict, client, images[0])
             batches = service(client).models["served"].batches
-            wait_until(batches._queue.empty)
+            assert model.entered.wait(10)
             rest = [pool.submit(predict, client, image) for image in images[1:]]
             wait_until(lambda: batches._queue.qsize() >= 29)
             model.open.set()
@@ -463,10 +466,13 @@ def test_too_many_at_once_are_told_to_come_again() -> None:
     limits = Limits(requests=2, attacks=1, seconds=5)
     with TestClient(make_app(subject, limits=limits), base_url=HERE) as client:
         model.open.clear()
+        model.entered.clear()
         batches = service(client).models["served"].batches
         with ThreadPoolExecutor(2) as pool:
-            waiting = [pool.submit(predict, client, [[0.5]]) for _ in range(2)]
-            wait_until(lambda: batches._queue.qsize() == 1)  # and the other one is with the model
+            waiting = [pool.submit(predict, client, [[0.5]])]
+            assert model.entered.wait(10)
+            waiting.append(pool.submit(predict, client, [[0.5]]))
+            wait_until(lambda: batches._queue.qsize() == 1)
             answer = client.post("/v1/predict", json={"images": [[[0.5]]]})
             refused(answer, 429, "2 such requests")
             assert answer.headers["retry-after"] == "1"
@@ -900,6 +906,17 @@ def test_without_the_extra_it_says_what_to_install(monkeypatch: pytest.MonkeyPat
     monkeypatch.setitem(sys.modules, "fastapi", None)
     with pytest.raises(InputError, match=r'pip install "ecnn\[serve\]"'):
         make_app(saturated())
+
+
+def test_the_benchmark_asks_a_server(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(Path(__file__).parents[1] / "benchmarks")
+    benchmark: Any = importlib.import_module("serving")
+    host, port = address.removeprefix("http://").split(":")
+    found = benchmark.measure((host, int(port)), 4, 0.5)
+    assert found["per_second"] > 1
+    assert 0 < found["median_ms"] <= found["p95_ms"]
+    row = {"model": "m", "clients": 4, "batched": found, "single": found, "ratio": 1.0}
+    assert "| m | 4 |" in benchmark.page([row], "a machine")
 
 
 @pytest.mark.skipif(shutil.which("curl") is None, reason="no curl")
