@@ -571,7 +571,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         assert done.exit_code == 0, done.output
     data = load_data("digits")
     model = ecnn.load_model(folder / "ecnn")
-    ecnn.audit(model, data.test, norm="linf", eps=0.1, limit=10, budget=TINY, run_dir=folder / "ecnn")
+    ecnn.audit(model, data.test, norm="linf", eps=0.1, limit=4, budget=TINY, run_dir=folder / "ecnn")
     return folder
 
 
@@ -671,7 +671,7 @@ def test_what_it_says_of_itself_is_what_it_does(address: str) -> None:
         for mode in [GenerationMode.POSITIVE] + [GenerationMode.NEGATIVE] * has_body:
 
             @settings(
-                max_examples=12 if has_body else 2,
+                max_examples=8 if has_body else 2,
                 phases=[Phase.explicit, Phase.generate],
                 suppress_health_check=list(HealthCheck),
                 database=None,
