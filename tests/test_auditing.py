@@ -521,6 +521,18 @@ class Certain(Linear):
         return torch.log(probabilities / (1 - probabilities))
 
 
+class Brief(Linear):
+    """Computes in bfloat16, without the product of matrices that some processors have no instruction for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bfloat16()
+
+    def forward(self, images: Tensor) -> Tensor:
+        (weights,) = (parameter for parameter in self.parameters() if parameter.ndim == 2)
+        return (images.flatten(1).to(weights.dtype)[:, None] * weights).sum(dim=2)
+
+
 SHORT = dataclasses.replace(
     TINY, images=16, steps=5, probe_images=4, probe_steps=4, queries=40, eot=2, targets=1
 )
@@ -536,6 +548,7 @@ SHORT = dataclasses.replace(
         (Rooted(), "l2", {"nan_gradients": "nan_gradients"}),
         (Certain(), "l2", {"finite_scores": "infinite", "nan_gradients": "nan_gradients"}),
         (Linear().half(), "linf", {"precision": "float16"}),
+        (Brief(), "linf", {"precision": "bfloat16"}),
         (Votes(), "linf", {"differentiable": "differentiable"}),
     ],
     ids=lambda value: type(value).__name__,

@@ -71,6 +71,7 @@ def reproduce(
     if not table and not audit_again:
         typer.echo(pipeline.cost_text(pipeline.estimate_tasks(tasks, root)), err=not dry_run)
     if dry_run:
+        _say_what_is_absent(tasks, root)
         return 0
     if not table and (jobs > 1 or cluster is not None):
         flags = [("--stage", name) for name in stage or ()]
@@ -93,3 +94,18 @@ def reproduce(
     for task in failed:
         typer.echo(f"ecnn: {task.name} failed: {task.folder}/log.txt says why.", err=True)
     return FAULT if failed else 0
+
+
+def _say_what_is_absent(tasks: list[pipeline.Task], root: Path) -> None:
+    """Names the files of datasets without which runs that are still to do could not begin."""
+    from ecnn.data.inventory import find_datasets
+
+    specs = [task.spec for task in tasks if not task.is_done()]
+    tables = [table for spec in specs for table in spec.attacks.values()]
+    wanted = {spec.data.name for spec in specs} | {table.get("data") for table in tables}
+    for entry in find_datasets(root):
+        if entry.name in wanted and entry.missing:
+            typer.echo(
+                f"ecnn: {entry.name} is not there yet: {', '.join(entry.missing)} (ecnn data says more).",
+                err=True,
+            )
