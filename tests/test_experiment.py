@@ -246,7 +246,7 @@ def test_the_official_signs_are_evaluated_as_they_are() -> None:
 
 
 def test_the_command(tmp_path: Path) -> None:
-    arguments = ["reproduce", "members", "--out", str(tmp_path)]
+    arguments = ["reproduce", "members", "--out", str(tmp_path), "--root", str(tmp_path / "empty")]
     planned = CliRunner().invoke(app, [*arguments, "--dry-run", "--arm", "ecnn10", "--arm", "ecnn30"])
     assert planned.exit_code == 0
     assert planned.stdout.startswith(
@@ -254,6 +254,8 @@ def test_the_command(tmp_path: Path) -> None:
     )
     assert "2 of 2 runs to do" in planned.stdout
     assert "Minutes assume 2e+13 operations a second" in planned.stdout
+    assert planned.stderr.startswith(f"ecnn: cifar10 is not there yet: {tmp_path}/empty/cifar-10-batches-py/")
+    assert planned.stderr.count("\n") == 1  # other datasets are not asked for
     neither = CliRunner().invoke(app, ["reproduce", "--out", str(tmp_path)])
     assert neither.exit_code == 2
     assert "or --all" in neither.stderr

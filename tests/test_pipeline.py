@@ -108,7 +108,7 @@ def test_ctrl_c_while_a_code_is_designed_trains_nothing(
 ) -> None:
     """The best code so far is not the one that the spec describes."""
     half = CodeMatrix(load_code("10x10").symbols, provenance={"stopped_by": "interrupt"})
-    monkeypatch.setattr("ecnn.pipeline.training.design_code", lambda *size, **options: half)
+    monkeypatch.setattr("ecnn.annealing.design_code", lambda *size, **options: half)
     spec = Spec.from_dict({"data": {"name": "digits"}, "code": {"code_length": 10}})
     with pytest.raises(KeyboardInterrupt):
         train_run(spec, out=tmp_path / "run")

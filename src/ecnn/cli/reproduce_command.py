@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 import ecnn
 from ecnn.cli.options import Device, Root
 from ecnn.cli.statuses import FAULT
+
+if TYPE_CHECKING:
+    from ecnn import pipeline
 
 
 def reproduce(

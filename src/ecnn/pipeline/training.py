@@ -16,7 +16,6 @@ import torch
 from torch import nn
 
 from ecnn import constructions, files, runs
-from ecnn.annealing import design_code
 from ecnn.attacks import ATTACKS, Attack
 from ecnn.baselines import FeatureSqueezing
 from ecnn.checks import check_count, parse_eps
@@ -235,12 +234,13 @@ def _code_for(spec: Spec, kind: ModelKind, data: Dataset) -> tuple[CodeMatrix | 
 def _designed(
     num_classes: int, code_length: int, arity: int, objective: str, steps: int | None, seed: int
 ) -> CodeMatrix:
+    # Here, and not above: numba takes a while to load, and most commands design no code.
+    from ecnn.annealing import design_code
+
     options: Any = {"arity": arity, "objective": objective, "steps": steps, "seed": seed}
     code = design_code(num_classes, code_length, **options)
-    if (
-        code.provenance["stopped_by"] == "interrupt"
-    ):  # the best so far is not the code that the spec describes
-        raise KeyboardInterrupt
+    if code.provenance["stopped_by"] == "interrupt":
+        raise KeyboardInterrupt  # the best so far is not the code that the spec describes
     return code
 
 
