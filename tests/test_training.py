@@ -29,7 +29,7 @@ from ecnn.models import resolve_recipe
 from ecnn.training import RECIPES, Recipe, TrainingError, fit
 from ecnn.training.checkpoints import load_optimizer, optimizer_tensors
 from ecnn.training.engine import parameter_groups
-from ecnn.training.loop import accuracy, overfitting_alarms
+from ecnn.training.loop import accuracy, overfitting_alarms, standstill_alarm
 
 TINY = Recipe(
     epochs=4,
@@ -427,6 +427,19 @@ def test_alarms() -> None:
     assert "robust overfitting" in overfitting_alarms(curve(peaked, falling))[0]
     assert "catastrophic overfitting" in overfitting_alarms(curve([*steady[:5], 0.02], falling[:6]))[0]
     assert overfitting_alarms([{"epoch": 0, "loss": 1.0}]) == []
+    still = [{"val_accuracy": value} for value in (0.1, 0.104, 0.1, 0.108, 0.1)]
+    assert standstill_alarm(still, 0.1).startswith("nothing is learned: after 5 epochs")
+    assert standstill_alarm(still[:4], 0.1) == ""  # too early to say
+    assert standstill_alarm([*still, {"val_accuracy": 0.1}], 0.1) == ""  # said once
+    assert standstill_alarm([*still[:4], {"val_accuracy": 0.12}], 0.1) == ""
+
+
+def test_a_start_that_teaches_nothing_is_said() -> None:
+    model = tiny_model()
+    for parameter in model.parameters():
+        nn.init.zeros_(parameter)  # no gradient leads away
+    found = fit(model, tiny_data(), val=tiny_data(), recipe="small", epochs=5, seed=0)
+    assert any("nothing is learned" in alarm for alarm in found.alarms)
 
 
 def test_accuracy_restores_modes_and_counts() -> None:

@@ -40,6 +40,7 @@ from ecnn.training.engine import Craft, Engine, craft
 
 LAST, PREVIOUS, BEST, LOG = "last.safetensors", "previous.safetensors", "model.safetensors", "train.jsonl"
 _ROBUST_VAL_IMAGES = 1000
+_FIRST_EPOCHS = 5  # enough for a network that learns at all to leave chance behind
 _FEW_STEPS = 20
 _logger = logging.getLogger("ecnn")
 
@@ -56,7 +57,7 @@ class History:
         epochs: one dict per epoch: epoch, loss, lr, val_accuracy, val_robust_accuracy, images_per_second, seconds.
         best_epoch: the epoch whose weights the model has now (-1 when nothing was trained).
         best_accuracy: its validation accuracy (under attack when there is one), None without validation data.
-        alarms: sentences about robust or catastrophic overfitting, and about a training of very few steps.
+        alarms: sentences about robust or catastrophic overfitting, a start that teaches nothing, very few steps.
         note: why the step ran eagerly although a graph was wanted, or which checkpoint could not be read; empty
             otherwise.
         resumed_from: how many epochs a checkpoint contributed.
@@ -290,6 +291,9 @@ class _Loop:
     def _raise_alarms(self) -> None:
         for alarm in overfitting_alarms(self.state.epochs):
             self._warn(alarm)
+        if self.val is not None:
+            most = int(self.val.labels.bincount().max())
+            self._warn(standstill_alarm(self.state.epochs, most / len(self.val)))
 
     def _warn(self, alarm: str) -> None:
         if alarm and alarm not in self.state.alarms:
@@ -420,6 +424,21 @@ def few_steps_alarm(steps_per_epoch: int, settings: Recipe) -> str:
     return (
         f"training is over after {steps} optimizer steps (epochs: {settings.epochs}, batches of {settings.batch_size} "
         f"in each: {steps_per_epoch}), too few to learn much: use a smaller batch_size or more epochs."
+    )
+
+
+def standstill_alarm(epochs: list[dict[str, Any]], share: float) -> str:
+    """A sentence where the first epochs have taught the network nothing; else nothing.
+
+    Args:
+        share: of validation images that are right if all get the same answer, at most.
+    """
+    first = [record["val_accuracy"] for record in epochs[:_FIRST_EPOCHS]]
+    if len(epochs) != _FIRST_EPOCHS or max(first) > 1.1 * share:
+        return ""
+    return (
+        f"nothing is learned: after {_FIRST_EPOCHS} epochs the network does no better than one answer for all images "
+        f"({share:.1%} right); another seed, a smaller lr or batch norm may lead away from this start."
     )
 
 
