@@ -24,9 +24,10 @@ from sklearn.utils.estimator_checks import check_estimator
 import ecnn
 from ecnn.attacks import PGD
 from ecnn.codes import CodeMatrix, load_code
+from ecnn.constructions import random_code
 from ecnn.errors import InputError
 from ecnn.estimators import ECNNClassifier, ErrorCorrectingClassifier
-from ecnn.estimators.codewords import mean_distance, softmax
+from ecnn.estimators.codewords import find_code, mean_distance, softmax
 from ecnn.evaluation import evaluate
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -162,6 +163,7 @@ def test_a_code_of_ones_own(wine: Any, tmp_path: Path) -> None:
         ({"image_shape": (1, 13, 1), "pixel_range": (1, 1)}, "pixel_range: white must be a number above 1"),
         ({"code_length": 1}, "3 classes need 3 different codewords"),
         ({"epochs": 0}, "epochs must be a whole number from 1"),
+        ({"width": 0}, "width must be a whole number from 1"),
         ({"lr": -1.0}, "lr must be a number above 0"),
         ({"device": "tpu", "image_shape": (1, 13, 1)}, "the device 'tpu' cannot be used"),
     ],
@@ -238,6 +240,14 @@ def test_the_code_is_as_good_as_the_shipped_one_and_follows_random_state(digits:
         first.code_book_.shape == OutputCodeClassifier(base, code_size=3).fit(rows, labels).code_book_.shape
     )
     assert mean_distance(first.code_) >= 16
+
+
+@pytest.mark.parametrize("size", [(2, 1), (3, 2), (3, 4), (6, 9), (60, 90), (1000, 30)])
+def test_a_code_is_found_for_any_number_of_classes(size: tuple[int, int]) -> None:
+    found = find_code(*size)
+    assert found.symbols.shape == size
+    assert found.min_row_distance >= random_code(*size, seed=0).min_row_distance
+    assert find_code(*size) is found
 
 
 def test_what_cannot_be_coded_is_one_sentence(wine: Any) -> None:

@@ -11,7 +11,10 @@ from ecnn.annealing import design_code
 from ecnn.codes import CodeMatrix, codebook, load_code
 from ecnn.errors import InputError
 
-_STEPS = 400_000
+_MOST_STEPS, _STEPS_PER_SYMBOL = 400_000, 1000
+# Beyond this many symbols the search for the largest distances takes minutes, and that for a low energy seconds; the
+# columns of so large a code differ without being asked to.
+_MANY_SYMBOLS = 2000
 
 
 @functools.lru_cache(maxsize=64)
@@ -23,7 +26,11 @@ def find_code(num_classes: int, code_length: int) -> CodeMatrix:
     name = f"{num_classes}x{code_length}"
     if name in codebook():
         return load_code(name)
-    code = design_code(num_classes, code_length, objective="distance", steps=_STEPS, seed=0)
+    symbols = num_classes * code_length
+    search: dict[str, Any] = {"steps": min(_MOST_STEPS, _STEPS_PER_SYMBOL * symbols), "objective": "distance"}
+    if symbols > _MANY_SYMBOLS:
+        search |= {"objective": "energy", "column_weight": 0.0, "chains": 1}
+    code = design_code(num_classes, code_length, seed=0, **search)
     if code.provenance["stopped_by"] == "interrupt":  # the best so far is not the code of this size
         raise KeyboardInterrupt
     return code

@@ -17,7 +17,7 @@ from sklearn.utils.validation import check_is_fitted, validate_data
 from torch import Tensor, nn
 
 from ecnn import files
-from ecnn.backbones import DENSE, eval_mode
+from ecnn.backbones import DENSE, MOST_OF_ANYTHING, eval_mode
 from ecnn.checks import check_count, check_entries, check_number, check_options, shown
 from ecnn.codes import CodeMatrix, load_code
 from ecnn.data import Split
@@ -195,6 +195,7 @@ class ECNNClassifier(ScoringMixin, ClassifierMixin, BaseEstimator):  # type: ign
     def _input_shape(self) -> tuple[int, int, int]:
         """(channel, height, width), checked against the number of features."""
         if self.image_shape is None:
+            check_count("the number of features", self.n_features_in_, most=MOST_OF_ANYTHING)
             return self.n_features_in_, 1, 1
         shape = tuple(self.image_shape) if isinstance(self.image_shape, list | tuple) else ()
         if len(shape) != 3:
@@ -239,9 +240,17 @@ class ECNNClassifier(ScoringMixin, ClassifierMixin, BaseEstimator):  # type: ign
         return code
 
     def _build_network(self, shape: tuple[int, int, int]) -> nn.Module:
-        options: dict[str, Any] = {"trunk": DENSE, "branch": "linear", "width": self.width or 64}
+        options: dict[str, Any] = {
+            "trunk": DENSE,
+            "branch": "linear",
+            "width": 64 if self.width is None else self.width,
+        }
         if self.image_shape is not None:
-            options = {"width": self.width or 16, "depth": self.depth, "batch_norm": True}
+            options = {
+                "width": 16 if self.width is None else self.width,
+                "depth": self.depth,
+                "batch_norm": True,
+            }
         if self.code_.arity > 2:
             options["member_output"] = "symbols"
         return build_model(
