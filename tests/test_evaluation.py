@@ -1493,8 +1493,10 @@ def test_members_that_were_turned_are_those_in_which_the_codewords_differ() -> N
     assert (found.right == 3).all()
     assert found.per_image == pytest.approx((symbols[2] != symbols[7]).sum() * 3 / 30)
     assert found.share[2].tolist() == (symbols[2] != symbols[7]).astype(float).tolist()
-    with pytest.raises(InputError, match="should be of the same images"):
-        member_flips(model, images, attacked[:4], labels)
+    with pytest.raises(InputError, match="before and after"):
+        member_flips(model, images, attacked[:, :, :2], labels)
+    with pytest.raises(InputError, match="labels"):
+        member_flips(model, images, attacked, labels[:4])
 
 
 def test_curves_are_given_by_norm_and_attack() -> None:
@@ -1503,12 +1505,13 @@ def test_curves_are_given_by_norm_and_attack() -> None:
     split = Split((images * 255).to(torch.uint8), torch.zeros(6, dtype=torch.int64))
     attacks: dict[str, Any] = {
         "pgd": PGD(norm="linf", eps=0.1, steps=3, step_size=0.1),
+        "noise": RandomNoise(norm="linf", eps=0.1, samples=1),
         "fmn": FMN(norm="l2", steps=30),
         "own": lambda model, images, labels: 1 - images,
     }
     found = evaluate(model, split, attacks, limit=None, eps=[0.05, 0.2])
     curves = found.curves()
-    assert {norm: list(own) for norm, own in curves.items()} == {"linf": ["pgd"], "l2": ["fmn"]}
+    assert {norm: list(own) for norm, own in curves.items()} == {"linf": ["pgd", "noise"], "l2": ["fmn"]}
     assert curves["linf"]["pgd"] == found.curve("pgd")
     assert list(curves["linf"]["pgd"].eps) == [0, 0.05, 0.2]
     assert [rate.accuracy for rate in curves["linf"]["pgd"].robust] == [1, 1, 0]

@@ -55,6 +55,10 @@ def run(photos: Path) -> Path:
     tables = pipeline.attack_tables(
         ["pgd"], {"steps": 2, "step_size": 0.02, "on": "members"}, ["0.02", "0.1"]
     )
+    tables |= {
+        "noise": {"norm": "linf", "eps": "8/255", "samples": 3},
+        "deepfool": {"norm": "l2", "steps": 2},
+    }
     asked = read_run(folder).spec.changed({"attacks": tables})
     pipeline.evaluate_run(pipeline.plan_evaluation(str(folder), asked, device="cpu"), out=folder)
     table = AuditTable(eps=0.1, claim=0.9, limit=4, budget="quick")
@@ -184,15 +188,19 @@ def test_the_verdict_comes_first(page: str) -> None:
 def test_its_commands_repeat_the_numbers(run: Path, page: str) -> None:
     (written,) = re.findall(r"<h3>To repeat it</h3><pre>(.*?)</pre>", page, re.S)
     lines = [shlex.split(line) for line in html.unescape(written).splitlines()]
-    assert [words[1] for words in lines] == ["train", "evaluate", "evaluate", "audit"]
+    assert [words[1] for words in lines] == ["train", *["evaluate"] * 4, "audit"]
     found = load_evaluation(run)
-    for words, name in zip(lines[1:3], found.outcomes, strict=True):
+    for words, name in zip(lines[1:5], found.outcomes, strict=True):
         done = CliRunner().invoke(app, [*words[1:], "--json"])
         assert done.exit_code == 0, done.output
-        assert json.loads(done.stdout)["attacks"]["pgd"]["accuracy"] == found.accuracy[name]
+        (again,) = json.loads(done.stdout)["attacks"].values()
+        assert again["accuracy"] == found.accuracy[name]
+        before = found.outcomes[name].about["attack"]
+        lengths = dict.fromkeys(("eps", "step_size"))  # which a command takes as text
+        assert {**again["attack"], **lengths} == {**before, **lengths}
     done = CliRunner().invoke(app, [*lines[0][1:], "--dry-run"])
     assert done.exit_code == 0, done.output
-    asked = dict(zip(lines[3][3::2], lines[3][4::2], strict=True))
+    asked = dict(zip(lines[5][3::2], lines[5][4::2], strict=True))
     audit = load_audit(run)
     assert (asked["--eps"], asked["--claim"], asked["--limit"]) == ("0.1", "0.9", str(audit.images))
 

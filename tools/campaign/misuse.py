@@ -20,6 +20,7 @@ from ecnn.attacks import ATTACKS, RandomNoise
 from ecnn.auditing import load_audit
 from ecnn.data import Split
 from ecnn.errors import InputError
+from ecnn.evaluation import evaluate, member_flips, model_transfer
 from ecnn.spec import attack_options
 
 _BATCH = 60
@@ -89,6 +90,8 @@ def _calls(scene: Scene) -> dict[str, tuple[Callable[..., Any], dict[str, Any]]]
     images, labels = data.test[:4]
     split = Split(data.test.images[:4], data.test.labels[:4])
     small: dict[str, Any] = {"in_channels": 1, "width": 2, "depth": 8}
+    noise = RandomNoise(norm="linf", eps=0.1, samples=1)
+    evaluated = evaluate(model, split, {"noise": noise}, limit=2)
     calls: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
         "CodeMatrix": (ecnn.CodeMatrix, {"symbols": code.symbols, "arity": 2, "provenance": {}}),
         "CodeMatrix.from_dict": (ecnn.CodeMatrix.from_dict, {"value": code.to_dict()}),
@@ -116,7 +119,7 @@ def _calls(scene: Scene) -> dict[str, tuple[Callable[..., Any], dict[str, Any]]]
         ),
         "evaluate": (
             ecnn.evaluate,
-            {"model": model, "split": split, "attacks": {"noise": RandomNoise(norm="linf", eps=0.1, samples=1)},
+            {"model": model, "split": split, "attacks": {"noise": noise},
              "limit": 2, "seed": 0, "eps": None, "cascade": False, "batch_size": 2, "run_dir": None, "progress": None},
         ),
         "exhaustive_code": (ecnn.exhaustive_code, {"num_classes": 3, "code_length": 2}),
@@ -140,6 +143,15 @@ def _calls(scene: Scene) -> dict[str, tuple[Callable[..., Any], dict[str, Any]]]
         "load_model": (ecnn.load_model, {"source": str(scene.done / "run"), "device": "cpu"}),
         "load_spec": (ecnn.load_spec, {"path": str(scene.done / "run/spec.toml")}),
         "plot_code": (ecnn.plot_code, {"code": code, "path": "x.png"}),
+        "plot_curve": (ecnn.plot_curve, {"evaluation": evaluated, "path": "x.png"}),
+        "plot_members": (
+            ecnn.plot_members,
+            {"flips": member_flips(model, images, images, labels), "path": "x.png", "class_names": None},
+        ),
+        "plot_transfer": (
+            ecnn.plot_transfer,
+            {"matrix": model_transfer({"a": model}, split, noise, limit=2), "path": "x.png", "title": "x"},
+        ),
         "progress_bar": (ecnn.progress_bar, {"title": "x"}),
         "codebook": (ecnn.codebook, {}),
         "InputError": (InputError, {"text": "x"}),
@@ -246,7 +258,8 @@ def _is_much(value: Any) -> bool:
 
 _POSITIONAL = (
     "ECNN.forward", "ECNN.member_logits", "CodeMatrix.from_dict", "InputError", "progress_bar", "Spec.from_dict",
-    "Normalized", "load_code", "load_model", "load_spec", "plot_code", "plot_audit", "audit",
+    "Normalized", "load_code", "load_model", "load_spec", "plot_code", "plot_audit",
+    "plot_curve", "plot_members", "plot_transfer", "audit",
     "evaluate", "fit", "load_classifier", "load_classifier.predict",
 )  # fmt: skip
 

@@ -153,6 +153,7 @@ def _words(scene: Scene, rng: random.Random) -> list[str]:
         ["predict", "run", str(scene.pictures / "test/0/0.png")],
         ["predict", "run", rng.choice((*_PATHS, *_READ_ONLY)), "--top", "2"],
         ["export", "run", "--out", "model.pt2"],
+        ["report", "run", "--images", "2", "--out", "report.html"],
         ["data", str(scene.pictures)],
         ["data"],
         ["models"],

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from ecnn.attacks.base import check_batch, check_labels
 from ecnn.attacks.views import member_margins, members_of
 from ecnn.backbones import undisturbed, without_tf32
 from ecnn.errors import InputError
@@ -55,14 +56,17 @@ def member_flips(model: nn.Module, images: Tensor, attacked: Tensor, labels: Ten
         attacked: the same after an attack, as `attack(model, images, labels)` gives them.
         labels: (image,) their classes.
     """
-    if attacked.shape != images.shape or len(labels) != len(images) or not len(images):
+    for batch in (images, attacked):
+        check_batch(model, batch, labels)
+    if attacked.shape != images.shape or not len(images):
         raise InputError(
-            f"images, attacked and labels should be of the same images, not {tuple(images.shape)}, "
-            f"{tuple(attacked.shape)} and {tuple(labels.shape)}."
+            f"images and attacked should be the same images, before and after, not {tuple(images.shape)} and "
+            f"{tuple(attacked.shape)}."
         )
     right = []
     with torch.no_grad(), undisturbed(model), without_tf32():
         _, symbols = members_of(model, place(model, images[:1]))
+        check_labels(labels, len(symbols))
         for batch in (images, attacked):
             parts = [
                 member_margins(model, place(model, part), own.to(symbols.device)) > 0

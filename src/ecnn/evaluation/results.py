@@ -291,13 +291,16 @@ def _rate_json(rate: Rate) -> dict[str, Any]:
 
 
 def _norm_of(attack: Any) -> Any:
-    """The norm of a described attack, L2 where it has none; of one that is crafted elsewhere, that of the one inside.
+    """The norm of a described attack; of one that is crafted elsewhere, that of the one inside.
 
-    None of an attack of other make: what it searches for is not known.
+    Ours that have none are measured in L2. None of an attack of other make: what it searches for is not known.
     """
-    if not isinstance(attack, Mapping) or not str(attack.get("kind")).startswith("ecnn.attacks."):
+    if not isinstance(attack, Mapping):
         return None
-    return _norm_of(attack["attack"]) if "attack" in attack else attack.get("norm", "l2")
+    if "attack" in attack:
+        return _norm_of(attack["attack"])
+    usual = "l2" if str(attack.get("kind")).startswith("ecnn.attacks.") else None
+    return attack.get("norm", usual)
 
 
 def _make_curve(steps: Sequence[tuple[float, np.ndarray]]) -> Curve:

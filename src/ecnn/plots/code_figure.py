@@ -11,8 +11,7 @@ import numpy as np
 
 from ecnn.checks import check_kind
 from ecnn.codes import CodeMatrix
-from ecnn.errors import InputError
-from ecnn.plots.figures import ACCENT, INK, PAPER, QUIET, save_figure
+from ecnn.plots.figures import ACCENT, INK, PAPER, QUIET, names_of, save_figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -30,9 +29,7 @@ def plot_code(
     from matplotlib.figure import Figure
 
     check_kind("code", code, CodeMatrix, "a CodeMatrix")
-    names = [str(name) for name in (class_names if class_names is not None else range(code.num_classes))]
-    if len(names) != code.num_classes:
-        raise InputError(f"class_names must name {code.num_classes} classes, not {len(names)}.")
+    names = names_of(class_names, code.num_classes)
     report = code.report()
     matrix_width = float(np.clip(0.24 * code.code_length, 3.2, 9.0))
     height = float(np.clip(0.24 * code.num_classes, 2.9, 9.0))

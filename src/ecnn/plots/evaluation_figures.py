@@ -11,7 +11,7 @@ import numpy as np
 
 from ecnn.checks import check_kind
 from ecnn.errors import InputError
-from ecnn.plots.figures import INK, QUIET, save_figure, tidy
+from ecnn.plots.figures import INK, QUIET, names_of, save_figure, tidy
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -81,6 +81,7 @@ def plot_transfer(matrix: TransferMatrix, path: str | os.PathLike[str], *, title
     from ecnn.evaluation import TransferMatrix
 
     check_kind("matrix", matrix, TransferMatrix, "what `member_transfer` or `model_transfer` returned")
+    check_kind("title", title, str, "text")
     side = float(np.clip(0.42 * len(matrix.names), 3.0, 12.0))
     figure = Figure(figsize=(side + 1.8, side + 1.6), layout="constrained", facecolor="white")
     axes = figure.subplots()
@@ -119,9 +120,7 @@ def plot_members(
 
     check_kind("flips", flips, MemberFlips, "what `member_flips` returned")
     classes, members = flips.share.shape
-    names = [str(name) for name in (class_names if class_names is not None else range(classes))]
-    if len(names) != classes:
-        raise InputError(f"class_names must name {classes} classes, not {len(names)}.")
+    names = names_of(class_names, classes)
     size = (float(np.clip(0.34 * members, 4.0, 14.0)) + 2.0, float(np.clip(0.3 * classes, 2.0, 12.0)) + 1.4)
     figure = Figure(figsize=size, layout="constrained", facecolor="white")
     axes = figure.subplots()

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ecnn import files
-from ecnn.checks import check_choice
+from ecnn.checks import check_choice, shown
+from ecnn.errors import InputError
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -21,6 +23,17 @@ def save_figure(figure: Figure, path: str | os.PathLike[str]) -> Path:
     """Writes a figure, all or nothing."""
     check_figure_path(path)
     return files.write_atomically(path, lambda temporary: figure.savefig(temporary, dpi=160))
+
+
+def names_of(class_names: Sequence[str] | None, count: int) -> list[str]:
+    """The names of so many classes; their numbers if none are given."""
+    if class_names is None:
+        return [str(number) for number in range(count)]
+    if isinstance(class_names, str) or not isinstance(class_names, Sequence):
+        raise InputError(f"class_names must be a list of names, not {shown(class_names)}.")
+    if len(class_names) != count:
+        raise InputError(f"class_names must name {count} classes, not {len(class_names)}.")
+    return [str(name) for name in class_names]
 
 
 def check_figure_path(path: str | os.PathLike[str]) -> None:

@@ -56,11 +56,10 @@ def _line(*words: Any) -> str:
 
 
 def _evaluate(source: str, found: Outcomes) -> str:
-    attack = found.about.get("attack")
-    kind = _KIND_OF.get(attack.get("kind", "")) if isinstance(attack, Mapping) else None
+    attack, kind = found.about.get("attack"), _kind_of(found)
     # A view or a loss of one's own has no name that a command could take.
     if kind is None or not isinstance(attack, Mapping) or isinstance(attack.get("on"), Mapping):
-        return f"# {found.name}: an attack that was made in Python".replace("\n", " ")
+        return f"# {found.name}: was made in Python"
     words: list[Any] = ["evaluate", source, "--attack", kind]
     for name, value in _settings(kind, attack).items():
         if name in _FLAGS:
@@ -70,6 +69,17 @@ def _evaluate(source: str, found: Outcomes) -> str:
             text = value if value in ("inf", "-inf") else json.dumps(value)
             words += ["--set", f"attack.{name}={text}"]
     return _line(*words, "--limit", len(found), "--seed", found.about.get("seed") or 0)
+
+
+def _kind_of(found: Outcomes) -> str | None:
+    """The name of the recorded attack; one that has a setting `kind` of its own is known by what it was called."""
+    attack, base = found.about.get("attack"), found.about.get("base")
+    if not isinstance(attack, Mapping):
+        return None
+    if attack.get("kind") in _KIND_OF:
+        return _KIND_OF[attack["kind"]]
+    own = {entry.name for entry in dataclasses.fields(ATTACKS[base])} if base in ATTACKS else set()
+    return base if "kind" in own and {*attack} <= own else None
 
 
 def _settings(kind: str, attack: Mapping[str, Any]) -> dict[str, Any]:
