@@ -134,8 +134,8 @@ def test_every_model_learns_digits_by_name(kind: str, digits: Dataset, tmp_path:
 @pytest.mark.slow
 def test_trades_and_adversarial_training_make_digits_robust(digits: Dataset, tmp_path: Path) -> None:
     """At least 90 % clean, and 20 points more under attack than without them; both choose the epoch under attack."""
-    attack = {"norm": "linf", "eps": "0.1", "steps": 3, "step_size": 0.05, "loss": "cross_entropy"}
-    wide = {"width": 8}
+    attack = {"norm": "linf", "eps": "0.1", "steps": 2, "step_size": 0.05, "loss": "cross_entropy"}
+    wide = {"width": 6}
     train_small(small("resnet", model=wide), tmp_path / "plain")
     plain = attacked(load_model(tmp_path / "plain"), digits)
     kinds: dict[str, dict[str, Any]] = {"attack": {}, "trades": {"objective": "trades"}}
