@@ -242,7 +242,7 @@ def test_the_code_is_as_good_as_the_shipped_one_and_follows_random_state(digits:
     assert mean_distance(first.code_) >= 16
 
 
-@pytest.mark.parametrize("size", [(2, 1), (3, 2), (3, 4), (6, 9), (60, 90), (1000, 30)])
+@pytest.mark.parametrize("size", [(2, 1), (3, 2), (3, 4), (6, 9), (60, 90), (300, 24)])
 def test_a_code_is_found_for_any_number_of_classes(size: tuple[int, int]) -> None:
     found = find_code(*size)
     assert found.symbols.shape == size

@@ -22,6 +22,8 @@ OPTIONAL = {
     "numba": "designs codes 100 times faster",
     "onnx": "ecnn export to .onnx: pip install 'ecnn[export]'",
     "onnxruntime": "compares an exported .onnx with the model: pip install 'ecnn[export]'",
+    "huggingface-hub": "sends models to the Hugging Face hub and fetches them: pip install 'ecnn[hub]'",
+    "timm": "its networks as trunks: pip install 'ecnn[vision]'",
     "fastapi": "ecnn serve: pip install 'ecnn[serve]'",
     "uvicorn": "ecnn serve: pip install 'ecnn[serve]'",
     "python-multipart": "ecnn serve: pip install 'ecnn[serve]'",
