@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import contextlib
 import importlib
@@ -45,7 +46,7 @@ from ecnn.data import load_data
 from ecnn.errors import InputError
 from ecnn.predicting import Classifier, load_classifier
 from ecnn.serving import Limits, Subject, make_app
-from ecnn.serving.guard import is_loopback
+from ecnn.serving.guard import Guard, is_loopback
 from ecnn.serving.server import listen
 from ecnn.serving.workers import BatchingWorker
 
@@ -360,6 +361,37 @@ def test_a_body_too_large_is_refused_whether_it_says_so_or_not(client: TestClien
 
         refused(client.post("/v1/predict", content=chunks(), headers=headers), 413, "200,000 bytes")
     assert predict(client, [[0.5]])
+
+
+def through_guard(receive: Any, **limits: float) -> list[Any]:
+    """What a guard with these limits sends to a request whose body comes from `receive`."""
+    sent: list[Any] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        raise AssertionError("the request reached the application")
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    guard = Guard(app, limits=Limits(**limits), only_local=True, slots={"/": 1})  # type: ignore[arg-type]
+    scope = {"type": "http", "method": "POST", "path": "/", "headers": [(b"host", b"localhost")]}
+    asyncio.run(guard(scope, receive, send))
+    assert guard.under_way["/"] == 0
+    return sent
+
+
+def test_a_body_that_never_comes_or_breaks_off() -> None:
+    async def never() -> Any:
+        await asyncio.sleep(60)
+
+    async def gone() -> Any:
+        return {"type": "http.disconnect"}
+
+    start, body = through_guard(never, upload_seconds=0.05)
+    assert start["status"] == 408
+    assert (b"connection", b"close") in start["headers"]
+    assert "did not arrive within 0.05 seconds" in body["body"].decode()
+    assert through_guard(gone)[0]["status"] == 400
 
 
 @pytest.mark.parametrize(
@@ -777,6 +809,12 @@ def test_draw_attack_see_bits_flip_and_read_the_verdict(address: str, runs: Path
         rows = page.locator("#compare tbody tr")
         assert rows.count() == 2
         assert "resnet" in rows.nth(1).inner_text()
+        page.select_option("#attack", "deepfool")  # which has no ball
+        assert page.is_hidden("#eps-number")
+        assert page.is_visible("#steps")
+        page.select_option("#attack", "fgsm")
+        assert page.is_visible("#eps-number")
+        assert page.is_hidden("#steps")
         page.click("#undo")
         page.wait_for_selector("#undo[disabled]")
         assert page.locator("rect.changed").count() == 1  # of the legend
@@ -912,7 +950,7 @@ def test_the_benchmark_asks_a_server(address: str, monkeypatch: pytest.MonkeyPat
     monkeypatch.syspath_prepend(Path(__file__).parents[1] / "benchmarks")
     benchmark: Any = importlib.import_module("serving")
     host, port = address.removeprefix("http://").split(":")
-    found = benchmark.measure((host, int(port)), 4, 0.5)
+    found = benchmark.measure((host, int(port), os.getpid()), 4, 0.5)
     assert found["per_second"] > 1
     assert 0 < found["median_ms"] <= found["p95_ms"]
     row = {"model": "m", "clients": 4, "batched": found, "single": found, "ratio": 1.0}

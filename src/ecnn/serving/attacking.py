@@ -142,18 +142,22 @@ def run_attack(
     before, after, last = answer(classifier, reading, asked, names, top=3, reject=None, details=True)
     moves = attacked - image
     return AttackResult(
-        success=before.name != after.name,
+        success=_label(before) != _label(after),
         before=before,
         after=after,
         flipped=_flipped(before, after),
         **{norm: float(NORMS[norm].length(moves)) for norm in ("linf", "l2", "l1")},
-        rounded_label=last.guesses[0].label if last.guesses else None,
+        rounded_label=_label(last),
         rounded_name=last.name,
         perturbation=perturbation_png(moves[0]),
         forwards=forwards,
         backwards=backwards,
         seconds=time.monotonic() - start,
     )
+
+
+def _label(told: Answer) -> int | None:
+    return told.guesses[0].label if told.guesses else None
 
 
 def _flipped(before: Answer, after: Answer) -> list[int]:

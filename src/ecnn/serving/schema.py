@@ -168,7 +168,6 @@ _SETTINGS = {
     "eps": {
         "type": ["number", "string"],
         "minimum": 0,
-        "maximum": 1,
         "description": 'Radius on the [0, 1] scale, or a fraction such as "8/255"; of attacks with a ball.',
         "examples": ["8/255"],
     },

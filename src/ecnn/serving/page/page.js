@@ -154,7 +154,7 @@ function showImage(place, content, description) {
 
 function showRounding() {
   const done = state.attack;
-  const isLost = done && done.success && done.rounded_name === best(done.before).name;
+  const isLost = done && done.success && done.before.guesses.length && done.rounded_label === best(done.before).label;
   find("rounding").hidden = !isLost;
   if (isLost) find("rounding").textContent = `Rounded to bytes, as a file holds it, the attacked picture is ${done.rounded_name} again.`;
 }
@@ -310,11 +310,11 @@ function showRival() {
 }
 
 function showAudit() {
-  const { audit, name } = state.about.model;
+  const { audit } = state.about.model;
   if (!audit) {
     find("audit-headline").textContent = "Not audited";
     find("audit-reason").textContent =
-      `This model has no audit beside it. ecnn audit ${name} --eps 8/255 --out ${name} makes one, and says what an attack leaves and whether to believe it.`;
+      "The run folder holds no audit. ecnn audit RUN --eps 8/255 --out RUN writes one there: what an attack leaves, and whether to believe it.";
     return;
   }
   const link = find("verdict-link");
@@ -522,7 +522,7 @@ function setNorm() {
   const norm = find("norm").value;
   find("eps").max = SPANS[norm] || 1;
   const usual = { linf: channels === 1 ? 0.12 : 8 / 255, l2: channels === 1 ? 1 : 0.5, l1: channels === 1 ? 5 : 12 }[norm];
-  setRadius(Number(short(audit && audit.norm === norm ? audit.eps : usual)));
+  setRadius(Number((audit && audit.norm === norm ? audit.eps : usual).toPrecision(4)));
 }
 
 function setUpAttack() {
