@@ -148,6 +148,7 @@ def test_a_damaged_folder_is_one_sentence(run: Path, tmp_path: Path) -> None:
         ({"version": 2}, "describes no model of this version of ecnn"),
         ({"image_size": [8]}, r"image_size must be \[height, width\]"),
         ({"class_names": None}, "class_names must be a list"),
+        ({"class_names": ["a"]}, "should name as many classes as its model has, not 1"),
     ):
         (tmp_path / "config.json").write_text(json.dumps({**config, **change}))
         with pytest.raises(InputError, match=sentence):

@@ -259,18 +259,16 @@ def load_classifier(source: str | os.PathLike[str], *, device: str | torch.devic
 def _described_classifier(model: nn.Module, path: Path) -> Classifier:
     """The model with what config.json says of its images and classes, as `ecnn.hub` writes it."""
     config = files.read_json(path)
-    kinds = {
-        "format": str,
-        "version": int,
-        "class_names": list[str],
-        "in_channels": int,
-        "image_size": list[int],
-    }
-    check_entries(str(path), config, kinds)
+    kinds = {"class_names": list[str], "in_channels": int, "image_size": list[int], "model": dict}
+    check_entries(str(path), config, {"format": str, "version": int, **kinds})
     if (config["format"], config["version"]) != (CONFIG_FORMAT, CONFIG_VERSION):
         raise InputError(f"{path} describes no model of this version of ecnn.")
     if len(config["image_size"]) != 2 or min(*config["image_size"], config["in_channels"]) < 1:
         raise InputError(f"{path}: image_size must be [height, width] and in_channels 1 or more.")
+    if config["model"].get("num_classes") != len(config["class_names"]):
+        raise InputError(
+            f"{path} should name as many classes as its model has, not {len(config['class_names'])}."
+        )
     height, width = config["image_size"]
     return Classifier(model, tuple(config["class_names"]), config["in_channels"], (height, width))
 
