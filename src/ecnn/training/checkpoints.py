@@ -15,6 +15,8 @@ from ecnn.errors import InputError
 
 FORMAT = "ecnn-checkpoint"
 VERSION = 1
+# The fact that says that weights were rounded on purpose, to take half the room; they are float32 once loaded.
+STORED_AS = "stored_as"
 
 
 def optimizer_tensors(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
@@ -63,7 +65,23 @@ def load_checkpoint(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
         check_entries(f"{path}: its facts", facts, {"best_epoch": int, "best_accuracy": float | None})
     except (KeyError, ValueError, RecursionError) as error:
         raise InputError(f"{path} lacks the facts of its run: move it away to start anew.") from error
+    if facts.get(STORED_AS) == "float16":
+        tensors = {
+            key: value.float() if value.dtype == torch.float16 else value for key, value in tensors.items()
+        }
     return tensors, facts
+
+
+def save_halved(path: Path, source: Path) -> None:
+    """The checkpoint of a finished run once more, its weights rounded to float16; other tensors stay as they are."""
+    tensors, facts = load_checkpoint(source)
+    halved = {
+        key: value.half() if value.dtype == torch.float32 and key.endswith((".weight", ".bias")) else value
+        for key, value in tensors.items()
+    }
+    if not all(bool(value.isfinite().all()) for value in halved.values()):
+        raise InputError(f"{source} has weights that float16 cannot hold.")
+    save_checkpoint(path, halved, {**facts, STORED_AS: "float16"})
 
 
 def model_tensors(model: nn.Module, prefix: str = "") -> dict[str, Tensor]:
