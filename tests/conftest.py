@@ -30,6 +30,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: item.get_closest_marker("slow") is None)
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Without a Chromium, tests marked `browser` are skipped before anything is trained for them; in CI they fail."""
+    if item.get_closest_marker("browser") is not None and CHROMIUM is None:
+        if os.environ.get("ECNN_REQUIRE_BROWSER"):
+            pytest.fail("no Chromium, and ECNN_REQUIRE_BROWSER is set: install one")
+        pytest.skip("no Chromium")
+
+
 def ecnn_command(words: str, *more: str) -> list[str]:
     """The command `ecnn` with these words, and with more that may contain spaces, run by this Python."""
     return [sys.executable, "-m", "ecnn", *words.split(), *more]
@@ -65,15 +74,11 @@ def unofficial(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def _skip_without_what_it_needs(request: pytest.FixtureRequest) -> None:
-    """Tests marked `gpu`, `browser` or `data(file, ...)` say no more than that; here it is seen whether it is there."""
+    """Tests marked `gpu` or `data(file, ...)` say no more than that; here it is seen whether it is there."""
     needed = request.node.get_closest_marker("data")
     for name in needed.args if needed else ():
         if not (DATA / name).exists():
             pytest.skip(f"no {name} under data/")
-    if request.node.get_closest_marker("browser") is not None and CHROMIUM is None:
-        if os.environ.get("ECNN_REQUIRE_BROWSER"):
-            pytest.fail("no Chromium, and ECNN_REQUIRE_BROWSER is set: install one")
-        pytest.skip("no Chromium")
     if request.node.get_closest_marker("gpu") is None:
         return
     import torch  # only here: most tests of codes do without it

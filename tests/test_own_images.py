@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from fastapi.testclient import TestClient
 from PIL import Image
 from test_data import write_pictures
 from test_docs import ROOT, blocks_of
@@ -18,6 +19,7 @@ from ecnn.cli import app
 from ecnn.data import load_data
 from ecnn.data.sources import usual_size
 from ecnn.recipes import auto_recipe
+from ecnn.serving import load_subject, make_app
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 CLASSES = ("bars", "checks", "steps")
@@ -78,6 +80,9 @@ def test_from_three_hundred_pictures_to_a_named_one(tmp_path: Path, monkeypatch:
         (shown,) = json.loads(command("predict", "runs/photos", "new.jpg", "--json"))["predictions"]
         assert shown["guesses"][0]["name"] == name
     assert command("predict", "runs/photos", "new.jpg").startswith("new.jpg  steps ")
+    with TestClient(make_app(load_subject("runs/photos")), base_url="http://localhost") as client:
+        answer = client.post("/v1/predict", files={"images": Path("new.jpg").read_bytes()}).json()
+        assert answer["predictions"][0]["guesses"][0]["name"] == "steps"
 
 
 def test_the_recipe_follows_from_the_number_of_images(
