@@ -26,8 +26,9 @@ CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", 
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Long tests come first, so that no process is left with one when the others have finished."""
-    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
+    """Files with long tests come first, so that no process is left with them when the others have finished."""
+    long = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: item.path not in long)
 
 
 @pytest.hookimpl(tryfirst=True)
