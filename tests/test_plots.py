@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -173,3 +174,5 @@ def test_the_panels_of_an_audit_say_on_how_many_images_they_stand(
     x, y = points_of(right.lines[0])
     assert x[:3] == pytest.approx([0, 0.025, 0.05])
     assert y[0] == 100  # the eight without an attack
+    plot_audit(replace(found, images=8), tmp_path / "audit.png")
+    assert drawn[1].axes[1].get_title(loc="left").startswith("The same 8 images")

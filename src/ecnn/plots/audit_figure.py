@@ -98,6 +98,10 @@ def _draw_radius(axes: Axes, audit: Audit, curve: list[dict[str, Any]], evidence
     axes.set(ylim=(0, 100), xlabel=f"radius, {audit.norm.capitalize()}")
     axes.set(ylabel="left by PGD on the scores, %")
     axes.set_xlim(left=0)
-    seen = f"the first {probed:,} of the {audit.images:,} images" if probed else "the first of the images"
-    axes.set_title(f"Only {seen}:\nmust fall toward 0 as the radius grows", loc="left", fontsize=10)
+    if probed == audit.images:
+        seen = f"The same {probed:,} images"
+    else:
+        some = f"{probed:,} of the {audit.images:,}" if probed else "few of the"
+        seen = f"Only the first {some} images"
+    axes.set_title(f"{seen}:\nmust fall toward 0 as the radius grows", loc="left", fontsize=10)
     tidy(axes)
