@@ -138,6 +138,19 @@ def test_kernel_energy_is_the_energy(num_classes: int, code_length: int, arity: 
         assert state.tally[kernel.ENERGY] / 2**36 == pytest.approx(code.energy(), rel=1e-6)
 
 
+def test_a_code_for_a_thousand_classes_has_room_for_its_energy() -> None:
+    """The balanced weight is large there, and sums over pairs of columns are counted in larger units."""
+    weight = resolve_column_weight("balanced", 1000, 30, 2)
+    code = random_code(1000, 30, arity=2, seed=0)
+    state = start_state(energy_problem(1000, 30, 2, weight), code.symbols, np.random.SeedSequence(0))
+    units = 2.0 ** round(np.log2(state.tally[kernel.ENERGY] / code.energy()))
+    assert 2**20 <= units < 2**36
+    assert state.tally[kernel.ENERGY] / units == pytest.approx(code.energy(), rel=1e-6)
+    assert design_code(1000, 30, seed=0, steps=1000).energy() < code.energy()
+    with pytest.raises(InputError, match="column_weight must be at most .* for a code of this size"):
+        design_code(1000, 30, seed=0, steps=10, column_weight=1e9)
+
+
 def test_columns_never_become_constant_or_too_uneven() -> None:
     problem = distance_problem((10, 8, 2), target=1, smallest_group=3, column_distance=1.0, row_weight=1.0)
     state = start_state(problem, random_code(10, 8, seed=0).symbols, np.random.SeedSequence(0))

@@ -14,6 +14,7 @@ from ecnn.errors import InputError
 from ecnn.progress import Progress
 
 _ENERGY_UNITS = 2.0**36  # per unit of energy: the smallest differences between codes are about 1e-6
+_FEWEST_UNITS = 2.0**20  # for codes so large that sums need the room
 _LARGEST_ENERGY = 2.0**62  # a sum over all pairs of columns, with the rows' beside it, stays a 64-bit number
 _VI_UNITS = 2.0**40  # per nat
 _DISTANCE_UNITS = 2.0**24  # cost of a pair of columns as close as the reference
@@ -68,19 +69,23 @@ def energy_problem(num_classes: int, code_length: int, arity: int, column_weight
     distances = np.maximum(np.arange(code_length + 1), 0.25)  # equal rows cost 16 times a distance of 1
     # No two different splits of the classes are closer than moving one class out of a pair.
     closest = (2 / num_classes) * math.log(2)
-    clash = 16 * _ENERGY_UNITS * column_weight / closest**2
-    if clash * math.comb(code_length, 2) > _LARGEST_ENERGY:
-        most = column_weight * (_LARGEST_ENERGY / clash) / math.comb(code_length, 2)
+    clash = 16 * column_weight / closest**2
+    worst = clash * math.comb(code_length, 2)
+    units = _ENERGY_UNITS
+    if worst * units > _LARGEST_ENERGY:
+        units = 2.0 ** math.floor(math.log2(_LARGEST_ENERGY / worst))
+    if units < _FEWEST_UNITS:
+        most = column_weight * (_LARGEST_ENERGY / worst) / _FEWEST_UNITS
         raise InputError(
             f"column_weight must be at most {most:.3g} for a code of this size, not {column_weight:g}."
         )
     return _problem(
         (num_classes, code_length, arity),
         smallest_group=0,
-        row_cost=np.rint(_ENERGY_UNITS * distances**-2.0),
-        column_scale=_ENERGY_UNITS * column_weight,
+        row_cost=np.rint(units * distances**-2.0),
+        column_scale=units * column_weight,
         half_power=1,
-        column_clash=int(clash),
+        column_clash=int(units * clash),
     )
 
 
