@@ -147,7 +147,7 @@ def test_a_code_for_a_thousand_classes_has_room_for_its_energy() -> None:
     assert 2**20 <= units < 2**36
     assert state.tally[kernel.ENERGY] / units == pytest.approx(code.energy(), rel=1e-6)
     assert design_code(1000, 30, seed=0, steps=1000).energy() < code.energy()
-    with pytest.raises(InputError, match="column_weight must be at most .* for a code of this size"):
+    with pytest.raises(InputError, match=r"column_weight must be at most .* for a code of this size"):
         design_code(1000, 30, seed=0, steps=10, column_weight=1e9)
 
 
