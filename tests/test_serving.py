@@ -575,6 +575,7 @@ def test_scores_that_are_no_numbers_are_said_to_be_so() -> None:
         found = predict(client, [[0.2, 0.2], [0.2, 0.2]], [[0.5, 0.7], [0.6, 0.5]], details=True)
         assert "not a number" in found[0]["error"]
         assert found[1]["guesses"][0]["name"] == "b"
+        refused(client.post("/v1/predict", json={"images": [[[0.5]]], "reject": 1}), 422, "no codewords")
 
 
 def test_models_that_differ_are_not_compared() -> None:

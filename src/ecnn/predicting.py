@@ -138,7 +138,7 @@ class Classifier:
         check_count("batch_size", batch_size)
         if reject is not None:
             check_number("reject", reject)
-            _check_has_code(self.model)
+            check_has_code(self.model)
         sources, found = list(_each(images)), dict[int, Prediction]()
         for start in range(0, len(sources), batch_size):
             pixels: dict[int, Tensor] = {}
@@ -168,7 +168,7 @@ class Classifier:
         Args:
             images: (image, channel, height, width) in [0, 1].
         """
-        _check_has_code(self.model)
+        check_has_code(self.model)
         return torch.cat([ask_model(self.model, batch).nearest for batch in torch.split(images, BATCH_SIZE)])
 
     def reject_distance(self, val: Split, share: float = 0.05) -> float:
@@ -311,7 +311,7 @@ def evaluate_rejection(
         limit: the first so many images; None for all.
     """
     check_number("reject", reject)
-    _check_has_code(model)
+    check_has_code(model)
     split = split.take(limit)
     if len(split) == 0:
         raise InputError("a rejection cannot be evaluated on no images.")
@@ -358,7 +358,8 @@ def has_code(model: nn.Module) -> bool:
     return hasattr(model, "member_logits") and (hasattr(model, "code") or hasattr(model, "code_symbols"))
 
 
-def _check_has_code(model: nn.Module) -> None:
+def check_has_code(model: nn.Module) -> None:
+    """Raises InputError unless the model can reject."""
     if not has_code(model):
         raise InputError(
             f"{type(model).__name__} has no codewords to be far from: only a model with a code can reject."

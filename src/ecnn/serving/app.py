@@ -23,6 +23,7 @@ from ecnn.attacks import NORMS
 from ecnn.checks import check_choice
 from ecnn.data import Split
 from ecnn.errors import InputError
+from ecnn.predicting import check_has_code
 from ecnn.serving import schema
 from ecnn.serving.answers import answer
 from ecnn.serving.attacking import offered, run_attack
@@ -188,6 +189,8 @@ def _add_routes(app: FastAPI, service: Service) -> None:
         asked = predict_request(await _fields(request, service, "images", several=True))
         served = service.find(asked.model)
         classifier = served.subject.classifier
+        if asked.reject is not None:
+            check_has_code(classifier.model)
         images = await service.unpack(read_pictures, classifier, asked.images, service.limits)
         reading = await asyncio.wrap_future(served.batches.submit(images))
         names = [name for name, _ in asked.images]
