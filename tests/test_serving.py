@@ -612,7 +612,10 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def address(runs: Path) -> Iterator[str]:
     """Where `ecnn serve` serves both."""
     command = ecnn_command("serve", str(runs / "ecnn"), "--compare", str(runs / "resnet"), "--port", "0")
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job may be deaf to it
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    signal.signal(signal.SIGINT, before)
+    with process:
         assert process.stderr is not None
         said = process.stderr.readline()
         found = re.search(r"at (http://127\.0\.0\.1:\d+) ", said)

@@ -36,18 +36,18 @@ _CLASSES = "classes.json"
 
 @dataclass(frozen=True)
 class Exported:
-    """A file that was written, and how far its answers are from the model's.
+    """A file or folder that was written, and how far its answers are from the model's.
 
     Attributes:
-        card: the Markdown file beside it.
-        difference: largest one on random images, as a share of the largest score (or 1); None if nothing here can
-            run the file.
+        card: the Markdown file beside it, or in it.
+        difference: largest one on random images, as a share of the largest score (or 1); None where it was not
+            measured, because nothing here can run the file or it holds the model's own weights.
     """
 
     path: Path
     card: Path
     format: str
-    difference: float | None
+    difference: float | None = None
 
 
 class _Deployed(nn.Module):

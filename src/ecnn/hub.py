@@ -7,7 +7,6 @@ import json
 import os
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
@@ -18,7 +17,7 @@ from ecnn import files, runs
 from ecnn.auditing import load_audit
 from ecnn.checks import check_choice
 from ecnn.errors import InputError
-from ecnn.exporting import about_lines, class_lines, input_lines
+from ecnn.exporting import Exported, about_lines, class_lines, input_lines
 from ecnn.models import describe_model
 from ecnn.predicting import CONFIG, CONFIG_FORMAT, CONFIG_VERSION, Classifier, Prediction, load_classifier
 from ecnn.training.checkpoints import load_checkpoint, model_tensors, save_checkpoint
@@ -204,22 +203,7 @@ def _card_of_run(source: str | os.PathLike[str]) -> str:
     return _HEADER + "\n" + "\n".join(lines)
 
 
-@dataclass(frozen=True)
-class ExportedFolder:
-    """A folder that was written.
-
-    Attributes:
-        card: its Markdown file for people.
-    """
-
-    path: Path
-    card: Path
-    format: str
-
-
-def export_folder(
-    source: str | os.PathLike[str], out: str | os.PathLike[str], *, format: str
-) -> ExportedFolder:
+def export_folder(source: str | os.PathLike[str], out: str | os.PathLike[str], *, format: str) -> Exported:
     """Writes the model of a run folder, or a shipped one, as a folder for another collection of models.
 
     Args:
@@ -240,7 +224,7 @@ def export_folder(
     PretrainedModel.from_run(source).save_pretrained(folder)
     for target, text in texts.items():
         files.write_text(folder / target, text)
-    return ExportedFolder(folder, folder / CARD, format)
+    return Exported(folder, folder / CARD, format)
 
 
 _MODULE = """{quotes}{name}: {what}.

@@ -127,61 +127,69 @@ def check_steps(probe: Probe) -> Finding:
 def check_restarts(probe: Probe) -> Finding:
     """Alarm where a few more random starts break many more images."""
     again = probe.broken_by(probe.pgd(probe.eps, restarts=_RESTARTS), probe.standing, seed=probe.seed + 1)
-    gained, n = int(again.sum()), probe.num_right
-    evidence = {"images": n, "restarts": _RESTARTS, "broken_by_restarts": gained}
-    claim = f"{_RESTARTS} more random starts break another {percent(gained, n)}."
+    claim = f"{_RESTARTS} more random starts break another {{}}."
     advice = "Attack with more restarts, until they change nothing; average random models."
     fine = "More random starts change nothing that matters."
-    return alarm_if(exceeds(gained, n, TOLERANCE), claim, evidence, advice, otherwise=fine)
+    facts = {"restarts": _RESTARTS, "broken_by_restarts": again}
+    return _alarm_if_more_fall(probe, facts, claim, advice, fine, tolerance=TOLERANCE)
 
 
 @diagnostic("one_step", f"{_ATHALYE}; {_CARLINI}")
 def check_one_step(probe: Probe) -> Finding:
     """Alarm where a single step of full length breaks images that the iterated attack leaves."""
     single = PGD(norm=probe.norm, eps=probe.eps, steps=1, step_size=probe.eps, start="image")
-    gained = int((probe.broken_by(single, probe.standing)).sum())
-    n = probe.num_right
-    evidence = {"images": n, "standing": int(probe.standing.sum()), "broken_by_one_step_only": gained}
-    claim = f"One step breaks {percent(gained, n)} that {probe.budget.probe_steps} steps leave."
+    claim = f"One step breaks {{}} that {probe.budget.probe_steps} steps leave."
     advice = "The iterated attack gets stuck near the image: look for masked gradients."
     fine = "One step breaks nothing that matters beyond the iterated attack."
-    return alarm_if(exceeds(gained, n, DOMINATED_TOLERANCE), claim, evidence, advice, otherwise=fine)
+    broken = probe.broken_by(single, probe.standing)
+    facts = {"standing": int(probe.standing.sum()), "broken_by_one_step_only": broken}
+    return _alarm_if_more_fall(probe, facts, claim, advice, fine)
 
 
 @diagnostic("black_box", f"{_ATHALYE}; Croce & Hein 2020, AutoAttack: flags")
 def check_black_box(probe: Probe) -> Finding:
     """Alarm where Square, which sees no gradient, breaks images that both gradient attacks leave."""
-    left = probe.standing & ~probe.cross_entropy_walk.broken
-    square = Square(norm=probe.norm, eps=probe.eps, queries=probe.budget.queries, l2_moves="turns")
-    gained, n = int(probe.broken_by(square, left).sum()), probe.num_right
-    evidence = {
-        "images": n,
-        "left": int(left.sum()),
-        "queries": probe.budget.queries,
-        "broken_by_square": gained,
-    }
-    claim = f"Square breaks {percent(gained, n)} without gradients that gradient attacks leave."
+    left, queries = probe.standing & ~probe.cross_entropy_walk.broken, probe.budget.queries
+    square = Square(norm=probe.norm, eps=probe.eps, queries=queries, l2_moves="turns")
+    facts = {"left": int(left.sum()), "queries": queries, "broken_by_square": probe.broken_by(square, left)}
+    claim = "Square breaks {} without gradients that gradient attacks leave."
     advice = "Gradients mislead here: attack with more queries, and find what masks them."
     fine = "A search without gradients breaks nothing that matters beyond gradient attacks."
-    return alarm_if(exceeds(gained, n, DOMINATED_TOLERANCE), claim, evidence, advice, otherwise=fine)
+    return _alarm_if_more_fall(probe, facts, claim, advice, fine)
 
 
 @diagnostic("noise", _CARLINI)
 def check_noise(probe: Probe) -> Finding:
     """Alarm where random noise breaks images that both gradient attacks leave."""
     left = probe.standing & ~probe.cross_entropy_walk.broken
-    noise = RandomNoise(
-        norm=probe.norm,
-        eps=probe.eps,
-        samples=_NOISES,
-        kind="corners" if NORMS[probe.norm].is_box else "uniform",
-    )
-    gained, n = int(probe.broken_by(noise, left).sum()), probe.num_right
-    evidence = {"images": n, "left": int(left.sum()), "samples": _NOISES, "broken_by_noise": gained}
-    claim = f"The best of {_NOISES} random points breaks {percent(gained, n)} that gradient attacks leave."
+    kind: Any = "corners" if NORMS[probe.norm].is_box else "uniform"
+    noise = RandomNoise(norm=probe.norm, eps=probe.eps, samples=_NOISES, kind=kind)
+    claim = f"The best of {_NOISES} random points breaks {{}} that gradient attacks leave."
     advice = "Gradients mislead here, or the model is random: attack without them, or average."
     fine = "Random noise breaks nothing that matters beyond gradient attacks."
-    return alarm_if(exceeds(gained, n, DOMINATED_TOLERANCE), claim, evidence, advice, otherwise=fine)
+    facts = {"left": int(left.sum()), "samples": _NOISES, "broken_by_noise": probe.broken_by(noise, left)}
+    return _alarm_if_more_fall(probe, facts, claim, advice, fine)
+
+
+def _alarm_if_more_fall(
+    probe: Probe,
+    facts: dict[str, Any],
+    claim: str,
+    advice: str,
+    fine: str,
+    tolerance: float = DOMINATED_TOLERANCE,
+) -> Finding:
+    """An alarm where an attack breaks more of what stands than is tolerated.
+
+    Args:
+        facts: the evidence besides the number of images; the last says which images (boolean) the attack broke.
+        claim: with {} for how many these are.
+    """
+    *_, (name, broken) = facts.items()
+    gained, n = int(broken.sum()), probe.num_right
+    evidence = {"images": n, **facts, name: gained}
+    is_alarm = exceeds(gained, n, tolerance)
+    return alarm_if(is_alarm, claim.format(percent(gained, n)), evidence, advice, otherwise=fine)
 
 
 @diagnostic("labels", "Carlini et al. 2019; the ECNN authors' program attacks the model's own predictions")
