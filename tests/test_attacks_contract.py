@@ -272,7 +272,6 @@ def snapshot(model: nn.Module) -> list[Any]:
         (name, state)
         for state in ("train", "raises", "eval")
         for name in (*SETTINGS, *(VARIANTS if state == "train" else ()))
-        if name != "autoattack"  # its members are here
     ],
 )
 def test_what_is_left_alone(name: str, state: str) -> None:
