@@ -18,11 +18,13 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 import torch
+from peer_carlini import art_carlini, art_classifier, cleverhans_carlini, foolbox_carlini
 from torch import Tensor, nn
 
 import ecnn
@@ -231,19 +233,6 @@ def peer_pgd(steps: int) -> dict[str, Craft]:
     }
 
 
-def art_classifier(model: nn.Module, images: Tensor) -> Any:
-    from art.estimators.classification import PyTorchClassifier
-
-    return PyTorchClassifier(
-        model.eval(),
-        loss=nn.CrossEntropyLoss(),
-        input_shape=tuple(images.shape[1:]),
-        nb_classes=10,
-        clip_values=(0, 1),
-        device_type="gpu" if images.is_cuda else "cpu",
-    )
-
-
 def cw_cases() -> Cases:
     """C&W L2, untargeted, confidence 0; torchattacks has no search for the constant, so a pair of rows has none."""
     whole: dict[str, Any] = {**CW, "abort_early": False, "early_exit": False, "quick": True}
@@ -260,65 +249,21 @@ def cw_cases() -> Cases:
 
 def art_cases() -> Cases:
     """ART's C&W, whose line search asks many times more: a part of its own, on few images."""
-    yield Case("art", with_art_cw, limit=20)
+    yield Case("art", partial(art_carlini, **CW), limit=20)
 
 
 def peer_cw() -> dict[str, Craft]:
-    def with_foolbox(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-        import foolbox
-
-        wrapped = foolbox.PyTorchModel(model.eval(), bounds=(0, 1), device=x.device)
-        attack = foolbox.attacks.L2CarliniWagnerAttack(
-            binary_search_steps=CW["search_steps"],
-            steps=CW["steps"],
-            stepsize=CW["lr"],
-            initial_const=CW["initial_constant"],
-            abort_early=False,
-        )
-        crafted: Tensor = attack(wrapped, x, y, epsilons=None)[1]
-        return crafted
-
     def with_torchattacks(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
         import torchattacks
 
         crafted: Tensor = torchattacks.CW(model.eval(), c=1, kappa=0, steps=CW["steps"], lr=CW["lr"])(x, y)
         return crafted
 
-    def with_cleverhans(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-        from cleverhans.torch.attacks.carlini_wagner_l2 import carlini_wagner_l2
-
-        crafted: Tensor = carlini_wagner_l2(
-            model.eval(),
-            x,
-            10,
-            y=y,
-            lr=CW["lr"],
-            initial_const=CW["initial_constant"],
-            binary_search_steps=CW["search_steps"],
-            max_iterations=CW["steps"],
-        )
-        return crafted
-
     return {
-        "foolbox": with_foolbox,
-        "cleverhans": with_cleverhans,
+        "foolbox": partial(foolbox_carlini, **CW, abort_early=False),
+        "cleverhans": partial(cleverhans_carlini, **CW),
         "torchattacks, one constant": with_torchattacks,
     }
-
-
-def with_art_cw(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-    from art.attacks.evasion import CarliniL2Method
-
-    attack = CarliniL2Method(
-        art_classifier(model, x),
-        learning_rate=CW["lr"],
-        binary_search_steps=CW["search_steps"],
-        max_iter=CW["steps"],
-        initial_const=CW["initial_constant"],
-        batch_size=len(x),
-        verbose=False,
-    )
-    return torch.from_numpy(attack.generate(x.cpu().numpy(), y.cpu().numpy()))
 
 
 def auto_cases(seeds: int) -> Cases:

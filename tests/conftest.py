@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+import importlib
 import os
 import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -23,6 +26,17 @@ DATA = Path(os.environ.get("ECNN_DATA") or Path(__file__).parents[1] / "data")
 
 #: The Chromium that page tests drive, if there is one.
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+
+
+@functools.cache
+def benchmark(name: str) -> Any:
+    """A module of benchmarks/, which is no package."""
+    folder = str(Path(__file__).parents[1] / "benchmarks")
+    sys.path.insert(0, folder)
+    try:
+        return importlib.import_module(name)
+    finally:
+        sys.path.remove(folder)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
-import sys
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from conftest import benchmark
 from torch import nn
 
 import ecnn
@@ -17,18 +15,11 @@ from ecnn.auditing import audit
 from ecnn.data import Dataset
 from ecnn.objectives import MemberObjective
 
-BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 COUNT = 60
 
 
-@cache
 def models() -> Any:
-    """The module beside the benchmark, which is no package."""
-    sys.path.insert(0, str(BENCHMARKS))
-    try:
-        return importlib.import_module("audit_models")
-    finally:
-        sys.path.remove(str(BENCHMARKS))
+    return benchmark("audit_models")
 
 
 @cache

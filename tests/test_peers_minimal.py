@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import DATA
+from conftest import DATA, benchmark
 from torch import Tensor, nn
 
 from ecnn.attacks.carlini import CarliniWagnerL2
@@ -29,31 +29,16 @@ Peer = Callable[..., Tensor]
 
 
 def cleverhans_carlini(model: nn.Module, images: Tensor, labels: Tensor, **settings: Any) -> Tensor:
-    module = pytest.importorskip("cleverhans.torch.attacks.carlini_wagner_l2")
-    crafted: Tensor = module.carlini_wagner_l2(
-        model,
-        images,
-        model(images[:1]).shape[1],
-        y=labels,
-        lr=settings["lr"],
-        initial_const=settings["initial_constant"],
-        binary_search_steps=settings["search_steps"],
-        max_iterations=settings["steps"],
-    )
+    pytest.importorskip("cleverhans.torch.attacks.carlini_wagner_l2")
+    settings["num_classes"] = model(images[:1]).shape[1]
+    crafted: Tensor = benchmark("peer_carlini").cleverhans_carlini(model, images, labels, **settings)
     return crafted
 
 
 def foolbox_carlini(model: nn.Module, images: Tensor, labels: Tensor, **settings: Any) -> Tensor:
-    foolbox = pytest.importorskip("foolbox")
-    attack = foolbox.attacks.L2CarliniWagnerAttack(
-        binary_search_steps=settings["search_steps"],
-        steps=settings["steps"],
-        stepsize=settings["lr"],
-        confidence=0,
-        initial_const=settings["initial_constant"],
-        abort_early=True,
-    )
-    return run_foolbox(attack, model, images, labels)
+    pytest.importorskip("foolbox")
+    crafted: Tensor = benchmark("peer_carlini").foolbox_carlini(model, images, labels, **settings)
+    return crafted
 
 
 def run_foolbox(attack: Any, model: nn.Module, images: Tensor, labels: Tensor) -> Tensor:
@@ -75,23 +60,10 @@ def torchattacks_carlini(model: nn.Module, images: Tensor, labels: Tensor, **set
 
 
 def art_carlini(model: nn.Module, images: Tensor, labels: Tensor, **settings: Any) -> Tensor:
-    """It has a line search in place of Adam, which asks the model up to ten times in each step."""
-    evasion = pytest.importorskip("art.attacks.evasion")
-    classification = pytest.importorskip("art.estimators.classification")
-    classes = model(images[:1]).shape[1]
-    classifier = classification.PyTorchClassifier(
-        model, loss=None, input_shape=tuple(images.shape[1:]), nb_classes=classes, clip_values=(0, 1)
-    )
-    attack = evasion.CarliniL2Method(
-        classifier,
-        learning_rate=settings["lr"],
-        binary_search_steps=settings["search_steps"],
-        max_iter=settings["steps"],
-        initial_const=settings["initial_constant"],
-        batch_size=len(images),
-        verbose=False,
-    )
-    return torch.from_numpy(attack.generate(images.numpy(), labels.numpy()))
+    pytest.importorskip("art.attacks.evasion")
+    settings["num_classes"] = model(images[:1]).shape[1]
+    crafted: Tensor = benchmark("peer_carlini").art_carlini(model, images, labels, **settings)
+    return crafted
 
 
 PEERS: dict[str, Peer] = {
