@@ -75,7 +75,7 @@ def test_it_learns_in_a_pipeline_a_search_and_a_cross_validation(wine: Any) -> N
     rows, labels = wine
     assert cross_val_score(ECNNClassifier(epochs=30, random_state=0), rows, labels, cv=3).min() > 0.9
     steps = make_pipeline(MinMaxScaler(), ECNNClassifier(epochs=10, random_state=0))
-    search = GridSearchCV(steps, {"ecnnclassifier__code_length": [3, 9]}, cv=2).fit(rows, labels)
+    search = GridSearchCV(steps, {"ecnnclassifier__code_length": [3, np.uint8(9)]}, cv=2).fit(rows, labels)
     assert search.best_score_ > 0.9
     assert search.predict(rows[:1])[0] == labels[0]
     assert {len(search.cv_results_["params"]), search.n_features_in_} == {2, 13}
@@ -255,6 +255,10 @@ def test_what_cannot_be_coded_is_one_sentence(wine: Any) -> None:
     for estimator, sentence in (
         (ErrorCorrectingClassifier(LinearRegression()), "must have predict_proba or decision"),
         (ErrorCorrectingClassifier(Perceptron(), code_size=0), "code_size must be a number above 0"),
+        (
+            ErrorCorrectingClassifier(Perceptron(), code_size=1e308),
+            "code_size must be a number above 0 and up to",
+        ),
         (ErrorCorrectingClassifier(Perceptron(), code_size=0.5), "3 classes need 3 different codewords"),
     ):
         with pytest.raises(InputError, match=sentence):

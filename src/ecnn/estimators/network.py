@@ -229,7 +229,7 @@ class ECNNClassifier(ScoringMixin, ClassifierMixin, BaseEstimator):  # type: ign
             if self.code_length is not None:
                 check_count("code_length", self.code_length)
             return find_code(
-                num_classes, self.code_length or max(_LENGTH, 2 * (num_classes - 1).bit_length())
+                num_classes, int(self.code_length or max(_LENGTH, 2 * (num_classes - 1).bit_length()))
             )
         code = self.code if isinstance(self.code, CodeMatrix) else load_code(self.code)
         if code.num_classes != num_classes:

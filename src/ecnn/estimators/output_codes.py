@@ -13,7 +13,7 @@ from sklearn.utils.parallel import Parallel, delayed
 from sklearn.utils.validation import check_is_fitted, validate_data
 
 from ecnn.checks import check_number
-from ecnn.codes import CodeMatrix
+from ecnn.codes import MAX_SYMBOLS, CodeMatrix
 from ecnn.errors import InputError
 from ecnn.estimators.codewords import ScoringMixin, check_several_classes, find_code, mean_distance
 
@@ -56,7 +56,7 @@ class ErrorCorrectingClassifier(ScoringMixin, MetaEstimatorMixin, ClassifierMixi
             fit_params: for the estimators' `fit`, with scikit-learn's metadata routing.
         """
         routed = process_routing(self, "fit", **fit_params)
-        check_number("code_size", self.code_size, above=True)
+        check_number("code_size", self.code_size, above=True, most=MAX_SYMBOLS)
         if not any(hasattr(self.estimator, name) for name in ("predict_proba", "decision_function")):
             raise InputError(
                 f"estimator must have predict_proba or decision_function, which {type(self.estimator).__name__} lacks."
