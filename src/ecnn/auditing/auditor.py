@@ -27,13 +27,14 @@ from ecnn.auditing.report import AUDIT_VERSION, Audit, Verdict
 from ecnn.auditing.stages import Staged, run_stages
 from ecnn.auditing.subject import Subject
 from ecnn.auditing.suite import find_traits, suite
-from ecnn.auditing.surrogates import choose_examples
+from ecnn.auditing.surrogates import MOST_EXAMPLES, choose_examples
 from ecnn.backbones import half_precision_of, undisturbed, without_tf32
 from ecnn.checks import check_choice, check_count, check_shares, parse_eps
 from ecnn.data import Split
 from ecnn.errors import InputError
 from ecnn.evaluation import Evaluation
 from ecnn.evaluation.batch import BATCH_SIZE, check_request, place
+from ecnn.evaluation.inputs import Images, read_images
 from ecnn.evaluation.intervals import Interval, wilson_interval
 from ecnn.evaluation.provenance import describe, same_answers
 from ecnn.progress import Progress
@@ -49,13 +50,14 @@ _SPOILED = 0.01  # of the gradients
 
 def audit(
     model: nn.Module,
-    split: Split,
+    data: Images,
     *,
     norm: Norm,
     eps: float | str,
     claim: float | None = None,
     min_accuracy: float | None = None,
     limit: int | None = None,
+    classes: Sequence[int] | None = None,
     budget: str | Budget = "standard",
     seed: int = 0,
     run_dir: str | os.PathLike[str] | None = None,
@@ -80,11 +82,13 @@ def audit(
 
     Args:
         model: pixels in [0, 1] to scores (batch, class), 2 to 1,000 classes, on any device; left as it was.
-        split: usually `data.test`; what follows the audited images serves to train surrogates.
+        data: as `evaluate` takes them: a Split, (images, labels), a torch Dataset or a DataLoader. Of what follows the
+            audited images up to 1,000 serve to train surrogates.
         norm, eps: of the ball it is said to be robust in.
         claim: the accuracy under attack in question, from 0 to 1; None where nothing is claimed.
         min_accuracy: the least that is asked for, from 0 to 1; None asks for nothing.
-        limit: how many images, the first of the split; the budget's number if not given.
+        limit: how many images, the first of the data; the budget's number if not given.
+        classes: only images of these classes; the model may answer with any of its classes.
         budget: "quick", "standard", "thorough", or one of your own.
         seed: of all randomness.
         run_dir: keeps the records there under audit/, and the result as audit.json and audit.md.
@@ -95,7 +99,10 @@ def audit(
     check_count("seed", seed, least=0)
     eps, budget = parse_eps(eps, most=NORMS[norm].longest), resolve_budget(budget)
     check_shares(claim=claim, min_accuracy=min_accuracy)
-    chosen = check_request(model, split, budget.images if limit is None else limit, BATCH_SIZE)
+    limit = budget.images if limit is None else limit
+    check_count("limit", limit, least=0)
+    split = read_images(data, limit + MOST_EXAMPLES, classes=classes, progress=progress)
+    chosen = check_request(model, split, limit, BATCH_SIZE)
     folder = None if run_dir is None else Path(run_dir) / FOLDER
     if run_dir is not None:
         files.check_writable(Path(run_dir) / RESULT)

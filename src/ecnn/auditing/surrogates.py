@@ -23,7 +23,8 @@ from ecnn.data import Split
 from ecnn.errors import InputError
 from ecnn.evaluation.batch import place
 
-_MOST_EXAMPLES = 1000
+#: Clean images that surrogates are made of, at most.
+MOST_EXAMPLES = 1000
 _HEAD_STEPS, _HEAD_LR = 300, 0.1
 _STUDENT_STEPS, _STUDENT_LR, _STUDENT_BATCH, _STUDENT_WIDTH = 500, 3e-3, 64, 16
 _BATCH = 256
@@ -50,10 +51,10 @@ class Examples:
 
 def choose_examples(model: nn.Module, split: Split, audited: int) -> Examples:
     """Images of the split after the audited ones, with their labels; or the audited ones with the model's answers."""
-    rest = min(len(split) - audited, _MOST_EXAMPLES)
+    rest = min(len(split) - audited, MOST_EXAMPLES)
     # A few would not do: each class should be there several times.
     are_true = rest >= 100
-    part = slice(audited, audited + rest) if are_true else slice(min(audited, _MOST_EXAMPLES))
+    part = slice(audited, audited + rest) if are_true else slice(min(audited, MOST_EXAMPLES))
     images, labels = split[part]
     images = place(model, images)
     return Examples(images, labels.to(images.device) if are_true else _answers(model, images), are_true)

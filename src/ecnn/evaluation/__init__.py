@@ -2,6 +2,7 @@
 
 from ecnn.evaluation.calibration import Calibration, calibration
 from ecnn.evaluation.flips import MemberFlips, member_flips
+from ecnn.evaluation.inputs import Images, read_images
 from ecnn.evaluation.intervals import PairedComparison, Rate, wilson_interval
 from ecnn.evaluation.loop import evaluate
 from ecnn.evaluation.outcomes import Outcomes, compare
@@ -13,6 +14,7 @@ __all__ = [
     "Calibration",
     "Curve",
     "Evaluation",
+    "Images",
     "MemberFlips",
     "Outcomes",
     "PairedComparison",
@@ -27,5 +29,6 @@ __all__ = [
     "member_flips",
     "member_transfer",
     "model_transfer",
+    "read_images",
     "wilson_interval",
 ]

@@ -34,6 +34,7 @@ from ecnn.evaluation.batch import (
     place,
     run_attack,
 )
+from ecnn.evaluation.inputs import Images, read_images
 from ecnn.evaluation.outcomes import Outcomes, join
 from ecnn.evaluation.provenance import Fingerprint, describe, describe_environment, now
 from ecnn.evaluation.records import Records, check_names, prepare_folder, write_summary
@@ -48,10 +49,11 @@ Watcher = Callable[[Outcomes, Tensor], None]
 
 def evaluate(
     model: nn.Module,
-    split: Split,
+    data: Images,
     attacks: Mapping[str, Attack | ForeignAttack],
     *,
     limit: int | None,
+    classes: Sequence[int] | None = None,
     seed: int = 0,
     eps: Sequence[float | str] | None = None,
     cascade: bool = False,
@@ -71,11 +73,14 @@ def evaluate(
 
     Args:
         model: pixels in [0, 1] to scores (batch, class), on any device.
-        split: usually `data.test`.
+        data: a Split such as `data.test`; a pair (images, labels) of tensors or arrays, bytes or floats in [0, 1]; a
+            torch Dataset of (image, label); or a DataLoader. See `ecnn.evaluation.inputs`.
         attacks: by name, an `Attack` or any callable (model, images, labels) -> images. Ours draw random numbers by
             seed and position, so that batch size, order and resumption change nothing. The generators of torch, NumPy
             and Python, from which others and random models draw, are seeded for each batch and restored after it.
-        limit: how many images, the first of the split, or all of them for None; positions are those in the split.
+        limit: how many images, the first of the data, or all of them for None; positions are those in the data.
+        classes: only images of these classes, the first `limit` of them; positions are those among them. The model may
+            answer with any of its classes.
         seed: of all randomness.
         eps: repeats each attack that has an `eps` at each of these radii, named like "pgd@8/255"; its other settings,
             step sizes too, stay as they are.
@@ -101,6 +106,7 @@ def evaluate(
             "cascade=True takes no eps=: what broke at one radius would not be attacked at the others. Evaluate each "
             "radius by itself."
         )
+    split = read_images(data, limit, classes=classes, progress=progress)
     chosen = check_request(model, split, limit, batch_size)
     if save_images and run_dir is None:
         raise InputError("save_images=True needs a run_dir to keep them in.")

@@ -1,0 +1,259 @@
+"""Images as people have them, made a Split: tensors, arrays, torch datasets, loaders; read as far as is asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import Dataset as TorchDataset
+
+from ecnn.attacks.draws import forked_generators
+from ecnn.checks import check_count, shown
+from ecnn.data import Dataset, Split
+from ecnn.errors import InputError
+from ecnn.progress import Milestone, Progress
+
+#: What is evaluated: a Split, (images, labels) as tensors or arrays, a torch dataset of (image, label), or a loader.
+Images: TypeAlias = Split | tuple[Any, Any] | TorchDataset[Any] | DataLoader[Any] | Sequence[Any]
+_KINDS = (
+    "a Split such as data.test, a pair (images, labels) of tensors or arrays, a torch Dataset of (image, label), "
+    "or a DataLoader"
+)
+_CHUNK = 256  # images converted at a time
+_ROUNDING = 1e-6  # beyond [0, 1], which resizing leaves behind
+_COLOURS = (1, 3, 4)
+
+
+def read_images(
+    data: Images,
+    limit: int | None = None,
+    *,
+    classes: Sequence[int] | None = None,
+    progress: Progress | None = None,
+) -> Split:
+    """The first images of what a user has, and their labels, as a Split; InputError for what does not fit.
+
+    Bytes count as value / 255. Floating pixels must lie in [0, 1]; if all are whole multiples of 1/255 they are kept as
+    bytes, which are the same pixels. A dataset or loader is read no further than needed, with seeded generators, so
+    that one that shuffles or augments by torch's, NumPy's or Python's generator gives the same images every time.
+
+    Args:
+        data: see `Images`; a Split is taken as it is.
+        limit: how many images to read at most; None for all.
+        classes: only images of these classes; None for all.
+        progress: called as progress(done, total, note).
+    """
+    if limit is not None:
+        check_count("limit", limit, least=0)
+    wanted = None if classes is None else _check_classes(classes)
+    if isinstance(data, Split):
+        return data if wanted is None else data.select(torch.isin(data.labels, wanted))
+    parts: list[Split] = []
+    count, is_bytes = 0, False
+    with forked_generators(torch.device("cpu"), 0):
+        for raw_images, raw_labels in _chunks(data, _CHUNK if limit is None else min(_CHUNK, max(1, limit))):
+            images, is_bytes = _check_images(raw_images, parts[0] if parts else None)
+            part = _as_split(images, _check_labels(raw_labels, len(images)))
+            part = part if wanted is None else part.select(torch.isin(part.labels, wanted))
+            parts.append(part.take(None if limit is None else limit - count))
+            count += len(parts[-1])
+            if progress is not None:
+                progress(count, count if limit is None else limit, "reading images")
+            if limit is not None and count >= limit:
+                break
+    if not count:
+        raise InputError(
+            "there is no image to evaluate: the data are empty, limit is 0, or no image is of these classes."
+        )
+    found = _join(parts)
+    if is_bytes:
+        _check_bytes(found)
+        if progress is not None:
+            progress(count, count, Milestone("the images are bytes: pixels count as value / 255"))
+    return found
+
+
+def _check_classes(classes: Any) -> Tensor:
+    if isinstance(classes, str) or not isinstance(classes, Sequence) or not len(classes):
+        raise InputError(f"classes must be a list of class numbers such as [3, 5, 7], not {shown(classes)}.")
+    for number in classes:
+        check_count("a class", number, least=0)
+    return torch.tensor([int(number) for number in classes])
+
+
+def _chunks(data: Any, step: int) -> Iterator[tuple[Any, Any]]:
+    """Pairs of so many images and their labels, as they come; of a loader its own batches."""
+    if isinstance(data, Dataset):
+        raise InputError("give one split of the dataset, such as data.test, and not all three.")
+    if isinstance(data, TensorDataset):
+        if len(data.tensors) != 2:
+            raise InputError(
+                f"a TensorDataset must hold two tensors, images and labels, not {len(data.tensors)}."
+            )
+        data = data.tensors
+    if isinstance(data, tuple | list) and len(data) == 2 and isinstance(data[0], Tensor | np.ndarray):
+        yield from _slices(*data, step)
+    elif isinstance(data, DataLoader):
+        for batch in data:
+            yield _pair(batch, "a batch of the loader", "(images, labels)")
+    elif isinstance(data, IterableDataset) or not (hasattr(data, "__getitem__") and hasattr(data, "__len__")):
+        hint = ": wrap it in a DataLoader." if isinstance(data, IterableDataset) else "."
+        raise InputError(f"the images must be given as {_KINDS}, not as a {type(data).__name__}{hint}")
+    elif isinstance(data, str | bytes | dict):
+        raise InputError(f"the images must be given as {_KINDS}, not as a {type(data).__name__}.")
+    else:
+        yield from _samples(data, step)
+
+
+def _slices(images: Any, labels: Any, step: int) -> Iterator[tuple[Any, Any]]:
+    if not isinstance(labels, Tensor | np.ndarray | list | tuple):
+        raise InputError(f"labels must be a tensor, an array or a list, not a {type(labels).__name__}.")
+    if not images.ndim or len(images) != len(labels):
+        raise InputError(
+            f"there must be one label for each image, but there are {len(images) if images.ndim else 0} images and "
+            f"{len(labels)} labels."
+        )
+    for start in range(0, len(images), step):
+        yield images[start : start + step], labels[start : start + step]
+
+
+def _samples(data: Any, step: int) -> Iterator[tuple[Any, Any]]:
+    """The items of a map-style dataset, some at a time."""
+    for start in range(0, len(data), step):
+        items = (data[number] for number in range(start, min(start + step, len(data))))
+        images, labels = zip(*(_pair(item, "an item", "(image, label)") for item in items), strict=True)
+        tensors = [_tensor(image) for image in images]
+        for number, image in enumerate(tensors):
+            if image.shape != tensors[0].shape or image.dtype != tensors[0].dtype:
+                raise InputError(
+                    f"all images must have one shape and dtype, but image {start + number} is {_form(image)} and image "
+                    f"{start} {_form(tensors[0])}: resize them."
+                )
+        yield torch.stack(tensors), _stacked(labels)
+
+
+def _stacked(labels: Sequence[Any]) -> np.ndarray:
+    values = [label.detach().cpu().numpy() if isinstance(label, Tensor) else label for label in labels]
+    try:
+        return np.array(values)
+    except ValueError as error:
+        raise InputError("labels must be one whole number per image, but their shapes differ.") from error
+
+
+def _pair(item: Any, owner: str, form: str) -> tuple[Any, Any]:
+    if not isinstance(item, tuple | list) or len(item) != 2:
+        came = f"{len(item)} things" if isinstance(item, tuple | list) else f"a {type(item).__name__}"
+        raise InputError(f"{owner} must be {form}, not {came}.")
+    return item[0], item[1]
+
+
+def _tensor(image: Any) -> Tensor:
+    if isinstance(image, Tensor):
+        return image.detach().cpu()
+    if isinstance(image, np.ndarray) and image.dtype.kind in "uif":
+        return torch.from_numpy(np.ascontiguousarray(image))
+    came = f"an array of {image.dtype}" if isinstance(image, np.ndarray) else f"a {type(image).__name__}"
+    hint = ": give the dataset a transform such as torchvision's ToTensor()"
+    raise InputError(
+        f"images must be tensors or arrays of numbers, not {came}{hint if 'Image' in came else ''}."
+    )
+
+
+def _form(images: Tensor) -> str:
+    return f"{str(images.dtype).removeprefix('torch.')} of shape {tuple(images.shape)}"
+
+
+def _check_images(raw: Any, before: Split | None) -> tuple[Tensor, bool]:
+    """(image, channel, height, width) bytes, or float32 in [0, 1], on the CPU; and whether they came as bytes.
+
+    Args:
+        before: images of the same data, whose form these must have.
+    """
+    images = _tensor(raw)
+    if images.ndim != 4:
+        hint = ": add the channel with images[:, None]" if images.ndim == 3 else ""
+        raise InputError(f"images must be (image, channel, height, width), not {_form(images)}{hint}.")
+    _, channels, height, last = images.shape
+    if last in _COLOURS and channels not in _COLOURS and min(channels, height) > last:
+        raise InputError(
+            f"images must be (image, channel, height, width), but {tuple(images.shape)} has its channels last: permute "
+            "them with (0, 3, 1, 2)."
+        )
+    if before is not None and images.shape[1:] != before.images.shape[1:]:
+        raise InputError(
+            f"all images must have one shape, but some are {tuple(images.shape[1:])} and the first "
+            f"{tuple(before.images.shape[1:])}: resize them."
+        )
+    if images.dtype == torch.uint8:
+        return images, True
+    if not images.is_floating_point():
+        raise InputError(
+            f"images must be bytes (uint8) or floating pixels in [0, 1], not {_form(images)}: convert 0..255 to uint8."
+        )
+    images = images.to(torch.float32)
+    if images.numel():
+        _check_range(*(float(bound) for bound in images.aminmax()))
+    return images.clamp(0, 1), False
+
+
+def _check_range(low: float, high: float) -> None:
+    """Raises InputError unless pixels reach from 0 or more to 1 or less; the sentence guesses what they are."""
+    if low >= -_ROUNDING and high <= 1 + _ROUNDING:
+        return
+    if not (np.isfinite(low) and np.isfinite(high)):
+        advice = "some are no finite numbers"
+    elif low < 0:
+        advice = (
+            "give the images as they were before they were normalised, and the normalisation to the model"
+        )
+        advice += ": ecnn.Normalized(model, mean, std)"
+    else:
+        advice = f"divide them by {255 if high > 16 else 'the value of white'}"
+        advice += ", and let a model that wants other pixels rescale them itself"
+    raise InputError(f"pixels must lie in [0, 1], but they reach from {low:.4g} to {high:.4g}: {advice}.")
+
+
+def _check_bytes(found: Split) -> None:
+    """Raises InputError for bytes that can hardly be pixels: those of [0, 1] cast to whole numbers."""
+    if not found.is_float and int(found.images.max()) == 1:
+        raise InputError(
+            "the images are bytes that reach from 0 to 1 where 255 is white: give pixels of [0, 1] as floats."
+        )
+
+
+def _check_labels(raw: Any, count: int) -> Tensor:
+    """(image,) int64 classes."""
+    labels = raw.detach().cpu() if isinstance(raw, Tensor) else np.asarray(raw)
+    shape, kind = tuple(labels.shape), str(labels.dtype).removeprefix("torch.")
+    if shape != (count,):
+        hint = ""
+        if shape == (count, 1):
+            hint = ": take labels[:, 0]"
+        elif len(shape) == 2 and shape[0] == count:
+            hint = ": take labels.argmax(1) of one-hot ones"
+        raise InputError(f"labels must be of shape ({count},), one number per image, not {shape}{hint}.")
+    if not kind.startswith(("int", "uint")):
+        hint = (
+            ": convert them to int64 if they are class numbers" if kind.startswith(("float", "bool")) else ""
+        )
+        raise InputError(f"labels must be whole numbers, the classes from 0 up, not {kind}{hint}.")
+    return torch.from_numpy(np.asarray(labels).astype(np.int64))
+
+
+def _as_split(images: Tensor, labels: Tensor) -> Split:
+    """Pixels that are all whole multiples of 1/255 are kept as bytes: a quarter of the memory, the same pixels."""
+    if images.dtype == torch.float32:
+        rounded = (images * 255).round().to(torch.uint8)
+        images = rounded if torch.equal(rounded.to(torch.float32) / 255, images) else images
+    return Split(images, labels)
+
+
+def _join(parts: Sequence[Split]) -> Split:
+    labels = torch.cat([part.labels for part in parts])
+    if any(part.is_float for part in parts):
+        return Split(torch.cat([part[:][0] for part in parts]), labels)
+    return Split(torch.cat([part.images for part in parts]), labels)

@@ -1,0 +1,190 @@
+"""What `evaluate` and `audit` take: images as people have them, with the same outcomes; for the rest a sentence."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+from toys import TINY, half_spaces
+
+import ecnn
+from ecnn.attacks import PGD
+from ecnn.data import Split
+from ecnn.errors import InputError
+from ecnn.evaluation import evaluate, read_images
+from ecnn.evaluation.outcomes import COLUMNS
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+GENERATOR = torch.Generator().manual_seed(0)
+BYTES = torch.randint(0, 256, (12, 1, 4, 4), generator=GENERATOR, dtype=torch.uint8)
+PIXELS = BYTES.float() / 255
+MODEL = half_spaces(torch.randn(16, generator=GENERATOR))
+with torch.no_grad():
+    LABELS = MODEL(PIXELS).argmax(dim=1)
+SPLIT = Split(BYTES, LABELS)
+ATTACK = PGD(norm="linf", eps=0.1, steps=3, step_size=0.05)
+
+
+class Items(Dataset[Any]):
+    """A map-style dataset that counts what is read of it."""
+
+    def __init__(self, images: Any, labels: Any, length: int | None = None) -> None:
+        self.images, self.labels, self.read = images, labels, 0
+        self.length = len(images) if length is None else length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, number: int) -> tuple[Any, Any]:
+        self.read += 1
+        return self.images[number % len(self.images)], self.labels[number % len(self.images)]
+
+
+class Stream(IterableDataset[Any]):
+    """A dataset without a length."""
+
+    def __iter__(self) -> Any:
+        return iter(zip(PIXELS, LABELS, strict=True))
+
+
+ALIKE: dict[str, Any] = {
+    "tensors": (PIXELS, LABELS),
+    "bytes": (BYTES, LABELS),
+    "arrays": (PIXELS.numpy(), LABELS.numpy()),
+    "float64": (PIXELS.numpy().astype(np.float64), LABELS.numpy().astype(np.int8)),
+    "a list of labels": [BYTES.numpy(), LABELS.tolist()],
+    "a TensorDataset": TensorDataset(PIXELS, LABELS),
+    "a dataset": Items(PIXELS, LABELS),
+    "a dataset of arrays and numbers": Items(BYTES.numpy(), LABELS.tolist()),
+    "a list of items": list(zip(PIXELS, LABELS.tolist(), strict=True)),
+    "a loader": DataLoader(TensorDataset(PIXELS, LABELS), batch_size=5),
+    "a loader of a stream": DataLoader(Stream(), batch_size=5),
+}
+
+
+@pytest.mark.parametrize("given", ALIKE)
+def test_every_way_to_give_images_has_the_outcomes_of_a_split(given: str) -> None:
+    expected = evaluate(MODEL, SPLIT, {"pgd": ATTACK}, limit=9)
+    found = evaluate(MODEL, ALIKE[given], {"pgd": ATTACK}, limit=9)
+    for column in COLUMNS:
+        mine, theirs = (getattr(part.outcomes["pgd"], column) for part in (found, expected))
+        assert np.array_equal(mine, theirs), column
+
+
+def test_audit_takes_them_too_and_reads_no_further_than_it_needs() -> None:
+    expected = ecnn.audit(MODEL, SPLIT, norm="linf", eps=0.1, limit=6, budget=TINY)
+    found = ecnn.audit(
+        MODEL, DataLoader(TensorDataset(PIXELS, LABELS)), norm="linf", eps=0.1, limit=6, budget=TINY
+    )
+    assert (found.accuracy, found.broken_by) == (expected.accuracy, expected.broken_by)
+    gigantic = Items(PIXELS, LABELS, length=10**9)
+    ecnn.audit(MODEL, gigantic, norm="linf", eps=0.1, limit=6, budget=TINY)
+    assert gigantic.read <= 6 + 1000 + 256
+
+
+def test_a_gigantic_dataset_is_read_up_to_the_limit() -> None:
+    gigantic = Items(PIXELS, LABELS, length=10**9)
+    assert len(read_images(gigantic, 30)) == 30
+    assert gigantic.read == 30
+    on_disk = np.broadcast_to(PIXELS.numpy()[:1], (10**7, 1, 4, 4))
+    assert len(read_images((on_disk, np.zeros(10**7, dtype=np.int64)), 3)) == 3
+
+
+def test_pixels_between_bytes_stay_floats_and_rounding_beyond_the_range_is_cut_off() -> None:
+    assert not read_images((PIXELS, LABELS)).is_float
+    between = PIXELS.clone()
+    between[0, 0, 0, 0], between[1, 0, 0, 0] = 0.1234567, 1 + 1e-7
+    found = read_images((between, LABELS))
+    assert found.is_float
+    assert torch.equal(found.images, between.clamp(0, 1))
+
+
+def test_a_shuffling_loader_gives_the_same_images_every_time_and_leaves_the_generators() -> None:
+    loader = DataLoader(TensorDataset(PIXELS, LABELS), batch_size=4, shuffle=True)
+    before = torch.get_rng_state()
+    first, second = read_images(loader, 4), read_images(loader, 4)
+    assert torch.equal(first.images, second.images)
+    assert not torch.equal(first.images, BYTES[:4])
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_bytes_are_said_to_be_taken_as_shares_of_255() -> None:
+    news: list[str] = []
+    evaluate(MODEL, (BYTES, LABELS), {}, limit=4, progress=lambda done, total, note: news.append(note))
+    assert "the images are bytes: pixels count as value / 255" in news
+
+
+def test_only_images_of_the_asked_classes_are_asked() -> None:
+    found = evaluate(MODEL, (PIXELS, LABELS), {"pgd": ATTACK}, limit=3, classes=[1])
+    assert found.clean.label.tolist() == [1, 1, 1]
+    wanted = Split(BYTES[LABELS == 1], LABELS[LABELS == 1])
+    expected = evaluate(MODEL, wanted, {"pgd": ATTACK}, limit=3)
+    assert np.array_equal(found.outcomes["pgd"].image_hash, expected.outcomes["pgd"].image_hash)
+    assert np.array_equal(found.outcomes["pgd"].prediction, expected.outcomes["pgd"].prediction)
+    assert ecnn.audit(MODEL, SPLIT, norm="linf", eps=0.1, limit=2, classes=[0], budget=TINY).images == 2
+
+
+def one_hot(labels: Tensor) -> Tensor:
+    return torch.nn.functional.one_hot(labels, 2)
+
+
+RAGGED = [(torch.zeros(1, size, size), 0) for size in (4, 4, 5)]
+REFUSED: dict[str, tuple[Any, str]] = {
+    "floats of 0..255": ((PIXELS * 255, LABELS), "reach from 0 to 254: divide them by 255"),
+    "floats of 0..16": ((PIXELS * 16, LABELS), "divide them by the value of white"),
+    "normalised": ((PIXELS * 2 - 1, LABELS), r"before they were normalised.*ecnn.Normalized"),
+    "no numbers": ((PIXELS * float("nan"), LABELS), "no finite numbers"),
+    "channels last": (
+        (np.zeros((12, 8, 8, 3), np.uint8), LABELS),
+        r"channels last: permute them with \(0, 3, 1, 2\)",
+    ),
+    "no channel": ((PIXELS[:, 0], LABELS), r"add the channel with images\[:, None\]"),
+    "flat": ((PIXELS.flatten(1), LABELS), r"\(image, channel, height, width\)"),
+    "integers": ((BYTES.long(), LABELS), "convert 0..255 to uint8"),
+    "bytes of 0 and 1": ((PIXELS.round().to(torch.uint8), LABELS), "bytes that reach from 0 to 1"),
+    "labels one-hot": ((PIXELS, one_hot(LABELS)), r"take labels.argmax\(1\)"),
+    "labels in a column": ((PIXELS, LABELS[:, None]), r"take labels\[:, 0\]"),
+    "labels float": ((PIXELS, LABELS.float()), "convert them to int64"),
+    "labels text": ((PIXELS, ["cat"] * 12), "whole numbers"),
+    "labels negative": ((PIXELS, LABELS - 1), "labels must be 0 or more"),
+    "labels too large": ((PIXELS, LABELS + 1), "scores for 2 classes"),
+    "labels of items one-hot": (Items(PIXELS, one_hot(LABELS)), r"argmax\(1\)"),
+    "empty": ((PIXELS[:0], LABELS[:0]), "there is no image"),
+    "an empty dataset": (Items(PIXELS, LABELS, length=0), "there is no image"),
+    "other lengths": ((PIXELS, LABELS[:5]), "12 images and 5 labels"),
+    "ragged": (RAGGED, r"image 2 is float32 of shape \(1, 5, 5\).*resize them"),
+    "ragged batches": ([*RAGGED[:2]] * 128 + RAGGED[2:], "all images must have one shape"),
+    "three tensors": (TensorDataset(PIXELS, LABELS, LABELS), "two tensors"),
+    "items of one thing": ([PIXELS[0], PIXELS[1], PIXELS[2]], r"an item must be \(image, label\)"),
+    "items as tables": ([{"image": PIXELS[0], "label": 0}], "not a dict"),
+    "a stream": (Stream(), "wrap it in a DataLoader"),
+    "a name": ("digits", "a Split such as data.test"),
+    "nothing": (None, "a Split such as data.test"),
+    "a dataset of ours": (ecnn.load_data("digits"), "give one split of the dataset, such as data.test"),
+}
+
+
+@pytest.mark.parametrize("given", REFUSED)
+def test_what_does_not_fit_is_told_in_a_sentence(given: str) -> None:
+    data, sentence = REFUSED[given]
+    with pytest.raises(InputError, match=sentence):
+        evaluate(MODEL, data, {}, limit=None)
+
+
+def test_pictures_want_a_transform() -> None:
+    image = pytest.importorskip("PIL.Image")
+    with pytest.raises(InputError, match="ToTensor"):
+        read_images([(image.new("L", (4, 4)), 0)])
+
+
+@pytest.mark.parametrize("classes", [[], "3,5", [1.5], [-1], 3])
+def test_classes_are_numbers(classes: Any) -> None:
+    with pytest.raises(InputError, match="class"):
+        read_images(SPLIT, classes=classes)
+    with pytest.raises(InputError, match="no image"):
+        evaluate(MODEL, (PIXELS, LABELS), {}, limit=None, classes=[7])
