@@ -96,7 +96,7 @@ def _chunks(data: Any, step: int) -> Iterator[tuple[Any, Any]]:
             )
         data = data.tensors
     if isinstance(data, tuple | list) and len(data) == 2 and isinstance(data[0], Tensor | np.ndarray):
-        yield from _slices(*data, step)
+        yield from _slices(data[0], data[1], step)
     elif isinstance(data, DataLoader):
         for batch in data:
             yield _pair(batch, "a batch of the loader", "(images, labels)")
