@@ -50,7 +50,7 @@ _SPOILED = 0.01  # of the gradients
 
 def audit(
     model: nn.Module,
-    data: Images,
+    split: Images,
     *,
     norm: Norm,
     eps: float | str,
@@ -82,7 +82,7 @@ def audit(
 
     Args:
         model: pixels in [0, 1] to scores (batch, class), 2 to 1,000 classes, on any device; left as it was.
-        data: as `evaluate` takes them: a Split, (images, labels), a torch Dataset or a DataLoader. Of what follows the
+        split: as `evaluate` takes it: a Split, (images, labels), a torch Dataset or a DataLoader. Of what follows the
             audited images up to 1,000 serve to train surrogates.
         norm, eps: of the ball it is said to be robust in.
         claim: the accuracy under attack in question, from 0 to 1; None where nothing is claimed.
@@ -101,7 +101,7 @@ def audit(
     check_shares(claim=claim, min_accuracy=min_accuracy)
     limit = budget.images if limit is None else limit
     check_count("limit", limit, least=0)
-    split = read_images(data, limit + MOST_EXAMPLES, classes=classes, progress=progress)
+    split = read_images(split, limit + MOST_EXAMPLES, classes=classes, progress=progress)
     chosen = check_request(model, split, limit, BATCH_SIZE)
     folder = None if run_dir is None else Path(run_dir) / FOLDER
     if run_dir is not None:

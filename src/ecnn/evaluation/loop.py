@@ -49,7 +49,7 @@ Watcher = Callable[[Outcomes, Tensor], None]
 
 def evaluate(
     model: nn.Module,
-    data: Images,
+    split: Images,
     attacks: Mapping[str, Attack | ForeignAttack],
     *,
     limit: int | None,
@@ -73,7 +73,7 @@ def evaluate(
 
     Args:
         model: pixels in [0, 1] to scores (batch, class), on any device.
-        data: a Split such as `data.test`; a pair (images, labels) of tensors or arrays, bytes or floats in [0, 1]; a
+        split: a Split such as `data.test`; a pair (images, labels) of tensors or arrays, bytes or floats in [0, 1]; a
             torch Dataset of (image, label); or a DataLoader. See `ecnn.evaluation.inputs`.
         attacks: by name, an `Attack` or any callable (model, images, labels) -> images. Ours draw random numbers by
             seed and position, so that batch size, order and resumption change nothing. The generators of torch, NumPy
@@ -106,7 +106,7 @@ def evaluate(
             "cascade=True takes no eps=: what broke at one radius would not be attacked at the others. Evaluate each "
             "radius by itself."
         )
-    split = read_images(data, limit, classes=classes, progress=progress)
+    split = read_images(split, limit, classes=classes, progress=progress)
     chosen = check_request(model, split, limit, batch_size)
     if save_images and run_dir is None:
         raise InputError("save_images=True needs a run_dir to keep them in.")
