@@ -1,6 +1,6 @@
-"""Whether the audit tells falsely robust models from honest ones: the confusion table over `audit_models.SUBJECTS`.
+"""Whether the audit tells falsely robust models from honest ones: the confusion table over `bench.SUBJECTS`.
 
-Run: python benchmarks/audit.py [--budget quick] [--limit 360] [--only NAME] [--folder out/audit_models] [--resume]
+Run: python benchmarks/audit.py [--budget quick] [--limit 360] [--only NAME] [--folder out/bench] [--resume]
 [--quick: a few models and images, to out/quick, to see that everything runs]
 Models are trained once and kept in the folder, with what is claimed of them; every run audits anew, unless --resume
 says to go on with the rows that a run of the same code left there. A claim is false when it lies more than 5 points
@@ -21,12 +21,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from audit_models import SUBJECTS, VERSION, Subject, group, informed_accuracy
 from torch import Tensor, nn
 
 import ecnn
 from ecnn import files, runs
 from ecnn.auditing import audit
+from ecnn.auditing.bench import SUBJECTS, VERSION, Subject
 from ecnn.backbones import without_tf32
 from ecnn.data import Dataset
 from ecnn.errors import InputError
@@ -52,7 +52,7 @@ def figures(
             "version": VERSION,
             "clean": clean,
             "claim": subject.claimed(model, images, labels),
-            "informed": informed_accuracy(model, images, labels, subject.eps),
+            "informed": subject.informed(model, images, labels),
         }
         files.write_json(path, known)
     if peer and subject.honest and "peer" not in known:
@@ -90,7 +90,7 @@ def examine(subject: Subject, data: Dataset, *, limit: int, budget: str, folder:
     return {
         "name": subject.name,
         "honest": subject.honest,
-        "group": group(subject),
+        "group": subject.half,
         "why": subject.why,
         "protocol": subject.protocol,
         "eps": subject.eps,
@@ -124,7 +124,7 @@ def confusion(rows: Iterable[Row]) -> list[Row]:
     """How many false and other claims were flagged, in each half and in all."""
     rows = list(rows)
     table = []
-    for name in ("tuning", "held-out", "all"):
+    for name in ("first", "second", "all"):
         part = [row for row in rows if name in (row["group"], "all")]
         false, rest = [row for row in part if row["false"]], [row for row in part if not row["false"]]
         table.append(
@@ -199,7 +199,7 @@ def main() -> None:
     parser.add_argument("--budget", default="quick")
     parser.add_argument("--limit", type=int, default=360, help="images, the first of the test split")
     parser.add_argument("--only", nargs="+", metavar="NAME", help="these models")
-    parser.add_argument("--folder", type=Path, default=Path("out/audit_models"), help="of weights and claims")
+    parser.add_argument("--folder", type=Path, default=Path("out/bench"), help="of weights and claims")
     parser.add_argument("--resume", action="store_true", help="keep the rows that an interrupted run left")
     parser.add_argument("--out", type=Path, default=HERE / "audit.json")
     parser.add_argument(
@@ -209,7 +209,7 @@ def main() -> None:
     names = options.only or list(SUBJECTS)
     if options.quick:
         names, options.limit = QUICK, 12
-        options.folder, options.out = Path("out/quick/audit_models"), Path("out/quick/audit.json")
+        options.folder, options.out = Path("out/quick/bench"), Path("out/quick/audit.json")
     unknown = [name for name in names if name not in SUBJECTS]
     if unknown:
         raise InputError(f"no model is called {unknown[0]!r}; known: {', '.join(SUBJECTS)}.")

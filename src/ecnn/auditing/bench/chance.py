@@ -1,0 +1,130 @@
+"""Families that draw random numbers: torch's, and those of other generators."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import torch
+import torch.nn.functional as F  # noqa: N812 the name everybody knows
+from torch import Tensor, nn
+
+from ecnn.auditing.bench.claims import BY_FGSM, BY_PGD, false
+from ecnn.auditing.bench.networks import always, convolutional, dense, training
+from ecnn.auditing.bench.tricks import Trick
+
+RANDOM, FOREIGN = "randomness", "randomness that is not torch's"
+
+
+class Noise(Trick):
+    """Gaussian noise in every pass, drawn from torch's generator; opened it is the mean."""
+
+    def __init__(self, deviation: float) -> None:
+        super().__init__()
+        self.deviation = deviation
+
+    def forward(self, images: Tensor) -> Tensor:
+        if self.opened:
+            return images
+        return images + self.deviation * torch.randn_like(images)
+
+
+class RandomResize(Trick):
+    """Another size and place in a frame of zeros in every pass (Xie et al. 2018); opened always the same."""
+
+    def __init__(self, smallest: int, frame: int) -> None:
+        super().__init__()
+        self.smallest, self.frame = smallest, frame
+
+    def generator(self, images: Tensor) -> torch.Generator | None:
+        """What it draws from; None is torch's own."""
+        return None
+
+    def forward(self, images: Tensor) -> Tensor:
+        if self.opened:
+            size, left, top = (self.smallest + self.frame) // 2, 1, 1
+        else:
+            generator = self.generator(images)
+            size = int(torch.randint(self.smallest, self.frame + 1, (), generator=generator))
+            left, top = torch.randint(self.frame - size + 1, (2,), generator=generator).tolist()
+        resized = F.interpolate(images, size=(size, size), mode="bilinear", align_corners=False)
+        return F.pad(resized, (left, self.frame - size - left, top, self.frame - size - top))
+
+
+class TestTimeDropout(Trick):
+    """Dropout that is never switched off; opened it is its mean."""
+
+    def __init__(self, share: float) -> None:
+        super().__init__()
+        self.share = share
+
+    def forward(self, features: Tensor) -> Tensor:
+        return features if self.opened else F.dropout(features, self.share, training=True)
+
+
+class NumpyNoise(Trick):
+    """Gaussian noise in every pass from numpy's generator; opened it is the mean."""
+
+    def __init__(self, deviation: float) -> None:
+        super().__init__()
+        self.deviation = deviation
+
+    def forward(self, images: Tensor) -> Tensor:
+        if self.opened:
+            return images
+        noise = np.random.normal(0.0, self.deviation, size=tuple(images.shape))
+        return images + torch.from_numpy(noise).to(images)
+
+
+class PythonShift(Trick):
+    """Shifted by up to a pixel each way and dimmed, by Python's generator; opened it is as it was."""
+
+    def forward(self, images: Tensor) -> Tensor:
+        if self.opened:
+            return images
+        moves = (random.randint(-1, 1), random.randint(-1, 1))
+        return random.uniform(0.7, 1.0) * images.roll(moves, dims=(2, 3))
+
+
+SUBJECTS = [
+    false(
+        RANDOM,
+        "noisy_input",
+        "fresh noise in every pass spoils a single gradient, and the best iterate was only lucky",
+        always(lambda: nn.Sequential(Noise(0.1), dense())),
+        training(epochs=20),
+        BY_PGD,
+    ),
+    false(
+        RANDOM,
+        "random_resize",
+        "another size and place in every pass",
+        always(lambda: nn.Sequential(RandomResize(8, 12), convolutional())),
+        training(epochs=20, lr=0.01),
+        BY_FGSM,
+    ),
+    false(
+        RANDOM,
+        "random_dropout",
+        "dropout stays on at test time",
+        always(lambda: dense(activation=lambda: nn.Sequential(nn.ReLU(), TestTimeDropout(0.5)))),
+        training(epochs=20),
+        BY_FGSM,
+    ),
+    false(
+        FOREIGN,
+        "numpy_noise",
+        "fresh noise in every pass, from numpy's generator, which seeding torch does not fix",
+        always(lambda: nn.Sequential(NumpyNoise(0.1), dense(width=128))),
+        training(epochs=20),
+        BY_PGD,
+    ),
+    false(
+        FOREIGN,
+        "python_shift",
+        "shifted and dimmed in every pass, by Python's generator",
+        always(lambda: nn.Sequential(PythonShift(), convolutional())),
+        training(epochs=25, lr=0.01),
+        BY_FGSM,
+    ),
+]

@@ -1,0 +1,150 @@
+"""What authors report: each protocol computes the accuracy that is claimed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from ecnn.attacks import BIM, FGSM, PGD, Attack, AutoAttack
+from ecnn.attacks.views import Loss
+from ecnn.auditing.bench.informed import informed_accuracy
+from ecnn.auditing.bench.networks import interval_margins
+from ecnn.auditing.bench.subject import EPS, Half, Key, Make, Protocol, Subject, Train
+
+
+def reports(make: Callable[[float], Attack], count: Literal["robust", "after"] = "robust") -> Protocol:
+    """The accuracy under one attack: images right before and after it, or as in the paper's tables only after."""
+
+    def claim(model: nn.Module, images: Tensor, labels: Tensor, eps: float) -> float:
+        attacked = make(eps).run(model, images, labels)
+        right = attacked.predictions == labels
+        if count == "robust":
+            with torch.no_grad():
+                right &= model(images).argmax(dim=1) == labels
+        return float(right.double().mean())
+
+    return claim
+
+
+def proven_by_intervals(model: nn.Module, images: Tensor, labels: Tensor, eps: float) -> float:
+    with torch.no_grad():
+        margins = interval_margins(model, images, labels, eps)
+    margins.scatter_(1, labels[:, None], math.inf)
+    return float((margins.amin(dim=1) > 0).double().mean())
+
+
+def known_exactly(model: nn.Module, images: Tensor, labels: Tensor, eps: float) -> float:
+    """Of a linear model, for which intervals are exact: against each wrong class a corner of the box is worst."""
+    return proven_by_intervals(model, images, labels, eps)
+
+
+def fgsm(eps: float) -> Attack:
+    return FGSM(norm="linf", eps=eps)
+
+
+def bim(eps: float) -> Attack:
+    return BIM(norm="linf", eps=eps, steps=10, step_size=eps / 4)
+
+
+def pgd(eps: float) -> Attack:
+    return PGD(norm="linf", eps=eps, steps=10, step_size=eps / 4, loss="cross_entropy")
+
+
+def large_steps(loss: Loss) -> Callable[[float], Attack]:
+    """As the paper's authors attack: 200 steps of half the radius, and the last iterate."""
+
+    def make(eps: float) -> Attack:
+        return PGD(norm="linf", eps=eps, steps=200, step_size=eps / 2, loss=loss, loss_slack=50, keep="last")
+
+    return make
+
+
+def own_label(eps: float) -> Attack:
+    """Given no labels, it attacks what the model says; steps as long as the ball is wide, the last iterate."""
+    return PGD(
+        norm="linf",
+        eps=eps,
+        steps=7,
+        step_size=2 * eps,
+        loss="cross_entropy",
+        keep="last",
+        labels="predicted",
+    )
+
+
+def short_walk(eps: float) -> Attack:
+    """Ten steps that together cover a tenth of the radius, from the image."""
+    return BIM(norm="linf", eps=eps, steps=10, step_size=eps / 100)
+
+
+def autoattack(eps: float) -> Attack:
+    return AutoAttack(norm="linf", eps=eps)
+
+
+def known_trick(model: nn.Module, images: Tensor, labels: Tensor, eps: float) -> float:
+    """What an attacker leaves who knows how the model works: the honest claim where AutoAttack sees no gradient."""
+    return informed_accuracy(model, images, labels, eps)
+
+
+#: A protocol, and the same in words.
+Claim = tuple[Protocol, str]
+BY_FGSM: Claim = (reports(fgsm), "FGSM")
+BY_BIM: Claim = (reports(bim), "BIM, 10 steps")
+BY_PGD: Claim = (reports(pgd), "PGD on cross-entropy, 10 steps")
+BY_AUTOATTACK: Claim = (reports(autoattack), "AutoAttack")
+BY_AN_INFORMED_ATTACK: Claim = (known_trick, "an attack made for the model")
+
+
+def false(
+    family: str,
+    name: str,
+    why: str,
+    make: Make,
+    train: Train,
+    claim: Claim,
+    *,
+    half: Half = "first",
+    key: Key | None = None,
+) -> Subject:
+    """A model that only looks robust."""
+    return Subject(
+        name=name,
+        family=family,
+        half=half,
+        honest=False,
+        why=why,
+        make=make,
+        train=train,
+        claim=claim[0],
+        protocol=claim[1],
+        key=key,
+    )
+
+
+def honest(
+    name: str,
+    why: str,
+    make: Make,
+    train: Train,
+    claim: Claim = BY_AUTOATTACK,
+    *,
+    eps: float = EPS,
+    half: Half = "first",
+) -> Subject:
+    """A model whose claim comes from a strong evaluation, or from a proof."""
+    return Subject(
+        name=name,
+        family="honest",
+        half=half,
+        honest=True,
+        why=why,
+        make=make,
+        train=train,
+        claim=claim[0],
+        protocol=claim[1],
+        eps=eps,
+    )

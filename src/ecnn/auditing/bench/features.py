@@ -1,0 +1,147 @@
+"""Families that make features discrete inside the network: rounding, winners, indices, ranks, hashes."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F  # noqa: N812 the name everybody knows
+from torch import Tensor, nn
+
+from ecnn.auditing.bench.claims import BY_FGSM, BY_PGD, false
+from ecnn.auditing.bench.networks import always, dense, training
+from ecnn.auditing.bench.tricks import Trick
+
+ROUNDED, INDICES = "rounded or winning features", "indices, ranks and hashes"
+
+
+class RoundedActivation(Trick):
+    """ReLU, then rounding to multiples of a step."""
+
+    def __init__(self, step: float) -> None:
+        super().__init__()
+        self.step = step
+
+    def forward(self, features: Tensor) -> Tensor:
+        active = F.relu(features)
+        return self.hide((active / self.step).round() * self.step, active)
+
+
+class WinnersTakeAll(Trick):
+    """The largest share of the features; the others become zero (Xiao et al. 2020): scores jump everywhere."""
+
+    def __init__(self, share: float) -> None:
+        super().__init__()
+        self.share = share
+
+    def forward(self, features: Tensor) -> Tensor:
+        count = max(1, round(self.share * features.shape[1]))
+        least = features.topk(count, dim=1).values[:, -1:]
+        return features * (features >= least)
+
+
+class NearestPatches(Trick):
+    """Every 2x2 patch becomes the nearest of a few learnt patches, by its index."""
+
+    codebook: Tensor
+
+    def __init__(self, entries: int) -> None:
+        super().__init__()
+        self.register_buffer("codebook", torch.rand(entries, 4))
+
+    def forward(self, images: Tensor) -> Tensor:
+        patches = F.unfold(images, 2, stride=2).transpose(1, 2)
+        chosen = self.codebook[torch.cdist(patches, self.codebook).argmin(dim=2)]
+        restored = F.fold(chosen.transpose(1, 2), images.shape[2:], 2, stride=2)
+        return self.hide(restored, images)
+
+
+class Ranks(Trick):
+    """What counts of a feature is its place among the others."""
+
+    def forward(self, features: Tensor) -> Tensor:
+        places = features.argsort(dim=1).argsort(dim=1).to(features.dtype) / features.shape[1]
+        spread = features.std(dim=1, keepdim=True).detach() + 1e-6
+        middle = features.mean(dim=1, keepdim=True).detach()
+        return self.hide(places, torch.sigmoid(1.7 * (features - middle) / spread))
+
+
+class Hash(Trick):
+    """Signs of random projections (Charikar 2002): near images share most bits."""
+
+    def __init__(self, inputs: int, bits: int) -> None:
+        super().__init__()
+        self.project = nn.Linear(inputs, bits)
+        self.project.requires_grad_(False)
+
+    def forward(self, images: Tensor) -> Tensor:
+        values: Tensor = self.project(images.flatten(1) - 0.3)
+        return self.hide(torch.sign(values), torch.tanh(6 * values))
+
+
+class Largest(Trick):
+    """Of each group of features only the index of the largest goes on, as a place in a table."""
+
+    def __init__(self, groups: int, size: int, width: int) -> None:
+        super().__init__()
+        self.groups, self.size = groups, size
+        self.tables = nn.Parameter(torch.randn(groups, size, width))
+
+    def forward(self, features: Tensor) -> Tensor:
+        grouped = features.view(len(features), self.groups, self.size)
+        if not self.is_open:
+            index = grouped.argmax(dim=2)
+            return self.tables[torch.arange(self.groups), index].flatten(1)
+        soft = torch.softmax(3 * grouped, dim=2)
+        hard = F.one_hot(grouped.argmax(dim=2), self.size).to(features.dtype)
+        return torch.einsum("bgs,gsw->bgw", hard + soft - soft.detach(), self.tables).flatten(1)
+
+
+SUBJECTS = [
+    false(
+        ROUNDED,
+        "rounded_activation",
+        "activations are rounded: no gradient",
+        always(lambda: dense(activation=lambda: RoundedActivation(0.5))),
+        training(epochs=15),
+        BY_PGD,
+    ),
+    false(
+        ROUNDED,
+        "winners_take_all",
+        "only the largest activations pass, so that scores jump at every step",
+        always(lambda: dense(width=256, activation=lambda: WinnersTakeAll(0.1))),
+        training(epochs=15),
+        BY_FGSM,
+    ),
+    false(
+        INDICES,
+        "nearest_patches",
+        "patches are replaced by the nearest of 24, found by index: no gradient",
+        always(lambda: nn.Sequential(NearestPatches(24), dense())),
+        training(epochs=20),
+        BY_PGD,
+    ),
+    false(
+        INDICES,
+        "ranked_features",
+        "features are replaced by their ranks: no gradient",
+        always(lambda: nn.Sequential(nn.Flatten(), nn.Linear(64, 64), Ranks(), dense())),
+        training(epochs=20),
+        BY_PGD,
+    ),
+    false(
+        INDICES,
+        "hashed_features",
+        "the network sees 256 bits of a hash of the image: no gradient",
+        always(lambda: nn.Sequential(Hash(64, 256), dense(256))),
+        training(epochs=10),
+        BY_PGD,
+    ),
+    false(
+        INDICES,
+        "largest_of_groups",
+        "of each eight features only the index of the largest goes on: no gradient",
+        always(lambda: nn.Sequential(nn.Flatten(), nn.Linear(64, 128), Largest(16, 8, 4), dense(64))),
+        training(epochs=20),
+        BY_PGD,
+    ),
+]

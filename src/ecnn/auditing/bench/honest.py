@@ -1,0 +1,282 @@
+"""Models whose claims may be believed: usual ones, and unusual ones that an audit could take for false."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F  # noqa: N812 the name everybody knows
+from torch import Tensor, nn
+
+from ecnn.auditing.bench.chance import TestTimeDropout
+from ecnn.auditing.bench.claims import (
+    BY_AN_INFORMED_ATTACK,
+    honest,
+    known_exactly,
+    proven_by_intervals,
+)
+from ecnn.auditing.bench.inputs import RoundedPixels
+from ecnn.auditing.bench.networks import (
+    CERTIFIED_EPS,
+    always,
+    coded,
+    convolutional,
+    dense,
+    facing,
+    first,
+    interval_loss,
+    resnet,
+    seen_through,
+    training,
+    voting,
+)
+from ecnn.auditing.bench.scores import Probabilities, Scaled
+from ecnn.auditing.bench.subject import EPS, Train
+from ecnn.auditing.bench.tricks import Trick
+from ecnn.baselines import ADPObjective, TRADESObjective
+from ecnn.data import Dataset
+from ecnn.objectives import MemberObjective
+
+
+class Threshold(Trick):
+    """Whether a feature is above zero."""
+
+    def forward(self, features: Tensor) -> Tensor:
+        return self.hide((features > 0).to(features.dtype), torch.sigmoid(2 * features))
+
+
+class Smoothed(Trick):
+    """The mean probabilities over noisy copies (Cohen et al. 2019), new ones in every pass; opened always the same."""
+
+    def __init__(self, network: nn.Module, deviation: float, copies: int) -> None:
+        super().__init__()
+        self.network, self.deviation, self.copies = network, deviation, copies
+
+    def forward(self, images: Tensor) -> Tensor:
+        if self.training:
+            noisy: Tensor = self.network(images + self.deviation * torch.randn_like(images))
+            return noisy
+        generator = torch.Generator().manual_seed(0) if self.opened else None
+        total = torch.zeros(len(images), 10, device=images.device)
+        for _ in range(self.copies):
+            noise = torch.randn(images.shape, generator=generator).to(images)
+            total = total + torch.softmax(self.network(images + self.deviation * noise), dim=1)
+        return torch.log(total / self.copies + 1e-9)
+
+
+class HalfLinear(nn.Linear):
+    """A linear layer that computes in 16 bits."""
+
+    def forward(self, features: Tensor) -> Tensor:
+        assert self.bias is not None
+        return F.linear(features.half(), self.weight.half(), self.bias.half()).float()
+
+
+class Neighbours(nn.Module):
+    """Training images vote by the likeness of their features to those of the image."""
+
+    known: Tensor
+    labels: Tensor
+
+    def __init__(self, data: Dataset, network: nn.Sequential, sharpness: float) -> None:
+        super().__init__()
+        self.network, self.sharpness = network, sharpness
+        self.register_buffer("known", torch.randn(len(data.train), 128))
+        self.register_buffer("labels", data.train[:][1])
+
+    def features(self, images: Tensor) -> Tensor:
+        return F.normalize(self.network[:-1](images), dim=1)
+
+    def forward(self, images: Tensor) -> Tensor:
+        likeness = self.sharpness * self.features(images) @ self.known.T
+        votes = torch.softmax(likeness, dim=1) @ F.one_hot(self.labels, 10).to(images.dtype)
+        return torch.log(votes + 1e-6)
+
+
+class MeanOf(nn.Module):
+    """The mean of several networks' scores."""
+
+    def __init__(self, *networks: nn.Module) -> None:
+        super().__init__()
+        self.networks = nn.ModuleList(networks)
+
+    def forward(self, images: Tensor) -> Tensor:
+        return torch.stack([network(images) for network in self.networks]).mean(dim=0)
+
+
+def with_neighbours(train: Train) -> Train:
+    """Trains the network, then keeps the features of the training images."""
+
+    def train_and_keep(model: nn.Module, data: Dataset) -> None:
+        assert isinstance(model, Neighbours)
+        train(model.network, data)
+        with torch.no_grad():
+            model.known.copy_(model.eval().features(data.train[:][0]))
+
+    return train_and_keep
+
+
+def in_few_levels(train: Train, bits: int) -> Train:
+    """Trains, then rounds the weights of each layer to so many bits."""
+
+    def train_and_round(model: nn.Module, data: Dataset) -> None:
+        train(model, data)
+        with torch.no_grad():
+            for layer in model.modules():
+                if isinstance(layer, nn.Linear):
+                    step = layer.weight.abs().max() / (2 ** (bits - 1) - 1)
+                    layer.weight.copy_((layer.weight / step).round() * step)
+
+    return train_and_round
+
+
+_ON_PGD = training(epochs=30, attack=facing())
+
+SUBJECTS = [
+    honest("adversarial_resnet", "trained on PGD", resnet, training(epochs=20, attack=facing())),
+    honest(
+        "adversarial_ecnn",
+        "members trained on PGD against members",
+        lambda data: coded(data, batch_norm=True),
+        training(MemberObjective(kind="cross_entropy"), epochs=20, attack=facing(on="members")),
+    ),
+    honest(
+        "adversarial_linear_ecnn",
+        "linear members, linear decoder, trained on PGD",
+        lambda data: coded(data, branch="linear", decoder="linear", batch_norm=True),
+        training(MemberObjective(kind="cross_entropy"), epochs=20, attack=facing()),
+    ),
+    honest(
+        "adversarial_adp",
+        "diverse members trained on PGD",
+        voting,
+        training(ADPObjective(), epochs=20, attack=facing()),
+    ),
+    honest(
+        "trades",
+        "trained by TRADES",
+        always(convolutional),
+        training(TRADESObjective(eps=EPS, steps=5, step_size=EPS / 3), epochs=20),
+    ),
+    honest(
+        "adversarial_dense",
+        "trained on PGD",
+        always(lambda: dense(width=128)),
+        training(epochs=30, attack=facing()),
+    ),
+    honest("undefended_resnet", "claims what AutoAttack leaves", resnet, training(epochs=10)),
+    honest("undefended_ecnn", "claims what AutoAttack leaves", coded, training(MemberObjective(), epochs=15)),
+    honest(
+        "linear",
+        "linear: the worst point is known",
+        always(lambda: nn.Sequential(nn.Flatten(), nn.Linear(64, 10))),
+        training(epochs=15),
+        (known_exactly, "closed form"),
+        eps=EPS / 2,
+    ),
+    honest(
+        "small_radius",
+        "an ordinary network and a small radius",
+        always(convolutional),
+        training(epochs=15, lr=0.01),
+        eps=0.02,
+    ),
+    honest(
+        "certified",
+        "trained by interval bounds, claims what they prove",
+        always(dense),
+        training(interval_loss, epochs=30, lr=0.005),
+        (proven_by_intervals, "interval bounds"),
+        eps=CERTIFIED_EPS,
+    ),
+    honest(
+        "with_probabilities",
+        "trained on PGD, and gives probabilities",
+        always(lambda: nn.Sequential(dense(width=128), Probabilities(1))),
+        first(training(epochs=30, attack=facing())),
+    ),
+    honest(
+        "with_saturated_cross_entropy",
+        "an ordinary network with large scores, which claims what AutoAttack leaves",
+        always(lambda: nn.Sequential(dense(), Scaled(1e4))),
+        training(epochs=10),
+    ),
+    honest(
+        "with_scaled_logits",
+        "trained on PGD, and its scores happen to be large",
+        always(lambda: nn.Sequential(dense(width=128), Scaled(1e4))),
+        first(training(epochs=30, attack=facing())),
+    ),
+    honest(
+        "with_dropout",
+        "trained on PGD, with dropout also at test time",
+        always(lambda: dense(width=128, activation=lambda: nn.Sequential(nn.ReLU(), TestTimeDropout(0.1)))),
+        seen_through(_ON_PGD),
+        BY_AN_INFORMED_ATTACK,
+    ),
+    honest(
+        "with_rounded_pixels",
+        "trained on PGD through pixels rounded to nine levels",
+        always(lambda: nn.Sequential(RoundedPixels(9), dense(width=128))),
+        seen_through(_ON_PGD),
+        BY_AN_INFORMED_ATTACK,
+    ),
+    honest(
+        "with_thresholds",
+        "trained on PGD; one layer says only which features are above zero",
+        always(
+            lambda: nn.Sequential(
+                nn.Flatten(),
+                nn.Linear(64, 256),
+                Threshold(),
+                nn.Linear(256, 64),
+                nn.ReLU(),
+                nn.Linear(64, 10),
+            )
+        ),
+        seen_through(_ON_PGD),
+        BY_AN_INFORMED_ATTACK,
+    ),
+    honest(
+        "smoothed",
+        "the mean over 16 noisy copies, trained on such copies, at a small radius",
+        always(lambda: Smoothed(dense(width=128), 0.15, 16)),
+        training(epochs=40),
+        BY_AN_INFORMED_ATTACK,
+        eps=EPS / 4,
+    ),
+    honest(
+        "with_few_weights",
+        "trained on PGD, then its weights are rounded to six bits",
+        always(lambda: dense(width=128)),
+        in_few_levels(_ON_PGD, 6),
+    ),
+    honest(
+        "with_temperature",
+        "trained on PGD, and its scores are divided by 20",
+        always(lambda: nn.Sequential(dense(width=128), Scaled(0.05))),
+        first(_ON_PGD),
+    ),
+    honest(
+        "in_half_precision",
+        "trained on PGD; it computes in 16 bits",
+        always(lambda: nn.Sequential(nn.Flatten(), HalfLinear(64, 128), nn.ReLU(), HalfLinear(128, 10))),
+        _ON_PGD,
+    ),
+    honest(
+        "with_log_probabilities",
+        "trained on PGD, and gives logarithms of probabilities",
+        always(lambda: nn.Sequential(convolutional(), nn.LogSoftmax(dim=1))),
+        training(epochs=30, attack=facing(), lr=0.01),
+    ),
+    honest(
+        "mean_of_three",
+        "the mean of three networks trained together on PGD",
+        always(lambda: MeanOf(dense(), dense(width=96), dense(width=32))),
+        _ON_PGD,
+    ),
+    honest(
+        "neighbours_of_robust_features",
+        "training images vote by features that were trained on PGD",
+        lambda data: Neighbours(data, dense(width=128), 20.0),
+        with_neighbours(_ON_PGD),
+    ),
+]

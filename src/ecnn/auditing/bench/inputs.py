@@ -1,0 +1,183 @@
+"""Families that change the pixels first: levels in place of pixels, and codecs or filters."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F  # noqa: N812 the name everybody knows
+from torch import Tensor, nn
+
+from ecnn.auditing.bench.claims import BY_BIM, BY_PGD, false
+from ecnn.auditing.bench.networks import always, dense, training
+from ecnn.auditing.bench.tricks import Trick
+
+LEVELS, FILTERS = "levels in place of pixels", "codecs and filters"
+
+
+class RoundedPixels(Trick):
+    """Pixels rounded to equally spaced levels."""
+
+    def __init__(self, levels: int) -> None:
+        super().__init__()
+        self.steps = levels - 1
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.hide((images * self.steps).round() / self.steps, images)
+
+
+class Thermometer(Trick):
+    """One channel per level: whether the pixel reaches it (Buckman et al. 2018)."""
+
+    def __init__(self, levels: int) -> None:
+        super().__init__()
+        self.levels = levels
+
+    def forward(self, images: Tensor) -> Tensor:
+        limits = (torch.arange(self.levels) + 0.5).view(-1, 1, 1) / self.levels
+        above = images - limits.to(images)
+        return self.hide((above > 0).to(images.dtype), torch.sigmoid(4 * self.levels * above))
+
+
+class OneHotPixels(Trick):
+    """One channel per level: whether the pixel is nearest to it."""
+
+    def __init__(self, levels: int) -> None:
+        super().__init__()
+        self.levels = levels
+
+    def forward(self, images: Tensor) -> Tensor:
+        centres = torch.linspace(0, 1, self.levels).view(-1, 1, 1).to(images)
+        nearness = -((self.levels * (images - centres)) ** 2)
+        nearest = torch.zeros_like(nearness).scatter(1, nearness.argmax(dim=1, keepdim=True), 1.0)
+        return self.hide(nearest, torch.softmax(nearness, dim=1))
+
+
+class BlockCodec(Trick):
+    """The cosine transform of each 8x8 block, rounded more coarsely at higher frequencies, and back, as JPEG does."""
+
+    transform: Tensor
+    quanta: Tensor
+
+    def __init__(self, coarseness: float) -> None:
+        super().__init__()
+        places = torch.arange(8, dtype=torch.float64)
+        waves = torch.cos(math.pi / 8 * (places + 0.5) * places[:, None]) / 2
+        waves[0] /= math.sqrt(2)
+        self.register_buffer("transform", waves.float(), persistent=False)
+        quanta = coarseness * (1 + places[:, None] + places)
+        self.register_buffer("quanta", quanta.float(), persistent=False)
+
+    def forward(self, images: Tensor) -> Tensor:
+        blocks = images.unfold(2, 8, 8).unfold(3, 8, 8)
+        coefficients = self.transform @ blocks @ self.transform.T
+        rounded = (coefficients / self.quanta).round() * self.quanta
+        restored = (self.transform.T @ rounded @ self.transform).clamp(0, 1)
+        return self.hide(restored.transpose(3, 4).reshape(images.shape), images)
+
+
+class MedianFilter(Trick):
+    """Each pixel becomes the median of its surroundings, by a routine that autograd cannot follow."""
+
+    def __init__(self, window: int) -> None:
+        super().__init__()
+        self.window = window
+
+    def forward(self, images: Tensor) -> Tensor:
+        margin = self.window // 2
+        padded = F.pad(images, (margin,) * 4, mode="reflect")
+        around = padded.unfold(2, self.window, 1).unfold(3, self.window, 1).flatten(4)
+        return self.hide(around.median(dim=4).values, around.mean(dim=4))
+
+
+class SteepFront(Trick):
+    """Pixels up a staircase of sigmoids so steep that their float32 derivative is zero nearly everywhere."""
+
+    def __init__(self, slope: float) -> None:
+        super().__init__()
+        self.slope = slope
+
+    def forward(self, images: Tensor) -> Tensor:
+        above = images[..., None] - torch.tensor([0.1, 0.35, 0.6, 0.85]).to(images)
+        stairs = torch.sigmoid(self.slope * above).mean(dim=-1)
+        return self.hide(stairs, images) if self.is_open else stairs
+
+
+class LookedUpPixels(Trick):
+    """Each pixel's level is the index of a row in a table that is learnt with the network."""
+
+    def __init__(self, levels: int, width: int) -> None:
+        super().__init__()
+        self.table = nn.Embedding(levels, width)
+        self.levels = levels
+
+    def forward(self, images: Tensor) -> Tensor:
+        place = images.clamp(0, 1) * (self.levels - 1)
+        nearest: Tensor = self.table(place.round().long())
+        if not self.is_open:
+            return nearest.flatten(1)
+        low = place.detach().floor().clamp(max=self.levels - 2).long()
+        share = (place - low)[..., None]  # between two rows, so that there is a slope
+        between: Tensor = (1 - share) * self.table(low) + share * self.table(low + 1)
+        # Rows learn from the nearest alone; the pixel's slope is that between its neighbours.
+        return (nearest + between - between.detach()).flatten(1)
+
+
+SUBJECTS = [
+    false(
+        LEVELS,
+        "rounded_pixels",
+        "pixels rounded to four levels: no gradient",
+        always(lambda: nn.Sequential(RoundedPixels(4), dense())),
+        training(epochs=15),
+        BY_PGD,
+    ),
+    false(
+        LEVELS,
+        "thermometer",
+        "thermometer-coded pixels: no gradient",
+        always(lambda: nn.Sequential(Thermometer(10), dense(640))),
+        training(epochs=10),
+        BY_BIM,
+    ),
+    false(
+        LEVELS,
+        "one_hot_pixels",
+        "one-hot coded pixels: no gradient",
+        always(lambda: nn.Sequential(OneHotPixels(8), dense(512))),
+        training(epochs=10),
+        BY_BIM,
+    ),
+    false(
+        LEVELS,
+        "steep_front",
+        "pixels through a sigmoid that is flat nearly everywhere",
+        always(lambda: nn.Sequential(SteepFront(3000), dense())),
+        training(epochs=15),
+        BY_BIM,
+    ),
+    false(
+        LEVELS,
+        "looked_up_pixels",
+        "each pixel is an index into a learnt table: no gradient",
+        always(lambda: nn.Sequential(LookedUpPixels(9, 3), dense(192))),
+        training(epochs=15),
+        BY_PGD,
+    ),
+    false(
+        FILTERS,
+        "block_codec",
+        "blocks are compressed and restored first: no gradient",
+        always(lambda: nn.Sequential(BlockCodec(0.15), dense())),
+        training(epochs=15),
+        BY_PGD,
+    ),
+    false(
+        FILTERS,
+        "median_filter",
+        "a median filter without a gradient stands before the network",
+        always(lambda: nn.Sequential(MedianFilter(3), dense())),
+        training(epochs=20),
+        BY_PGD,
+    ),
+]

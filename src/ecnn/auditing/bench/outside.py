@@ -1,0 +1,114 @@
+"""The family that leaves torch in its forward pass: filters, codecs and neighbours in numpy."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+import torch.nn.functional as F  # noqa: N812 the name everybody knows
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from ecnn.auditing.bench.claims import BY_PGD, false
+from ecnn.auditing.bench.networks import always, dense, training
+from ecnn.auditing.bench.tricks import Trick
+from ecnn.data import Dataset
+
+OUTSIDE = "code outside torch"
+Array = NDArray[np.float32]
+
+
+class InNumpy(Trick):
+    """A function of arrays in the middle of a network; opened its gradient is that of the identity."""
+
+    def change(self, images: Array) -> Array:
+        raise NotImplementedError
+
+    def forward(self, images: Tensor) -> Tensor:
+        changed = self.change(images.detach().cpu().numpy().astype(np.float32))
+        return self.hide(torch.from_numpy(changed).to(images), images)
+
+
+class NumpyMedian(InNumpy):
+    """The median of each pixel's cross-shaped surroundings."""
+
+    def change(self, images: Array) -> Array:
+        padded = np.pad(images, ((0, 0), (0, 0), (1, 1), (1, 1)), mode="edge")
+        cross = [(1, 1), (0, 1), (2, 1), (1, 0), (1, 2)]
+        height, width = images.shape[2:]
+        parts = [padded[:, :, top : top + height, left : left + width] for top, left in cross]
+        return np.median(np.stack(parts), axis=0).astype(np.float32)
+
+
+class NumpyCodec(InNumpy):
+    """The Fourier transform of the image, its weak coefficients left out and the others rounded, and back."""
+
+    def __init__(self, quantum: float) -> None:
+        super().__init__()
+        self.quantum = quantum
+
+    def change(self, images: Array) -> Array:
+        waves = np.fft.rfft2(images)
+        rounded = np.round(waves.real / self.quantum) + 1j * np.round(waves.imag / self.quantum)
+        restored = np.fft.irfft2(rounded * self.quantum, s=images.shape[2:])
+        return np.clip(restored, 0, 1).astype(np.float32)
+
+
+class NumpyNeighbours(Trick):
+    """Votes of the training images with the nearest features, counted in numpy; opened all vote, near ones more."""
+
+    known: Tensor
+    labels: Tensor
+
+    def __init__(self, data: Dataset, network: nn.Sequential, count: int) -> None:
+        super().__init__()
+        self.network, self.count = network, count
+        labels = data.train[:][1]
+        self.register_buffer("known", torch.randn(len(labels), 64))
+        self.register_buffer("labels", labels)
+
+    def forward(self, images: Tensor) -> Tensor:
+        features: Tensor = self.network[:-1](images)
+        if self.is_open:
+            weights = torch.softmax(-torch.cdist(features, self.known), dim=1)
+            return torch.log(weights @ F.one_hot(self.labels, 10).to(images.dtype) + 1e-9)
+        asked, known = features.detach().cpu().numpy(), self.known.cpu().numpy()
+        apart = (known**2).sum(axis=1) - 2 * asked @ known.T
+        nearest = np.argpartition(apart, self.count, axis=1)[:, : self.count]
+        votes = np.eye(10, dtype=np.float32)[self.labels.cpu().numpy()[nearest]].mean(axis=1)
+        return torch.from_numpy(votes).to(images)
+
+
+def _train_and_keep(model: nn.Module, data: Dataset) -> None:
+    """Trains the network, then keeps the features of the training images."""
+    assert isinstance(model, NumpyNeighbours)
+    training(epochs=10)(model.network, data)
+    with torch.no_grad():
+        model.known.copy_(model.network[:-1](data.train[:][0]))
+
+
+SUBJECTS = [
+    false(
+        OUTSIDE,
+        "numpy_median",
+        "a median filter in numpy stands before the network",
+        always(lambda: nn.Sequential(NumpyMedian(), dense())),
+        training(epochs=15),
+        BY_PGD,
+    ),
+    false(
+        OUTSIDE,
+        "numpy_codec",
+        "a codec in numpy stands before the network",
+        always(lambda: nn.Sequential(NumpyCodec(1.0), dense())),
+        training(epochs=15),
+        BY_PGD,
+    ),
+    false(
+        OUTSIDE,
+        "numpy_neighbours",
+        "nearest neighbours of a network's features vote, in numpy: no gradient",
+        lambda data: NumpyNeighbours(data, dense(), 7),
+        _train_and_keep,
+        BY_PGD,
+    ),
+]

@@ -1,0 +1,89 @@
+"""The family that cleans an image in a loop before it is classified."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F  # noqa: N812 the name everybody knows
+from torch import Tensor, nn
+
+from ecnn.auditing.bench.claims import BY_PGD, false
+from ecnn.auditing.bench.networks import always, dense, each, training
+from ecnn.auditing.bench.tricks import Trick
+from ecnn.data import Dataset
+
+PURIFIED = "purification in a loop"
+
+
+class Projection(Trick):
+    """Pulled onto the principal components of the training images and back into [0, 1], again and again."""
+
+    mean: Tensor
+    components: Tensor
+
+    def __init__(self, data: Dataset, count: int, rounds: int) -> None:
+        super().__init__()
+        images = data.train[:][0].flatten(1)
+        self.rounds = rounds
+        self.register_buffer("mean", images.mean(dim=0))
+        _, _, components = torch.linalg.svd(images - images.mean(dim=0), full_matrices=False)
+        self.register_buffer("components", components[:count].contiguous())
+
+    def forward(self, images: Tensor) -> Tensor:
+        cleaned = images.detach().flatten(1)
+        for _ in range(self.rounds):
+            near = (cleaned - self.mean) @ self.components.T @ self.components + self.mean
+            cleaned = (0.5 * cleaned + 0.5 * F.softshrink(near, 0.02)).clamp(0, 1)
+        return self.hide(cleaned.view_as(images), images)
+
+
+class Descent(Trick):
+    """Steps down the error of an autoencoder, by gradients taken while it classifies."""
+
+    def __init__(self, autoencoder: nn.Module, network: nn.Module, steps: int, rate: float) -> None:
+        super().__init__()
+        self.autoencoder, self.network = autoencoder, network
+        self.steps, self.rate = steps, rate
+
+    def forward(self, images: Tensor) -> Tensor:
+        cleaned = images.detach()
+        with torch.enable_grad():
+            for _ in range(self.steps):
+                cleaned = cleaned.detach().requires_grad_(True)
+                error = (self.autoencoder(cleaned) - cleaned.flatten(1)).square().sum()
+                (gradient,) = torch.autograd.grad(error, cleaned)
+                cleaned = (cleaned - self.rate * gradient).clamp(0, 1)
+        scores: Tensor = self.network(self.hide(cleaned, images))
+        return scores
+
+
+def autoencoder(width: int) -> nn.Module:
+    """Images of 8x8 pixels through a narrow layer and back, as rows of pixels."""
+    layers = (nn.Flatten(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, width), nn.Linear(width, 64))
+    return nn.Sequential(*layers)
+
+
+def reconstruction_loss(model: nn.Module, images: Tensor, labels: Tensor) -> Tensor:
+    """Squared error of images that come back from noise."""
+    noisy = images + 0.1 * torch.randn_like(images)
+    loss: Tensor = (model(noisy) - images.flatten(1)).square().sum(dim=1).mean()
+    return loss
+
+
+SUBJECTS = [
+    false(
+        PURIFIED,
+        "projected_in_a_loop",
+        "images are pulled onto the principal components of the training images: no gradient",
+        lambda data: nn.Sequential(Projection(data, 24, 10), dense()),
+        training(epochs=15),
+        BY_PGD,
+    ),
+    false(
+        PURIFIED,
+        "descends_an_autoencoder",
+        "images step down the error of an autoencoder first, by gradients that the model takes itself",
+        always(lambda: Descent(autoencoder(12), dense(), 8, 0.15)),
+        each(autoencoder=training(reconstruction_loss, epochs=20, lr=0.01), network=training(epochs=10)),
+        BY_PGD,
+    ),
+]
