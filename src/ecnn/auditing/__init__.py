@@ -14,9 +14,11 @@ from ecnn.auditing.adaptive import (
 from ecnn.auditing.auditor import audit
 from ecnn.auditing.bpda import straight_through
 from ecnn.auditing.budgets import BUDGETS, Budget, resolve_budget
+from ecnn.auditing.certificates import Certificate, certify
 from ecnn.auditing.diagnostics import CHECKS, diagnose, read_evidence
 from ecnn.auditing.findings import Finding
 from ecnn.auditing.report import AUDIT_VERSION, Audit, Stage, load_audit
+from ecnn.auditing.smoothing import Smoothed, SmoothedCertificate
 from ecnn.auditing.subject import Subject
 from ecnn.auditing.suite import Traits, estimate_cost, find_traits
 from ecnn.auditing.surrogates import Examples
@@ -27,6 +29,7 @@ __all__ = [
     "BUDGETS",
     "Budget",
     "CHECKS",
+    "Certificate",
     "Subject",
     "Coded",
     "Cost",
@@ -37,11 +40,14 @@ __all__ = [
     "InnerScores",
     "OwnTransfer",
     "Relay",
+    "Smoothed",
+    "SmoothedCertificate",
     "Stage",
     "Traits",
     "Voting",
     "Within",
     "audit",
+    "certify",
     "diagnose",
     "estimate_cost",
     "find_traits",

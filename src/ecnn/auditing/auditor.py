@@ -20,10 +20,12 @@ from ecnn.attacks.base import Target, read_model
 from ecnn.attacks.draws import forked_generators
 from ecnn.attacks.norms import NORMS, Norm
 from ecnn.auditing.budgets import Budget, resolve_budget
+from ecnn.auditing.certificates import Certificate, certify
 from ecnn.auditing.diagnostics import diagnose, read_evidence
 from ecnn.auditing.diagnostics.sanity import grey_radius
 from ecnn.auditing.findings import Finding, alarm, note
 from ecnn.auditing.report import AUDIT_VERSION, Audit, Verdict
+from ecnn.auditing.smoothing import Smoothed
 from ecnn.auditing.stages import Staged, run_stages
 from ecnn.auditing.subject import Subject
 from ecnn.auditing.suite import find_traits, suite
@@ -118,10 +120,13 @@ def audit(
                 subject, split, attacks, is_random=is_random, folder=folder, resume=resume, progress=progress
             )
             findings = _find(subject, staged.evaluation, folder, resume, progress)
+            certified = _certify(subject, is_random)
         # One pass of a random model is no evidence.
         evidence = [] if is_random else read_evidence(staged.evaluation)
         trouble = [*_failures(staged), *_nan_gradients(staged), *_precision(subject), *_wide_ball(subject)]
+        trouble += _contradictions(subject, staged, certified)
         result = _conclude(subject, staged, [*evidence, *trouble, *findings], claim, min_accuracy, is_random)
+        result = dataclasses.replace(result, certified=certified)
         if run_dir is not None:
             files.write_text(Path(run_dir) / PAGE, result.markdown())
             result.save(Path(run_dir) / RESULT)  # last: who finds it takes the audit for finished
@@ -139,6 +144,37 @@ def _choose_attacks(
         subject, num_classes=num_classes, random=is_random, examples=examples, folder=folder, resume=resume
     )
     return attacks, is_random
+
+
+def _certify(subject: Subject, is_random: bool) -> Certificate | None:
+    """What is proven of the model; of random ones only those are known that say how they are random."""
+    if is_random and not isinstance(subject.model, Smoothed):
+        return None
+    return certify(
+        subject.model, subject.images, subject.labels, norm=subject.norm, eps=subject.eps, seed=subject.seed
+    )
+
+
+def _contradictions(subject: Subject, staged: Staged, certified: Certificate | None) -> list[Finding]:
+    """An alarm where images were broken that are proven to be unbreakable: one of the two is wrong, and we with it."""
+    if certified is None:
+        return []
+    proven = np.array(certified.proven)
+    broken = int(((proven == 1) & (staged.right == 0)).sum())
+    if isinstance(subject.model, Smoothed):  # shares of passes: they may differ by chance
+        spread = 0.5 / np.sqrt(2 * subject.budget.eot * len(proven))
+        broken = int((proven.mean() - staged.right.mean() > 5 * spread) * len(proven))
+    if not broken:
+        return []
+    claim = (
+        f"Attacks broke images that are proven robust, {broken} of them: the model answers differently at different "
+        "times, or there is an error in this program."
+    )
+    evidence = {"images": broken, "certified": certified.accuracy, "audited": float(staged.right.mean())}
+    advice = "Do not believe either figure, and report this."
+    found = alarm(claim, evidence, advice)
+    name = "certificate_contradicted"
+    return [dataclasses.replace(found, name=name, kind=name, source="the certificate")]
 
 
 def _find(

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from ecnn import files
+from ecnn.auditing.certificates import Certificate, read_certificate
 from ecnn.auditing.findings import Finding
 from ecnn.checks import check_choice
 from ecnn.errors import InputError
@@ -73,6 +74,7 @@ class Audit:
         model: what was audited, described.
         environment: where.
         audit_version: `AUDIT_VERSION` of the audit that found this.
+        certified: what is proven, so that certified <= truth <= audited; None where nothing is.
     """
 
     verdict: Verdict
@@ -95,6 +97,7 @@ class Audit:
     model: dict[str, Any]
     environment: str
     audit_version: int = AUDIT_VERSION
+    certified: Certificate | None = None
 
     def __post_init__(self) -> None:
         check_choice("verdict", self.verdict, get_args(Verdict))
@@ -141,6 +144,7 @@ class Audit:
         values["findings"] = [finding.to_dict() for finding in self.findings]
         values["stages"] = [dataclasses.asdict(stage) for stage in self.stages]
         values["interval"], values["broken_by"] = list(self.interval), list(self.broken_by)
+        values["certified"] = None if self.certified is None else self.certified.to_dict()
         return {"format": FORMAT, "version": VERSION, "exit_code": self.exit_code, **values}
 
     def save(self, path: str | os.PathLike[str]) -> Path:
@@ -161,6 +165,7 @@ class Audit:
             *([] if self.claimed is None else [f"| claimed | {_percent(self.claimed)} |"]),
             *([] if self.min_accuracy is None else [f"| asked for | {_percent(self.min_accuracy)} |"]),
             f"| **audited** | **{_percent(self.accuracy)}** (95 %: {_percent(low)} to {_percent(high)}) |",
+            *([] if self.certified is None else [_certified_line(self.certified)]),
             f"| plain attack alone | {_percent(self.plain_accuracy)} |",
             f"| without an attack | {_percent(self.clean_accuracy)} |",
             "",
@@ -171,6 +176,12 @@ class Audit:
             lines += ["", "## What explains the difference", ""]
             lines += [f"- {sentence}" for sentence in self.explanation]
         return "\n".join([*lines, *_stage_lines(self), *_finding_lines(self.findings)]) + "\n"
+
+
+def _certified_line(certified: Certificate) -> str:
+    low, high = certified.interval
+    found = f"{_percent(certified.accuracy)} (95 %: {_percent(low)} to {_percent(high)}), by {certified.how}"
+    return f"| certified: no attack can leave less | {found} |"
 
 
 def _stage_lines(audit: Audit) -> list[str]:
@@ -237,7 +248,8 @@ def load_audit(path: str | os.PathLike[str]) -> Audit:
         values = {**values, "min_accuracy": None, "claimed": values.get("claimed") if was_given else None}
     wanted = {field.name for field in dataclasses.fields(Audit)}
     try:
-        kept = {name: values[name] for name in wanted if name != "audit_version"}
+        kept = {name: values[name] for name in wanted - {"audit_version", "certified"}}
+        kept["certified"] = read_certificate(values.get("certified"))
         kept["audit_version"] = int(values.get("audit_version", 1))  # the first was not written down
         kept["stages"] = tuple(Stage(**stage) for stage in values["stages"])
         kept["findings"] = tuple(Finding(**finding) for finding in values["findings"])

@@ -366,6 +366,9 @@ def _audit(audit: Audit) -> Html:
     caption = f"What stands after each attack, one after the other, on {audit.images:,} images."
     if quiet:
         caption += f" {quiet} more broke nothing."
+    if audit.certified is not None:
+        steps["certified"] = (audit.certified.accuracy, _percent(audit.certified.accuracy))
+        caption += f" Below what is certified no attack can come: proven by {audit.certified.how}."
     drawn = element("figure", bars(steps, label="accuracy after each attack"), element("figcaption", caption))
     claims = [finding.claim for finding in audit.findings]
     said = [element("p", sentence) for sentence in audit.explanation if sentence not in claims]

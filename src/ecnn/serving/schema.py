@@ -59,6 +59,8 @@ class AuditFacts:
     eps: float
     budget: str
     alarms: list[str]
+    certified: float | None
+    certified_by: str | None
 
 
 @dataclass(frozen=True)

@@ -104,4 +104,11 @@ def _audit_facts(audit: Audit) -> dict[str, Any]:
         "budget",
     )
     alarms = [finding.claim for finding in audit.findings if finding.level == "alarm"]
-    return {**{name: getattr(audit, name) for name in names}, "interval": [*audit.interval], "alarms": alarms}
+    proven = audit.certified
+    return {
+        **{name: getattr(audit, name) for name in names},
+        "interval": [*audit.interval],
+        "alarms": alarms,
+        "certified": None if proven is None else proven.accuracy,
+        "certified_by": None if proven is None else proven.how,
+    }

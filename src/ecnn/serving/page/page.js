@@ -324,6 +324,7 @@ function showAudit() {
   find("audit-reason").textContent = audit.reason;
   const rows = [["without an attack", audit.clean_accuracy], ["plain attack", audit.plain_accuracy], ["audited", audit.accuracy]];
   if (audit.claimed !== null) rows.unshift(["claimed", audit.claimed]);
+  if (audit.certified !== null) rows.push(["certified", audit.certified]);
   for (const [title, share] of rows) {
     const bar = element("dd", undefined, title === "audited" ? "bar audited" : "bar");
     const inner = element("i");
@@ -342,7 +343,8 @@ function showAudit() {
   const [low, high] = audit.interval;
   find("audit-facts").textContent =
     `${audit.images} images, ${normName(audit.norm)} ${short(audit.eps)}, budget ${audit.budget}. ` +
-    `The line on the audited bar is its 95 % interval, ${percent(low)} to ${percent(high)}.`;
+    `The line on the audited bar is its 95 % interval, ${percent(low)} to ${percent(high)}.` +
+    (audit.certified === null ? "" : ` No attack can leave less than what is certified, by ${audit.certified_by}.`);
 }
 
 // Choosing a picture
