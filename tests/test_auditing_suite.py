@@ -371,11 +371,19 @@ def test_an_honest_model_hides_nothing() -> None:
 
 
 def test_what_cannot_be_passed_is_left_alone() -> None:
-    class Indexes(Sees):
+    class Refuses(Sees):
         def forward(self, images: Tensor) -> Tensor:
-            return self.layer.weight.T[(15 * images).long().flatten(1)].sum(dim=1)
+            if images.round().requires_grad:
+                raise RuntimeError("no gradients here")
+            return self.logits(images.round())
 
-    assert not can_pass_through(Indexes(), torch.rand(2, 1, 8, 8))
+    class Strays(Sees):
+        def forward(self, images: Tensor) -> Tensor:
+            rounded = images.detach().round()
+            return self.logits(rounded) + (1 if rounded.requires_grad else 0)
+
+    assert not can_pass_through(Refuses(), torch.rand(2, 1, 8, 8))
+    assert not can_pass_through(Strays(), torch.rand(2, 1, 8, 8))
 
 
 class Decides(Sees):

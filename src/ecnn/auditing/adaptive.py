@@ -26,6 +26,7 @@ from ecnn.attacks.views import (
     ScoreView,
     UntargetedView,
     View,
+    WrappedView,
     decoded_scores,
     find_view,
     members_of,
@@ -113,17 +114,22 @@ class WorstMembers(View):
     def look(self, model: nn.Module, images: Tensor, aim: Aim) -> Look:
         anything: Any = model
         scores = full_precision(anything.member_scores(images))
-        batch, members = scores.shape[:2]
-        flat = scores.flatten(0, 1)
-        own_goals = None if aim.goals is None else aim.goals.repeat_interleave(members)
-        leads = score_loss(flat, aim.labels.repeat_interleave(members), "margin", goals=own_goals)
-        scale = flat.detach().std(dim=1).clamp_min(1e-12)
-        leads = (leads / scale).view(batch, members)
-        standing = torch.where(leads.detach() < 0, leads.detach(), -1e4)
-        weights = torch.softmax(standing, dim=1)
-        # Where every member is wrong already, all of them are pushed on.
-        weights = torch.where((leads.detach() < 0).any(dim=1, keepdim=True), weights, 1 / members)
-        return Look((weights * leads).sum(dim=1) + leads.clamp(max=0).mean(dim=1), None)
+        return Look(weigh_members(scores, aim), None)
+
+
+def weigh_members(scores: Tensor, aim: Aim) -> Tensor:
+    """(batch,) the margins of members (batch, member, class), weighted by how little each needs to change sides."""
+    batch, members = scores.shape[:2]
+    flat = scores.flatten(0, 1)
+    own_goals = None if aim.goals is None else aim.goals.repeat_interleave(members)
+    leads = score_loss(flat, aim.labels.repeat_interleave(members), "margin", goals=own_goals)
+    scale = flat.detach().std(dim=1).clamp_min(1e-12)
+    leads = (leads / scale).view(batch, members)
+    standing = torch.where(leads.detach() < 0, leads.detach(), -1e4)
+    weights = torch.softmax(standing, dim=1)
+    # Where every member is wrong already, all of them are pushed on.
+    weights = torch.where((leads.detach() < 0).any(dim=1, keepdim=True), weights, 1 / members)
+    return (weights * leads).sum(dim=1) + leads.clamp(max=0).mean(dim=1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,6 +165,37 @@ class MeanProbability(UntargetedView):
     def look(self, model: nn.Module, images: Tensor, aim: Aim) -> Look:
         probabilities = torch.softmax(bounded(model(images)), dim=1)
         return Look(-probabilities.gather(1, aim.labels[:, None]).squeeze(1), None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Smoothed(WrappedView):
+    """The mean of another view around each point: a gradient that jumps from place to place still leads somewhere.
+
+    The noise is the same for every image and in every look, in pairs of opposite sign; the point itself is among those
+    that are looked at, and the scores are those of the point.
+
+    Attributes:
+        pairs: of noisy points.
+        deviation: of the noise, on the [0, 1] scale.
+    """
+
+    name: str = "smoothed"
+    pairs: int
+    deviation: float
+
+    @property
+    def passes_per_look(self) -> int:
+        return (1 + 2 * self.pairs) * super().passes_per_look
+
+    def look(self, model: nn.Module, images: Tensor, aim: Aim) -> Look:
+        view = find_view(self.view)
+        generator = torch.Generator().manual_seed(0)
+        noise = self.deviation * torch.randn(self.pairs, *images.shape[1:], generator=generator).to(images)
+        first = view.look(model, images, aim)
+        if not torch.is_grad_enabled():
+            return first
+        around = [view.look(model, images + shift, aim).losses for shift in torch.cat([noise, -noise])]
+        return Look(torch.stack([first.losses, *around]).mean(dim=0), first.scores)
 
 
 def last_layers(model: nn.Module, num_classes: int) -> list[nn.Module]:

@@ -37,6 +37,7 @@ from ecnn.auditing.adaptive import (
 )
 from ecnn.auditing.bpda import Passing, can_pass_through
 from ecnn.auditing.budgets import Budget, resolve_budget
+from ecnn.auditing.search import Found, search
 from ecnn.auditing.subject import Subject
 from ecnn.auditing.surrogates import (
     Examples,
@@ -55,6 +56,9 @@ from ecnn.errors import InputError
 PLAIN = "pgd-ce"  # what a usual evaluation would have run
 _RANDOM = 1e-4  # difference of two passes, relative to the length of the scores
 _BLIND = 0.01  # share of images without a usable gradient from which black-box attacks are worth their cost
+_DOUBTFUL = (
+    0.1  # share of what the usual attacks left that another view breaks at once: then more is worth its cost
+)
 _TINY = 1e-30  # gradients this short are near the end of float32
 _PROBED = 64
 _FEATURE_TARGETS = 3
@@ -169,6 +173,9 @@ def suite(
     attacks |= maker.averaged() if random else maker.on_scores() | maker.on_members() | maker.on_votes()
     if examples is not None:
         surrogates = _Surrogates(subject, examples, num_classes, folder, resume)
+        found = search(subject, examples.images, num_classes, is_random=random, folder=folder, resume=resume)
+        attacks |= maker.where_found(found, random=random)
+        in_the_dark = in_the_dark or found.share >= _DOUBTFUL
         attacks |= maker.by_surrogates(surrogates, imitate=in_the_dark or random, random=random)
     if random:
         return attacks | {"square": maker.square()}
@@ -333,6 +340,19 @@ class _Maker:
         return {
             name: PGD(on=Averaged(view=view, passes=self.budget.eot), **walk) for name, view in views.items()
         }
+
+    def where_found(self, found: Found, *, random: bool) -> dict[str, Attack]:
+        """Attacks on the places that a search has found, with targets where it pays."""
+        attacks: dict[str, Attack] = {}
+        for name, view in found.views.items():
+            if random:
+                walk = {**self.walk, "steps": max(1, self.budget.steps // 2), "restarts": 1, "keep": "last"}
+                attacks[f"found-{name}"] = PGD(on=Averaged(view=view, passes=self.budget.eot), **walk)
+                continue
+            attacks[f"found-{name}"] = PGD(on=view, **self.walk)
+            if view.has_goals and found.broken[name] >= _DOUBTFUL * found.standing:
+                attacks[f"found-{name}-targets"] = PGD(on=view, targets=self.targets, **self.walk)
+        return attacks
 
     def by_surrogates(self, surrogates: _Surrogates, *, imitate: bool, random: bool) -> dict[str, Attack]:
         attacks: dict[str, Attack] = {}

@@ -1,0 +1,292 @@
+"""Parts of a model that no gradient comes through: found, and given a stand-in on the way back.
+
+What makes images of images is passed as if it were not there. What makes something else gets a small network that has
+learnt to do the same (a fitted surrogate). Values stay those of the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812 the name everybody knows
+from torch import Tensor, nn
+
+from ecnn.attacks.base import raw_gradient
+from ecnn.attacks.views import Aim, Look, WrappedView, find_view
+from ecnn.auditing.bpda import straight_through
+
+_STEPS, _LR, _BATCH, _WIDTH = 400, 3e-3, 64, 128
+_MOST_NUMBERS = 20_000  # of a row on either side of a bridge
+_PROBED = 8
+_ALIKE = 0.5  # cosine from which something of the size of an image is one
+
+
+@dataclass(frozen=True)
+class ImageInput:
+    """An inner module that is given images made of the model's own.
+
+    Attributes:
+        module: its name.
+        call: the number of its last call, from 1.
+    """
+
+    module: str
+    call: int
+
+
+def find_image_inputs(model: nn.Module, images: Tensor) -> list[ImageInput]:
+    """The modules inside that are given something like the images but not the images: what a preprocessor made.
+
+    Of several that are given the same only the first.
+    """
+    heard: dict[str, tuple[int, Tensor]] = {}
+    handles = []
+
+    def listen(name: str) -> Any:
+        def hear(module: nn.Module, given: tuple[Any, ...]) -> None:
+            if given and isinstance(given[0], Tensor) and _is_like(given[0], images):
+                heard[name] = (heard[name][0] + 1 if name in heard else 1, given[0].detach())
+
+        return hear
+
+    for name, module in model.named_modules():
+        if name and not isinstance(module, torch.jit.ScriptModule):
+            handles.append(module.register_forward_pre_hook(listen(name)))
+    try:
+        with torch.no_grad():
+            model(images)
+    finally:
+        for handle in handles:
+            handle.remove()
+    found: list[ImageInput] = []
+    seen: list[Tensor] = [images.flatten(1)]
+    for name, (call, value) in heard.items():
+        rows = value.flatten(1)
+        if any(rows.shape == other.shape and torch.equal(rows, other) for other in seen):
+            continue
+        seen.append(rows)
+        if F.cosine_similarity(_in_form(images, value).flatten(1), rows).median() > _ALIKE:
+            found.append(ImageInput(name, call))
+    return found
+
+
+def _is_like(value: Tensor, images: Tensor) -> bool:
+    """Whether it may be the images in another form: as many, with as many channels, or that many numbers each."""
+    if not value.is_floating_point() or len(value) != len(images):
+        return False
+    return (value.ndim == 4 and value.shape[1] == images.shape[1] and value.shape[2] > 1) or (
+        value[0].numel() == images[0].numel()
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Skipping(WrappedView):
+    """Another view, with the gradient of what an inner module is given: what stands before it is passed over.
+
+    Attributes:
+        module: name of the module.
+        call: which of its calls, from 1.
+    """
+
+    name: str = "skipping"
+    module: str
+    call: int
+
+    def look(self, model: nn.Module, images: Tensor, aim: Aim) -> Look:
+        view = find_view(self.view)
+        calls = 0
+
+        def replace(module: nn.Module, given: tuple[Any, ...]) -> Any:
+            nonlocal calls
+            if not given or not isinstance(given[0], Tensor) or not _is_like(given[0], images):
+                return None
+            calls += 1
+            if calls != self.call:
+                return None
+            return (_as_if_made_of(images, given[0]), *given[1:])
+
+        handle = model.get_submodule(self.module).register_forward_pre_hook(replace)
+        try:
+            look = view.look(model, images, aim)
+        finally:
+            handle.remove()
+        return look
+
+
+def _as_if_made_of(images: Tensor, made: Tensor) -> Tensor:
+    """What was made, with the gradient of the images in its shape."""
+    soft = _in_form(images, made)
+    with torch._C.DisableTorchFunction():
+        return made.detach() + (soft - soft.detach())
+
+
+def _in_form(images: Tensor, made: Tensor) -> Tensor:
+    """The images in the shape of something made of them."""
+    if made.numel() == images.numel():
+        return images.reshape(made.shape)
+    return F.interpolate(images, size=made.shape[2:], mode="bilinear", align_corners=False)
+
+
+def find_dead_modules(model: nn.Module, images: Tensor, moved: Tensor) -> tuple[str, ...]:
+    """Names of the innermost modules where the signal dies.
+
+    What such a module says changes when its input does, but the gradient of what it says is zero for most images,
+    even straight through.
+
+    Args:
+        images, moved: a few images, and the same a little changed.
+    """
+    images, moved = images[:_PROBED], moved[:_PROBED]
+    first, second = (_hear_modules(model, part) for part in (images, moved))
+    dead = []
+    for name, (given, said) in first.items():
+        if name not in second or second[name][1].shape != said.shape:
+            continue
+        changes = (second[name][1] != said).flatten(1).any(dim=1)
+        if bool(changes.any()) and not _is_followed(given, said)[changes].double().mean() >= 0.5:
+            dead.append(name)
+    return tuple(name for name in dead if name and not any(other.startswith(f"{name}.") for other in dead))
+
+
+def _is_followed(given: Tensor, said: Tensor) -> Tensor:
+    """(batch,) whether a gradient comes back from what a module says to what it was given."""
+    generator = torch.Generator().manual_seed(0)
+    weights = torch.randn(said.shape, generator=generator).to(said)
+    gradient = raw_gradient((weights * said).sum(), given, again=True)
+    return (gradient != 0).flatten(1).any(dim=1)
+
+
+def _hear_modules(model: nn.Module, images: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
+    """What each module was given and said in its last call, for those with a gradient on both sides."""
+    names = {module: name for name, module in model.named_modules()}
+    heard: dict[str, tuple[Tensor, Tensor]] = {}
+
+    def hear(module: nn.Module, given: tuple[Any, ...], said: Any) -> None:
+        inputs = [value for value in given if isinstance(value, Tensor) and value.requires_grad]
+        if module in names and inputs and isinstance(said, Tensor) and said.requires_grad and said.ndim > 1:
+            heard[names[module]] = (inputs[0], said)
+
+    points = images.detach().clone().requires_grad_(True)
+    handle = nn.modules.module.register_module_forward_hook(hear)
+    try:
+        with torch.enable_grad(), straight_through(model, batch=len(images)):
+            model(points)
+    finally:
+        handle.remove()
+    return heard
+
+
+class Bridge(nn.Module):
+    """A small network that does what an opaque part does, as far as it has learnt it: rows to rows.
+
+    Args:
+        before, after: shapes of a row.
+    """
+
+    def __init__(self, before: tuple[int, ...], after: tuple[int, ...]) -> None:
+        super().__init__()
+        self.after = after
+        inputs, outputs = torch.Size(before).numel(), torch.Size(after).numel()
+        self.shift, self.scale = (nn.Buffer(torch.zeros(inputs)), nn.Buffer(torch.ones(inputs)))
+        self.level, self.spread = (nn.Buffer(torch.zeros(outputs)), nn.Buffer(torch.ones(outputs)))
+        self.straight = nn.Linear(inputs, outputs)
+        self.body = nn.Sequential(
+            nn.Linear(inputs, _WIDTH),
+            nn.SiLU(),
+            nn.Linear(_WIDTH, _WIDTH),
+            nn.SiLU(),
+            nn.Linear(_WIDTH, outputs),
+        )
+
+    @classmethod
+    def restore(cls, key: str, state: dict[str, Tensor]) -> Bridge:
+        """The bridge of that key with these weights."""
+        before, after = (tuple(int(size) for size in side.split("x") if size) for side in key.split("-to-"))
+        with torch.random.fork_rng(devices=[]):  # its first weights are drawn, and thrown away
+            bridge = cls(before, after)
+        weight = state["straight.weight"]
+        bridge.to(weight.device, weight.dtype).load_state_dict(state)
+        return bridge.requires_grad_(False).eval()
+
+    def standard(self, rows: Tensor) -> Tensor:
+        """What it says, in units of the spread of what it has learnt."""
+        given = (rows.flatten(1) - self.shift) / self.scale
+        said: Tensor = self.straight(given) + self.body(given)
+        return said
+
+    def forward(self, rows: Tensor) -> Tensor:
+        return (self.standard(rows) * self.spread + self.level).view(len(rows), *self.after)
+
+
+def fit_bridges(model: nn.Module, points: Tensor, seed: int, dead: tuple[str, ...] = ()) -> dict[str, Bridge]:
+    """A bridge over each opaque part that the images cross, by its key, fitted to what it does at the points.
+
+    Args:
+        points: (image, channel, height, width) clean, noisy and attacked images.
+        seed: of the weights and of the order of examples.
+        dead: names of modules that count as opaque.
+    """
+    pairs: dict[str, list[tuple[Tensor, Tensor]]] = {}
+    for part in torch.split(points, _BATCH):
+        asked = part.detach().clone().requires_grad_(True)
+        with torch.enable_grad(), straight_through(model, batch=len(part), dead=dead) as mode:
+            model(asked)
+        for key, before, after in mode.crossings:
+            pairs.setdefault(key, []).append((before, after))
+    bridges = {}
+    for key, crossed in pairs.items():
+        before, after = (torch.cat(side) for side in zip(*crossed, strict=True))
+        if max(before[0].numel(), after[0].numel()) <= _MOST_NUMBERS and len(before) >= 2:
+            bridges[key] = _fit(before, after, seed)
+    return bridges
+
+
+def _fit(before: Tensor, after: Tensor, seed: int) -> Bridge:
+    with torch.random.fork_rng(devices=[before.device] if before.is_cuda else []):
+        torch.manual_seed(seed)
+        bridge = Bridge(tuple(before.shape[1:]), tuple(after.shape[1:])).to(before.device, before.dtype)
+    rows, wanted = before.flatten(1), after.flatten(1)
+    bridge.shift.copy_(rows.mean(dim=0))
+    bridge.scale.copy_(rows.std(dim=0, correction=0).clamp_min(1e-3 * float(rows.abs().max()) + 1e-12))
+    bridge.level.copy_(wanted.mean(dim=0))
+    bridge.spread.copy_(wanted.std(dim=0, correction=0).clamp_min(1e-3 * float(wanted.abs().max()) + 1e-12))
+    goal = (wanted - bridge.level) / bridge.spread
+    parameters = list(bridge.parameters())
+    optimiser = torch.optim.AdamW(parameters, lr=_LR)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.enable_grad():
+        for _ in range(_STEPS):
+            chosen = torch.randint(len(rows), (_BATCH,), generator=generator).to(rows.device)
+            loss = F.mse_loss(bridge.standard(rows[chosen]), goal[chosen])
+            for parameter, gradient in zip(parameters, torch.autograd.grad(loss, parameters), strict=True):
+                parameter.grad = gradient
+            optimiser.step()
+    for parameter in parameters:
+        parameter.grad = None
+        parameter.requires_grad_(False)
+    return bridge.eval()
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Bridged(WrappedView):
+    """Another view, straight through, with a fitted stand-in for every part that no gradient comes through.
+
+    Attributes:
+        bridges: by key.
+        dead: names of modules that count as opaque.
+    """
+
+    name: str = "bridged"
+    bridges: Mapping[str, nn.Module]
+    dead: tuple[str, ...] = ()
+
+    def look(self, model: nn.Module, images: Tensor, aim: Aim) -> Look:
+        view = find_view(self.view)
+        if not torch.is_grad_enabled():
+            return view.look(model, images, aim)
+        with straight_through(model, batch=len(images), bridges=self.bridges, dead=self.dead):
+            look = view.look(model, images, aim)
+        return Look(look.losses, None if look.scores is None else look.scores.detach())

@@ -1,0 +1,386 @@
+"""The search for the place to attack: many views are tried for a few steps, the best ones are attacked in earnest.
+
+Yao et al. (2021) search over attack, loss, network transformation and randomness for each defence. Here the space is
+smaller and knows the model: every layer that explains its answers, straight through what hides derivatives or not,
+around what makes images of images, and by way of stand-ins for what is opaque. What is tried are images that the usual
+attacks have left. A model that leaves none is not searched, and one where no view does better costs the search alone.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ecnn import files
+from ecnn.attacks import PGD, Draws
+from ecnn.attacks.draws import forked_generators
+from ecnn.attacks.norms import NORMS
+from ecnn.attacks.views import Averaged, View
+from ecnn.auditing.adaptive import ScaledCrossEntropy, Smoothed
+from ecnn.auditing.bpda import Passing, can_pass_through
+from ecnn.auditing.layers import Layer, LayerScores, LayerVotes, survey_layers
+from ecnn.auditing.opaque import (
+    Bridge,
+    Bridged,
+    ImageInput,
+    Skipping,
+    find_dead_modules,
+    find_image_inputs,
+    fit_bridges,
+)
+from ecnn.auditing.subject import Subject
+from ecnn.errors import InputError
+
+_TRIED, _ASKED = (
+    128,
+    48,
+)  # images that the usual attacks try, and of those that stand how many the search takes
+_STEPS = 15
+_FEW_STEPS, _FEW, _KEPT = 8, 24, 10  # the first trial of every view, and how many of them get the second
+_DIRECT, _READ, _MOST = (
+    4,
+    3,
+    4,
+)  # layers with a score per class, readings of others, and views to attack in earnest
+_TRIAL_PASSES = 4
+_PAIRS = 4
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Scene:
+    """What the search works on.
+
+    Attributes:
+        subject: what is audited.
+        num_classes: of the model.
+        is_random: whether its passes differ.
+        images, labels: some that the usual attacks have left.
+        points: clean, noisy and attacked images, to learn from what the model does.
+        asked: how many images the usual attacks have tried.
+    """
+
+    subject: Subject
+    num_classes: int
+    is_random: bool
+    images: Tensor
+    labels: Tensor
+    points: Tensor
+    asked: int
+
+    @property
+    def model(self) -> nn.Module:
+        return self.subject.model
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Found:
+    """What the search found.
+
+    Attributes:
+        views: by name, best first, those that broke images which the usual attacks had left.
+        broken: how many images each broke that those before it had left.
+        standing: how many images were searched with.
+        asked: of how many these were left.
+    """
+
+    views: dict[str, View]
+    broken: dict[str, int]
+    standing: int
+    asked: int
+
+    @property
+    def share(self) -> float:
+        """Of the images that stood, how many fell."""
+        return sum(self.broken.values()) / max(1, self.standing)
+
+
+def set_scene(subject: Subject, examples: Tensor, num_classes: int, *, is_random: bool) -> Scene:
+    """Tries the usual attacks on the first images, and gathers what they leave."""
+    images, labels = subject.images[:_TRIED], subject.labels[:_TRIED]
+    views: tuple[str | View, ...] = ("scores", ScaledCrossEntropy())
+    usual = [_walk(subject, view, _STEPS, ends=True) for view in views]
+    ends = [attack.run(subject.model, images, labels, seed=subject.seed).images for attack in usual]
+    right = [_right(subject, part, labels, is_random=is_random) for part in (images, *ends)]
+    standing = torch.stack(right).all(dim=0)
+    rows = standing.nonzero().flatten()[:_ASKED]
+    clean = torch.cat([examples[:256], images])
+    draws = Draws.of(subject.seed, torch.arange(len(clean), device=clean.device))
+    norm = NORMS[subject.norm]
+    noisy = norm.random(clean, subject.eps, draws)
+    points = torch.cat([clean, noisy, *ends])
+    order = torch.randperm(len(points), generator=torch.Generator().manual_seed(subject.seed))
+    return Scene(
+        subject=subject,
+        num_classes=num_classes,
+        is_random=is_random,
+        images=images[rows],
+        labels=labels[rows],
+        points=points[order.to(points.device)],
+        asked=len(images),
+    )
+
+
+def _walk(subject: Subject, view: str | View, steps: int, *, passes: int = 1, ends: bool = False) -> PGD:
+    """A short walk; with `ends` it returns where it ends, broken or not."""
+    return PGD(
+        norm=subject.norm,
+        eps=subject.eps,
+        steps=steps,
+        step_size=subject.eps / 4,
+        schedule="cosine",
+        start="image",
+        on=Averaged(view=view, passes=passes) if passes > 1 else view,
+        keep="last" if ends else "best",
+    )
+
+
+def _fallen(scene: Scene, view: View, steps: int, images: int) -> Tensor:
+    """(image,) which of the first images a short walk breaks."""
+    own, labels = scene.images[:images], scene.labels[:images]
+    passes = (_TRIAL_PASSES if steps == _STEPS else _TRIAL_PASSES // 2) if scene.is_random else 1
+    attack = _walk(scene.subject, view, steps, passes=passes, ends=scene.is_random)
+    made = attack.run(scene.model, own, labels, seed=scene.subject.seed)
+    return ~_right(scene.subject, made.images, labels, is_random=True) if scene.is_random else made.success
+
+
+def _right(subject: Subject, images: Tensor, labels: Tensor, *, is_random: bool) -> Tensor:
+    """(batch,) whether most passes give the label."""
+    passes = 2 * _TRIAL_PASSES if is_random else 1
+    with torch.no_grad(), forked_generators(images.device, subject.seed):
+        right = [subject.model(images).argmax(dim=1) == labels for _ in range(passes)]
+    return torch.stack(right).double().mean(dim=0) > 0.5
+
+
+def try_views(scene: Scene, views: Mapping[str, View]) -> Found:
+    """Tries every view for a few steps, and takes the best, then the best for what that leaves, and so on."""
+    promising = _try_each(scene, views, _FEW_STEPS, _FEW)
+    best = sorted(promising, key=lambda name: -int(promising[name].sum()))[:_KEPT]
+    fallen = _try_each(scene, {name: views[name] for name in best}, _STEPS, len(scene.labels))
+    left = torch.ones(len(scene.labels), dtype=torch.bool, device=scene.labels.device)
+    chosen: dict[str, View] = {}
+    broken: dict[str, int] = {}
+    while fallen and len(chosen) < _MOST:
+        counts = {name: int((rows & left).sum()) for name, rows in fallen.items()}
+        name = max(counts, key=lambda one: counts[one])
+        if not counts[name]:
+            break
+        chosen[name], broken[name] = views[name], counts[name]
+        left &= ~fallen.pop(name)
+    return Found(views=chosen, broken=broken, standing=len(scene.labels), asked=scene.asked)
+
+
+def _try_each(scene: Scene, views: Mapping[str, View], steps: int, images: int) -> dict[str, Tensor]:
+    """Which of the first images each view breaks; views that cannot be looked at are left out."""
+    fallen: dict[str, Tensor] = {}
+    for name, view in views.items():
+        # A place that the model passes sometimes only, or a view that breaks what it looks at, may raise anything.
+        with suppress(Exception):
+            fallen[name] = _fallen(scene, view, steps, images)
+    return fallen
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Known:
+    """What was found out about a model, from which views are made.
+
+    Attributes:
+        layers: that explain its answers.
+        bridges: stand-ins for its opaque parts.
+        dead: modules where the signal dies.
+        inputs: modules that are given images made of the model's own.
+        can_pass: whether it hides derivatives that can be passed.
+    """
+
+    layers: list[Layer]
+    bridges: dict[str, Bridge]
+    dead: tuple[str, ...]
+    inputs: list[ImageInput]
+    can_pass: bool
+
+    def tensors(self) -> dict[str, Tensor]:
+        """What is kept of it for a resumed audit, besides `settings`."""
+        kept: dict[str, Tensor] = {}
+        for layer in self.layers:
+            kept[f"{layer.key}|about"] = torch.tensor([layer.explains, layer.sign], dtype=torch.float64)
+            if layer.weight is not None and layer.bias is not None:
+                kept[f"{layer.key}|weight"], kept[f"{layer.key}|bias"] = layer.weight, layer.bias
+        for key, bridge in self.bridges.items():
+            kept |= {f"{key}|{name}": value for name, value in bridge.state_dict().items()}
+        return {name: value.contiguous() for name, value in kept.items()}
+
+    def settings(self) -> dict[str, Any]:
+        """The rest of it, in JSON's terms."""
+        return {
+            "layers": [layer.key for layer in self.layers],
+            "bridges": list(self.bridges),
+            "dead": list(self.dead),
+            "inputs": [[place.module, place.call] for place in self.inputs],
+            "can_pass": self.can_pass,
+        }
+
+    @classmethod
+    def restore(cls, tensors: dict[str, Tensor], settings: dict[str, Any]) -> Known:
+        """What `tensors` and `settings` have kept."""
+        layers = []
+        for key in settings["layers"]:
+            explains, sign = tensors[f"{key}|about"].tolist()
+            layers.append(
+                Layer(key, explains, sign, tensors.get(f"{key}|weight"), tensors.get(f"{key}|bias"))
+            )
+        bridges = {}
+        for key in settings["bridges"]:
+            own = {name.split("|")[1]: value for name, value in tensors.items() if name.split("|")[0] == key}
+            bridges[key] = Bridge.restore(key, own)
+        return cls(
+            layers=layers,
+            bridges=bridges,
+            dead=tuple(settings["dead"]),
+            inputs=[ImageInput(*place) for place in settings["inputs"]],
+            can_pass=settings["can_pass"],
+        )
+
+
+def search(
+    subject: Subject,
+    examples: Tensor,
+    num_classes: int,
+    *,
+    is_random: bool,
+    folder: Path | None = None,
+    resume: bool = True,
+) -> Found:
+    """The views that break what the usual attacks leave; nothing if these leave nothing.
+
+    Args:
+        subject: what is audited.
+        examples: (image, channel, height, width) more images to learn from.
+        num_classes: of the model.
+        is_random: whether its passes differ.
+        folder: where the outcome is kept, so that a resumed audit attacks the same places.
+        resume: takes it from there.
+    """
+    kept = None if folder is None else (folder / "search.safetensors", folder / "search.json")
+    if kept is not None and resume and all(path.exists() for path in kept):
+        return _kept(kept, num_classes, subject.eps, subject.images.device)
+    known = Known(layers=[], bridges={}, dead=(), inputs=[], can_pass=False)
+    found = Found(views={}, broken={}, standing=0, asked=0)
+    if not len(subject.images):
+        return found
+    scene = set_scene(subject, examples, num_classes, is_random=is_random)
+    if len(scene.labels):
+        known = find_out(scene)
+        found = try_views(scene, views_of(known, num_classes, subject.eps))
+    if kept is not None:
+        files.write_tensors(kept[0], known.tensors(), {"format": "ecnn-search"})
+        counts = {"broken": found.broken, "standing": found.standing, "asked": found.asked}
+        files.write_json(kept[1], {**counts, "known": known.settings()})
+    return found
+
+
+def _kept(kept: tuple[Path, Path], num_classes: int, eps: float, device: torch.device) -> Found:
+    try:
+        tensors, _ = files.read_tensors(kept[0])
+        values = files.read_json(kept[1])
+        on_device = {name: value.to(device) for name, value in tensors.items()}
+        views = views_of(Known.restore(on_device, values["known"]), num_classes, eps)
+        broken = {name: int(count) for name, count in values["broken"].items()}
+        return Found(
+            views={name: views[name] for name in broken},
+            broken=broken,
+            standing=int(values["standing"]),
+            asked=int(values["asked"]),
+        )
+    except (KeyError, TypeError, ValueError, RuntimeError) as error:
+        raise InputError(f"{kept[1]} is damaged ({error}): delete it.") from error
+
+
+def find_out(scene: Scene) -> Known:
+    """Listens at every layer, and looks for where the signal dies. What cannot be found out is left out."""
+    model, points = scene.model, scene.points
+    few = scene.images[:8]
+    moved = NORMS[scene.subject.norm].random(
+        few, scene.subject.eps, Draws.of(scene.subject.seed, torch.arange(len(few), device=few.device))
+    )
+    layers = _or_else(lambda: survey_layers(model, points, scene.num_classes), [])
+    dead = _or_else(lambda: find_dead_modules(model, few, moved), ())
+    bridges = _or_else(lambda: _fit_twice(scene, dead), {})
+    inputs = _or_else(lambda: find_image_inputs(model, few), [])
+    return Known(
+        layers=layers, bridges=bridges, dead=dead, inputs=inputs, can_pass=can_pass_through(model, few[:4])
+    )
+
+
+def _or_else(ask: Callable[[], Any], otherwise: Any) -> Any:
+    """The answer; a model may raise anything when it is asked in a way that it was not made for."""
+    try:
+        return ask()
+    except Exception:
+        return otherwise
+
+
+def _fit_twice(scene: Scene, dead: tuple[str, ...]) -> dict[str, Bridge]:
+    """Bridges, fitted again with the points that attacks through the first ones lead to."""
+    seed = scene.subject.seed
+    bridges = fit_bridges(scene.model, scene.points, seed, dead)
+    if not bridges:
+        return {}
+    view = Bridged(view="scores", bridges=bridges, dead=dead)
+    attack = _walk(scene.subject, view, _STEPS, passes=_TRIAL_PASSES if scene.is_random else 1, ends=True)
+    made = attack.run(scene.model, scene.images, scene.labels, seed=seed).images
+    return fit_bridges(scene.model, torch.cat([scene.points, made, (made + scene.images) / 2]), seed, dead)
+
+
+def views_of(known: Known, num_classes: int, eps: float) -> dict[str, View]:
+    """Every view worth a try, by name: where it looks, and how the gradient comes back."""
+    places = _places(known.layers, num_classes)
+    views: dict[str, View] = dict(places)
+    views["smoothed"] = Smoothed(view="scores", pairs=_PAIRS, deviation=eps / 2)
+    if known.can_pass:
+        everything: dict[str, str | View] = {"scores": "scores", **places}
+        views |= {f"{name}-straight": Passing(view=view) for name, view in everything.items()}
+        views["scores-straight-mod"] = Passing(view="scores", cuts_remainders=False)
+        views["smoothed-straight"] = Smoothed(view=Passing(view="scores"), pairs=_PAIRS, deviation=eps / 2)
+    views["scores-leaky"] = Passing(view="scores", leaks=True)
+    if known.dead:
+        views["scores-dead"] = Passing(view="scores", dead=known.dead)
+    if known.bridges:
+        views["scores-bridged"] = Bridged(view="scores", bridges=known.bridges, dead=known.dead)
+        best = next(iter(places.items()), None)
+        if best is not None:
+            views[f"{best[0]}-bridged"] = Bridged(view=best[1], bridges=known.bridges, dead=known.dead)
+    for place in known.inputs[:3]:
+        around: dict[str, Any] = {"module": place.module, "call": place.call}
+        views[f"scores-from-{place.module}"] = Skipping(view="scores", **around)
+        inner: View = Passing(view="scores", dead=known.dead)
+        views[f"scores-straight-from-{place.module}"] = Skipping(view=inner, **around)
+        for name, view in itertools.islice(places.items(), 2):
+            views[f"{name}-from-{place.module}"] = Skipping(view=view, **around)
+    return views
+
+
+def _places(layers: list[Layer], num_classes: int) -> dict[str, View]:
+    """The layers that explain most, those of a kind as members of a vote, and readings of the others."""
+    ranked = sorted(layers, key=lambda layer: -round(layer.explains, 2))  # of equals the first that is run
+    direct = [layer for layer in ranked if layer.sign][:_DIRECT]
+    read = [layer for layer in ranked if not layer.sign]
+    nearly = [layer for layer in layers if not layer.sign and layer.explains >= read[0].explains - 0.05]
+    read = list({layer.key: layer for layer in (*read[: _READ - 1], *nearly[:1])}.values())
+    places: dict[str, View] = {layer.key: layer.view(num_classes) for layer in (*direct, *read)}
+    kinds: dict[tuple[str, float], list[str]] = {}
+    for layer in layers:
+        if layer.sign:
+            kinds.setdefault((layer.kind, layer.sign), []).append(layer.key)
+    for (kind, sign), keys in kinds.items():
+        scores = LayerScores(layers=tuple(keys), num_classes=num_classes, sign=sign)
+        if len(keys) > 1:
+            places[f"{kind}-all"] = scores
+        if len(keys) > 1 or f"x{num_classes}" in kind:
+            places[f"{kind}-votes"] = LayerVotes(scores=scores)
+    return places

@@ -1,0 +1,173 @@
+"""Soft companions of masks, counts and indices: floating stand-ins that have the gradient which these lack."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_SOFTNESS = 0.1  # width of the step that stands for a comparison, in units of what is compared
+_CHOICE = (
+    0.3  # temperature of the softmax that stands for a choice, in units of the spread of what is chosen from
+)
+_MOST_PLACES = 1024
+_COMPANION = "_ecnn_soft"
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Soft:
+    """What stands for a tensor of whole numbers or of True and False on the way back.
+
+    Attributes:
+        value: floating, of the same shape.
+        weights: of an index, (*shape, place) how much each place might have been chosen; None for a number.
+        source: of a whole order, along the last axis, what was sorted: the order of that order is its ranks.
+    """
+
+    value: Tensor
+    weights: Tensor | None = None
+    source: Tensor | None = None
+
+    def on(self, hard: Tensor) -> Tensor:
+        """The tensor, with this companion."""
+        setattr(hard, _COMPANION, self)
+        return hard
+
+    @staticmethod
+    def of(tensor: Any) -> Soft | None:
+        """The companion of a tensor, if it has one."""
+        return getattr(tensor, _COMPANION, None) if isinstance(tensor, Tensor) else None
+
+
+def pass_gradient(hard: Tensor, soft: Tensor) -> Tensor:
+    """The values of one and the gradient of the other."""
+    return add_gradient(hard.detach(), soft)
+
+
+def add_gradient(hard: Tensor, soft: Tensor) -> Tensor:
+    """The values and the gradient of one, and the gradient of the other besides."""
+    soft = torch.nan_to_num(soft)
+    return hard + (soft - soft.detach()).to(hard.dtype)
+
+
+def align(soft: Tensor, like: Tensor) -> Tensor:
+    """A tensor whose shape is the beginning of another's, with axes of length 1 behind; others as they are."""
+    if soft.ndim < like.ndim and soft.shape == like.shape[: soft.ndim]:
+        return soft.reshape(*soft.shape, *[1] * (like.ndim - soft.ndim))
+    return soft
+
+
+def _width(sizes: Tensor) -> Tensor:
+    """The mean of each image, or of all where there is one axis only: what is compared has any scale."""
+    sizes = sizes.detach().abs()
+    mean = sizes.mean(dim=tuple(range(1, sizes.ndim)), keepdim=True) if sizes.ndim > 1 else sizes.mean()
+    return mean.clamp_min(torch.finfo(sizes.dtype).tiny)
+
+
+def soft_step(value: Any, bound: Any, sign: float) -> Tensor:
+    """A comparison as a sigmoid, whose width fits each image."""
+    lead = sign * (value - bound)
+    return torch.sigmoid(lead / (_SOFTNESS * _width(lead)))
+
+
+def soft_equal(value: Any, other: Any, sign: float) -> Tensor:
+    """Equality as a peak that falls on both sides; inequality, with sign -1, as a dip."""
+    apart = (value - other).abs()
+    near = torch.exp(-apart / _width(apart))
+    return near if sign > 0 else 1 - near
+
+
+def soft_choice(said: Any, first: Tensor, name: str, rest: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What argmax, topk, sort, median and the like say, with companions of the indices among it.
+
+    The chosen place becomes a softmax over all places by how near their values are to the chosen one's (SoftSort,
+    Prillo & Eisenschlos 2020); of the largest that is the usual softmax.
+    """
+    indices = said if isinstance(said, Tensor) else getattr(said, "indices", None)
+    if not isinstance(indices, Tensor) or indices.is_floating_point():
+        return said  # the largest value alone has a gradient of its own
+    position = 1 if name in ("topk", "kthvalue") else 0
+    dim = kwargs.get("dim", rest[position] if len(rest) > position else None)
+    keepdim = indices.ndim == first.ndim
+    if dim is None:
+        dim = -1
+        if name in ("argmax", "argmin"):
+            first, keepdim = first.flatten(), False
+    if first.shape[dim] > _MOST_PLACES:
+        return said
+    values = first.movedim(dim, -1)  # (*rest, place)
+    chosen = indices.movedim(dim, -1) if keepdim else indices[..., None]
+    picked = values.gather(-1, chosen)
+    spread = values.detach().std(dim=-1, keepdim=True, correction=0).clamp_min(1e-20)[..., None]
+    weights = torch.softmax(-(picked[..., None] - values[..., None, :]).abs() / (_CHOICE * spread), dim=-1)
+    weights = weights.movedim(-2, dim if dim >= 0 else dim - 1) if keepdim else weights.squeeze(-2)
+    places = torch.arange(weights.shape[-1], device=weights.device, dtype=weights.dtype)
+    is_order = name in ("argsort", "sort") and dim in (-1, first.ndim - 1)
+    source = first if is_order else None
+    Soft(value=(weights * places).sum(dim=-1), weights=weights, source=source).on(indices)
+    return said
+
+
+def soft_ranks(values: Tensor) -> Tensor:
+    """How many values of the last axis each one exceeds, softly."""
+    leads = values[..., :, None] - values[..., None, :]
+    return torch.sigmoid(leads / (_SOFTNESS * _width(leads))).sum(dim=-1)
+
+
+def bucket_values(value: Tensor, bounds: Any) -> Tensor:
+    """The number of a bucket as a straight line through the bounds."""
+    if not isinstance(bounds, Tensor) or bounds.numel() < 2:
+        return value
+    bounds = bounds.to(value)
+    width = (bounds.max() - bounds.min()).clamp_min(1e-12) / (bounds.numel() - 1)
+    line: Tensor = (value - bounds.min()) / width
+    return line
+
+
+def expectation(ask: Callable[[Tensor], Tensor], index: Tensor, weights: Tensor) -> Tensor:
+    """The mean of what every place would have given, weighted by how much it might have been chosen."""
+    total: Tensor | None = None
+    for place, weight in enumerate(weights.unbind(-1)):
+        found = ask(torch.full_like(index, place))
+        part = align(weight, found) * found
+        total = part if total is None else total + part
+    assert total is not None
+    return total
+
+
+def table_slope(
+    ask: Callable[[Tensor], Tensor], index: Tensor, value: Tensor, size: int, hard: Tensor
+) -> Tensor:
+    """The place that is looked at, times the slope of the table around it."""
+    reach = max(1, size // 8)
+    low, high = (index - reach).clamp(0, size - 1), (index + reach).clamp(0, size - 1)
+    span = (high - low).clamp_min(1).to(hard.dtype)
+    slope = (ask(high) - ask(low)) / align(span, hard)
+    return align(value, hard) * slope
+
+
+def soft_scatter(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """Numbers written to chosen places, with the gradient of the choice."""
+    base, dim, index, written = args[:4]
+    soft = Soft.of(index)
+    assert soft is not None
+    before = base.detach().clone()
+    hard: Tensor = func(base, dim, index, written, **kwargs)
+    weights = soft.weights
+    if weights is None or not hard.is_floating_point():
+        return hard
+    weights = weights.movedim(dim if dim >= 0 else dim - 1, -2)  # (*rest, written, place)
+    if weights.shape[-1] != hard.shape[dim]:
+        return hard
+    if isinstance(written, Tensor) and written.ndim:
+        source = written.detach().movedim(dim, -1)[..., : weights.shape[-2]]
+        new = (weights * source[..., None]).sum(dim=-2)
+    else:
+        new = float(written) * weights.sum(dim=-2)
+    kept = 1.0 if "add" in name else 1 - weights.sum(dim=-2).clamp(max=1)
+    change = new.movedim(-1, dim) + (kept * before.movedim(dim, -1)).movedim(-1, dim)
+    change = add_gradient(torch.zeros_like(hard), change)
+    return hard.add_(change) if name.endswith("_") else hard + change
