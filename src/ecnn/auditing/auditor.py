@@ -7,6 +7,7 @@ import itertools
 import os
 from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,30 +16,39 @@ from torch import nn
 
 from ecnn import files
 from ecnn.attacks import Attack
-from ecnn.attacks.auto import examine
+from ecnn.attacks.auto import examine as examine_as_autoattack
 from ecnn.attacks.base import Target, read_model
 from ecnn.attacks.draws import forked_generators
 from ecnn.attacks.norms import NORMS, Norm
 from ecnn.auditing.budgets import Budget, resolve_budget
 from ecnn.auditing.certificates import Certificate, certify
+from ecnn.auditing.deployed import (
+    Deployment,
+    Late,
+    batch_dependent,
+    examine,
+    named,
+    stateful,
+    take_copy,
+)
 from ecnn.auditing.diagnostics import diagnose, read_evidence
 from ecnn.auditing.diagnostics.sanity import grey_radius
 from ecnn.auditing.findings import Finding, alarm, note
 from ecnn.auditing.report import AUDIT_VERSION, Audit, Verdict
 from ecnn.auditing.smoothing import Smoothed
-from ecnn.auditing.stages import Staged, run_stages
+from ecnn.auditing.stages import Staged, make_stages
 from ecnn.auditing.subject import Subject
 from ecnn.auditing.suite import find_traits, suite
 from ecnn.auditing.surrogates import MOST_EXAMPLES, choose_examples
 from ecnn.backbones import half_precision_of, undisturbed, without_tf32
-from ecnn.checks import check_choice, check_count, check_shares, parse_eps
+from ecnn.checks import check_choice, check_count, check_kind, check_shares, parse_eps
 from ecnn.data import Split
 from ecnn.errors import InputError
 from ecnn.evaluation import Evaluation
 from ecnn.evaluation.batch import BATCH_SIZE, check_request, place
 from ecnn.evaluation.inputs import Images, read_images
 from ecnn.evaluation.intervals import Interval, wilson_interval
-from ecnn.evaluation.provenance import describe, same_answers
+from ecnn.evaluation.provenance import describe, describe_model, same_answers
 from ecnn.progress import Progress
 
 FOLDER, RESULT, PAGE = "audit", "audit.json", "audit.md"
@@ -103,8 +113,10 @@ def audit(
     check_shares(claim=claim, min_accuracy=min_accuracy)
     limit = budget.images if limit is None else limit
     check_count("limit", limit, least=0)
+    check_kind("model", model, nn.Module, "a torch module")
+    deployment = take_copy(model)  # before anything is asked
     split = read_images(split, limit + MOST_EXAMPLES, classes=classes, progress=progress)
-    chosen = check_request(model, split, limit, BATCH_SIZE)
+    chosen = check_request(deployment.fresh(), split, limit, BATCH_SIZE)
     folder = None if run_dir is None else Path(run_dir) / FOLDER
     if run_dir is not None:
         files.check_writable(Path(run_dir) / RESULT)
@@ -114,30 +126,81 @@ def audit(
         model=model, images=images, labels=labels, norm=norm, eps=eps, budget=budget, seed=int(seed)
     )
     with nullcontext() if run_dir is None else files.locked(run_dir, "audit"):
-        with undisturbed(model), without_tf32():
-            attacks, is_random = _choose_attacks(subject, split, folder, resume)
-            staged = run_stages(
-                subject, split, attacks, is_random=is_random, folder=folder, resume=resume, progress=progress
-            )
-            findings = _find(subject, staged.evaluation, folder, resume, progress)
-            certified = _certify(subject, is_random)
-        # One pass of a random model is no evidence.
-        evidence = [] if is_random else read_evidence(staged.evaluation)
-        trouble = [*_failures(staged), *_nan_gradients(staged), *_precision(subject), *_wide_ball(subject)]
-        trouble += _contradictions(subject, staged, certified)
-        result = _conclude(subject, staged, [*evidence, *trouble, *findings], claim, min_accuracy, is_random)
-        result = dataclasses.replace(result, certified=certified)
+        deployment, findings = examine(deployment, subject)
+        request = _Request(split, folder, resume, progress)
+        found = _audit(dataclasses.replace(subject, model=deployment.fresh()), deployment, request)
+        if found.staged.late is not None:
+            deployment, late = _ask_otherwise(deployment, found.staged.late)
+            findings.append(late)
+            inner = None if folder is None else folder / late.name
+            request = dataclasses.replace(request, folder=inner)
+            found = _audit(dataclasses.replace(subject, model=deployment.fresh()), deployment, request)
+        result = _conclude(subject, found, findings, claim, min_accuracy, deployment)
         if run_dir is not None:
             files.write_text(Path(run_dir) / PAGE, result.markdown())
             result.save(Path(run_dir) / RESULT)  # last: who finds it takes the audit for finished
     return result
 
 
+@dataclass(frozen=True)
+class _Request:
+    """What was asked for besides the subject; `audit` says what these mean."""
+
+    split: Split
+    folder: Path | None
+    resume: bool
+    progress: Progress | None
+
+
+@dataclass(frozen=True)
+class _Found:
+    """What attacks and diagnostics found."""
+
+    staged: Staged
+    is_random: bool
+    findings: list[Finding]
+    certified: Certificate | None = None
+
+
+def _audit(subject: Subject, deployment: Deployment, request: _Request) -> _Found:
+    """All attacks and all diagnostics on a subject whose model is a copy."""
+    with undisturbed(subject.model), without_tf32():
+        attacks, is_random = _choose_attacks(subject, request.split, request.folder, request.resume)
+        stages = make_stages(
+            subject,
+            request.split,
+            deployment,
+            is_random=is_random,
+            folder=request.folder,
+            resume=request.resume,
+            progress=request.progress,
+        )
+        stages.make(attacks)
+        staged = stages.result()
+        if staged.late is not None:
+            return _Found(staged, is_random, [])
+        found = _find(subject, staged.evaluation, request.folder, request.resume, request.progress)
+        certified = _certify(subject, is_random)
+    # One pass of a random model is no evidence.
+    evidence = [] if is_random else read_evidence(staged.evaluation)
+    trouble = [*_failures(staged), *_nan_gradients(staged), *_precision(subject), *_wide_ball(subject)]
+    trouble += _contradictions(subject, staged, certified)
+    return _Found(staged, is_random, [*staged.findings, *evidence, *trouble, *found], certified)
+
+
+def _ask_otherwise(deployment: Deployment, late: Late) -> tuple[Deployment, Finding]:
+    """How to ask a model of which only the attacks have shown that it remembers, or that company decides."""
+    evidence = {"shown_by": "the points that attacks found"}
+    if late == "stateful":
+        return dataclasses.replace(deployment, forgets=True), named(stateful(evidence), late)
+    return deployment.alone(), named(batch_dependent(evidence), late)
+
+
 def _choose_attacks(
     subject: Subject, split: Split, folder: Path | None, resume: bool
 ) -> tuple[dict[str, Attack], bool]:
     """The suite that this model needs, and whether the model is random."""
-    num_classes = read_model(subject.model, subject.images[:1]).shape[1]
+    num_classes = read_model(subject.model, subject.images[:2]).shape[1]
     is_random = find_traits(subject.model, subject.images[:_FLAGGED], num_classes).is_random
     examples = choose_examples(subject.model, split, len(subject.images))
     attacks = suite(
@@ -266,12 +329,18 @@ def _percent(share: float) -> str:
 
 def _conclude(
     subject: Subject,
-    staged: Staged,
-    findings: list[Finding],
+    found: _Found,
+    deployed: list[Finding],
     claim: float | None,
     min_accuracy: float | None,
-    is_random: bool,
+    deployment: Deployment,
 ) -> Audit:
+    """The verdict.
+
+    Args:
+        deployed: findings on how the model must be asked.
+    """
+    staged, findings = found.staged, [*deployed, *found.findings]
     accuracy, images = float(staged.right.mean()), len(staged.right)
     alarms = [finding.name for finding in findings if finding.is_open]
     verdict, reason = judge(accuracy, images, alarms, claim=claim, min_accuracy=min_accuracy)
@@ -289,13 +358,16 @@ def _conclude(
         eps=subject.eps,
         budget=subject.budget.name,
         seed=subject.seed,
-        is_random=is_random,
+        is_random=found.is_random,
         stages=staged.stages,
         broken_by=tuple(int(position) for position in staged.broken_by),
         findings=tuple(_plain(finding) for finding in findings),
-        model=staged.evaluation.clean.about["model"],
+        model=describe_model(deployment.pristine)
+        if deployment.is_wrapped
+        else staged.evaluation.clean.about["model"],
         environment=staged.environment,
         audit_version=AUDIT_VERSION,
+        certified=found.certified,
     )
 
 
@@ -307,7 +379,7 @@ def _flags(subject: Subject) -> list[Finding]:
     """
     checked = subject.images[:_FLAGGED]
     with forked_generators(checked.device, subject.seed):
-        _, doubts = examine(Target(subject.model, len(checked), checked.device), checked)
+        _, doubts = examine_as_autoattack(Target(subject.model, len(checked), checked.device), checked)
     findings = []
     for number, doubt in enumerate(doubts):
         evidence = {"images": len(checked)}

@@ -15,8 +15,12 @@ from torch import Tensor
 from ecnn.attacks import Attack
 from ecnn.attacks.draws import forked_generators
 from ecnn.attacks.images import per_image
+from ecnn.auditing.deployed import Deployment, Late, confirm, named
+from ecnn.auditing.diagnostics.statistics import TOLERANCE, exceeds
+from ecnn.auditing.findings import Finding, note, ok
 from ecnn.auditing.report import Stage
 from ecnn.auditing.subject import Subject
+from ecnn.backbones import undisturbed
 from ecnn.data import Split
 from ecnn.evaluation import Evaluation, Outcomes, evaluate
 from ecnn.evaluation.batch import batch_seed, check_ball, place, predict
@@ -30,7 +34,7 @@ _FINAL = 1_000_003  # a stream of passes that no stage has seen
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Staged:
-    """What the suite left.
+    """What the attacks left.
 
     Attributes:
         stages: the attacks that were made.
@@ -39,6 +43,8 @@ class Staged:
         right_when_clean: (image,) the same of the images as they are.
         right_when_plain: (image,) the same after the first attack alone.
         evaluation: outcomes image by image, and why attacks could not be made.
+        findings: what the deployed model says otherwise than the attacked one.
+        late: how the model must be asked, where only the attacks have shown it; None if they have not.
     """
 
     stages: tuple[Stage, ...]
@@ -47,6 +53,8 @@ class Staged:
     right_when_clean: np.ndarray
     right_when_plain: np.ndarray
     evaluation: Evaluation
+    findings: tuple[Finding, ...] = ()
+    late: Late | None = None
 
     @property
     def environment(self) -> str:
@@ -54,43 +62,56 @@ class Staged:
         return ", ".join(self.evaluation.clean.about.get("environments", ()))
 
 
-def run_stages(
-    subject: Subject,
-    split: Split,
-    attacks: Mapping[str, Attack],
-    *,
-    is_random: bool,
-    folder: Path | None,
-    resume: bool,
-    progress: Progress | None,
-) -> Staged:
-    """Every attack in its turn, until nothing stands.
+class Stages:
+    """Attacks that are made one after the other; more can follow what was found.
 
     Args:
         subject: what is audited; its images are the first of the split.
         split: where they come from.
-        attacks: in their order.
-        is_random: whether the passes of the model differ.
+        deployment: what judges.
         folder: for records, None for none.
         resume: goes on with the records there; False begins anew.
         progress: called as progress(done, total, note).
     """
-    if folder is not None and not resume:
-        _discard(folder)
-    settings: dict[str, Any] = {
-        "limit": len(subject.images),
-        "seed": subject.seed,
-        "keep_going": True,
-        "batch_size": _BATCH.get(subject.images.device.type, _BATCH["cpu"]),
-        "run_dir": folder,
-        "progress": progress,
-    }
-    if is_random:
-        tally = _MeanOverPasses(subject, list(attacks))
-        return tally.result(evaluate(subject.model, split, attacks, watch=tally.take, **settings))
-    evaluation = evaluate(subject.model, split, attacks, cascade=True, **settings)
-    made = {name: found for name, found in evaluation.outcomes.items() if found.attacked.any()}
-    return _judge_in_turn(subject, dataclasses.replace(evaluation, outcomes=made), next(iter(attacks)))
+
+    def __init__(
+        self,
+        subject: Subject,
+        split: Split,
+        deployment: Deployment,
+        *,
+        folder: Path | None,
+        resume: bool,
+        progress: Progress | None,
+    ) -> None:
+        self.subject, self.split, self.deployment = subject, split, deployment
+        self.evaluation: Evaluation | None = None
+        self.plain = ""
+        if folder is not None and not resume:
+            _discard(folder)
+        self.settings: dict[str, Any] = {
+            "limit": len(subject.images),
+            "seed": subject.seed,
+            "keep_going": True,
+            "batch_size": _BATCH.get(subject.images.device.type, _BATCH["cpu"]),
+            "run_dir": folder,
+            "progress": progress,
+        }
+
+    def make(self, attacks: Mapping[str, Attack]) -> float:
+        """Makes the attacks in their order, each on what is left, and returns how many images' worth they broke."""
+        raise NotImplementedError
+
+    def result(self) -> Staged:
+        """What is left now."""
+        raise NotImplementedError
+
+
+def make_stages(
+    subject: Subject, split: Split, deployment: Deployment, *, is_random: bool, **settings: Any
+) -> Stages:
+    """`Stages` for a model whose passes agree, or for one whose passes differ (`is_random`)."""
+    return (_MeanOverPasses if is_random else _Cascade)(subject, split, deployment, **settings)
 
 
 def _discard(folder: Path) -> None:
@@ -100,30 +121,112 @@ def _discard(folder: Path) -> None:
             Records(folder, path.stem).discard()
 
 
-def _judge_in_turn(subject: Subject, evaluation: Evaluation, plain: str) -> Staged:
-    """What the cascade left of a model that is not random: an image is right or it is not.
+class _Cascade(Stages):
+    """Attacks on a model whose passes agree: an image is right or it is not.
 
-    Args:
-        plain: name of the first attack; where it could not be made, nothing lies between it and the clean images.
+    A point that an attack found is asked about once more, by a copy that no attack has asked, in a batch of one; only
+    there it breaks the image.
     """
-    clean, outcomes = evaluation.clean, evaluation.outcomes
-    return Staged(
-        stages=tuple(
-            _stage(
-                subject,
-                found,
-                int(found.attacked.sum()),
-                float(found.broken.sum()),
-                evaluation.accuracy[name],
-            )
-            for name, found in outcomes.items()
-        ),
-        broken_by=evaluation.broken_by,
-        right=evaluation.survivors().astype(float),
-        right_when_clean=clean.robust.astype(float),
-        right_when_plain=outcomes.get(plain, clean).robust.astype(float),
-        evaluation=evaluation,
-    )
+
+    def __init__(self, *given: Any, **settings: Any) -> None:
+        super().__init__(*given, **settings)
+        self.points = self.subject.images.cpu().float().clone()
+        self.asked = np.zeros(len(self.points), dtype=bool)
+        self.full, self.rounded = np.zeros((2, len(self.points)), dtype=bool)
+        self.late: Late | None = None
+
+    def make(self, attacks: Mapping[str, Attack]) -> float:
+        self.plain = self.plain or next(iter(attacks))
+        before = None if self.evaluation is None else self.evaluation.survivors()
+        found = evaluate(
+            self.subject.model,
+            self.split,
+            attacks,
+            cascade=True,
+            watch=self._remember,
+            after=self.evaluation,
+            **self.settings,
+        )
+        made = {name: outcomes for name, outcomes in found.outcomes.items() if outcomes.attacked.any()}
+        self.evaluation = self._confirm(dataclasses.replace(found, outcomes=made))
+        before = found.clean.robust if before is None else before
+        return float((before & ~self.evaluation.survivors()).sum())
+
+    def _remember(self, found: Outcomes, points: Tensor) -> None:
+        broken = torch.from_numpy(found.broken)
+        self.points[broken] = points[broken]
+
+    def _confirm(self, evaluation: Evaluation) -> Evaluation:
+        """The outcomes with a point that breaks no deployed copy taken for one that breaks nothing."""
+        broken = evaluation.clean.robust & ~evaluation.survivors()
+        rows = np.flatnonzero(broken & ~self.asked)
+        if not len(rows):
+            return evaluation
+        are_bytes = self.split.images.dtype == torch.uint8
+        there = torch.from_numpy(rows)
+        found = confirm(self.deployment, self.subject, self.points[there], there, are_bytes=are_bytes)
+        self.late = self.late or found.late
+        holds = np.zeros_like(broken)
+        holds[rows] = found.holds
+        self.asked |= holds
+        self.full[rows] = found.full
+        self.rounded[rows] = found.full if found.rounded is None else found.rounded
+        outcomes = {}
+        for name, part in evaluation.outcomes.items():
+            healed = part.broken & ~holds & ~self.asked
+            prediction = np.where(healed, part.clean_prediction, part.prediction)
+            outcomes[name] = dataclasses.replace(part, prediction=prediction) if healed.any() else part
+        return dataclasses.replace(evaluation, outcomes=outcomes)
+
+    def result(self) -> Staged:
+        evaluation = self.evaluation
+        assert evaluation is not None
+        clean, outcomes = evaluation.clean, evaluation.outcomes
+        return Staged(
+            stages=tuple(
+                _stage(
+                    self.subject,
+                    found,
+                    int(found.attacked.sum()),
+                    float(found.broken.sum()),
+                    evaluation.accuracy[name],
+                )
+                for name, found in outcomes.items()
+            ),
+            broken_by=evaluation.broken_by,
+            right=evaluation.survivors().astype(float),
+            right_when_clean=clean.robust.astype(float),
+            # Where the first attack could not be made, nothing lies between it and the clean images.
+            right_when_plain=outcomes.get(self.plain, clean).robust.astype(float),
+            evaluation=evaluation,
+            findings=self._findings(evaluation),
+            late=self.late,
+        )
+
+    def _findings(self, evaluation: Evaluation) -> tuple[Finding, ...]:
+        broken = evaluation.clean.robust & ~evaluation.survivors()
+        n, left = len(broken), int(evaluation.survivors().sum())
+        if not broken.any() or self.split.images.dtype != torch.uint8:
+            return ()
+        healed = int((broken & ~self.rounded).sum())
+        evidence = {
+            "broken": int(broken.sum()),
+            "right_when_rounded": healed,
+            "accuracy_when_rounded": (left + healed) / n,
+        }
+        claim = (
+            f"Of {int(broken.sum())} images that fell, {healed} are right again when the point that was found is "
+            "rounded to 8 bits."
+        )
+        advice = (
+            "The accuracy counts points as they are. As files of 8 bits they would have to be searched for."
+        )
+        found = (
+            note(claim, evidence, advice)
+            if exceeds(healed, int(broken.sum()), TOLERANCE)
+            else ok(claim, evidence)
+        )
+        return (named(found, "rounding"),)
 
 
 def _stage(subject: Subject, found: Outcomes, attacked: int, broken: float, accuracy: float) -> Stage:
@@ -141,27 +244,32 @@ def _stage(subject: Subject, found: Outcomes, attacked: int, broken: float, accu
     )
 
 
-class _MeanOverPasses:
-    """What attacks on all images leave of a random model.
+class _MeanOverPasses(Stages):
+    """Attacks on all images of a random model.
 
     Of each image the point is kept at which most passes are wrong; new passes judge it in the end.
-
-    Args:
-        subject: what is audited.
-        names: of the attacks, in their order: each has passes of its own.
     """
 
-    def __init__(self, subject: Subject, names: list[str]) -> None:
-        self.subject, self.names = subject, names
-        self.worst = subject.images.cpu().float()
-        self.clean = self.plain = self.left = self._right_share(self.worst, 0, subject.budget.eot)
+    def __init__(self, *given: Any, **settings: Any) -> None:
+        super().__init__(*given, **settings)
+        self.names: list[str] = []  # of the attacks, in their order: each has passes of its own
+        self.worst = self.subject.images.cpu().float()
+        self.clean = self.after_plain = self.left = self._right_share(self.worst, 0, self.subject.budget.eot)
         self.broken_by = np.where(self.clean < 0.5, WRONG, STANDS)
         self.stages: list[Stage] = []
 
-    def take(self, found: Outcomes, points: Tensor) -> None:
+    def make(self, attacks: Mapping[str, Attack]) -> float:
+        self.names += attacks
+        before = self.left
+        self.evaluation = evaluate(
+            self.subject.model, self.split, attacks, watch=self._take, after=self.evaluation, **self.settings
+        )
+        return float((before - self.left).sum())
+
+    def _take(self, found: Outcomes, points: Tensor) -> None:
         """Judges what an attack made of the images (image, channel, height, width), on the CPU."""
         shares = self._right_share(points, 1 + self.names.index(found.name), self.subject.budget.eot)
-        self.plain = shares if found.name == self.names[0] else self.plain
+        self.after_plain = shares if found.name == self.names[0] else self.after_plain
         self.worst = torch.where(per_image(torch.from_numpy(shares < self.left), points), points, self.worst)
         before, self.left = self.left, np.minimum(self.left, shares)
         newly = (self.broken_by == STANDS) & (self.left < 0.5)
@@ -169,25 +277,29 @@ class _MeanOverPasses:
         lost = float((before - self.left).sum())
         self.stages.append(_stage(self.subject, found, len(points), lost, float(self.left.mean())))
 
-    def result(self, evaluation: Evaluation) -> Staged:
+    def result(self) -> Staged:
         """What is left in the end, by twice as many new passes."""
+        assert self.evaluation is not None
         return Staged(
             stages=tuple(self.stages),
             broken_by=self.broken_by,
             right=self._right_share(self.worst, None, 2 * self.subject.budget.eot),
             right_when_clean=self.clean,
-            right_when_plain=self.plain,
-            evaluation=evaluation,
+            right_when_plain=self.after_plain,
+            evaluation=self.evaluation,
         )
 
     def _right_share(self, images: Tensor, stage: int | None, passes: int) -> np.ndarray:
         """(image,) share of passes that give the label, seeded by the stage; None is the last word."""
-        subject, counts = self.subject, []
+        subject, judge, counts = self.subject, self.deployment.fresh(), []
         first = _FINAL if stage is None else 1000 * stage
         for batch, part in enumerate(torch.split(torch.arange(len(images)), _BATCH["cpu"])):
             asked = place(subject.model, images[part])
             wanted = subject.labels[part.to(subject.labels.device)]
-            with forked_generators(asked.device, batch_seed(subject.seed + 1, first + batch)):
-                right = [predict(subject.model, asked) == wanted for _ in range(passes)]
+            with (
+                undisturbed(judge),
+                forked_generators(asked.device, batch_seed(subject.seed + 1, first + batch)),
+            ):
+                right = [predict(judge, asked) == wanted for _ in range(passes)]
             counts.append(torch.stack(right).double().mean(dim=0).cpu())
         return torch.cat(counts).numpy()

@@ -21,6 +21,7 @@ from ecnn.errors import InputError
 from ecnn.objectives import predicted_classes
 
 BATCH_SIZE = 256
+_FEW = 8
 #: An attack of other make: (model, images, labels) -> images.
 ForeignAttack = Callable[[nn.Module, Tensor, Tensor], Tensor]
 
@@ -34,7 +35,7 @@ def check_request(model: nn.Module, split: Split, limit: int | None, batch_size:
     if not len(chosen):
         raise InputError("there is no image to evaluate: the split is empty or limit is 0.")
     with undisturbed(model):
-        scores = read_model(model, place(model, chosen[:1][0]))
+        scores = _first_scores(model, place(model, chosen[:_FEW][0]))
     highest = int(chosen.labels.max())
     if highest >= scores.shape[1]:
         raise InputError(
@@ -42,6 +43,18 @@ def check_request(model: nn.Module, split: Split, limit: int | None, batch_size:
             f"{scores.shape[1] - 1}): evaluate it on data of its own classes."
         )
     return chosen
+
+
+def _first_scores(model: nn.Module, images: Tensor) -> Tensor:
+    """Scores of the first image; or of a few, where a model such as one with batch statistics answers no single one."""
+    try:
+        return read_model(model, images[:1])
+    except InputError:
+        raise
+    except Exception:
+        if len(images) == 1:
+            raise
+    return read_model(model, images)
 
 
 def place(model: nn.Module, images: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -63,6 +63,7 @@ def evaluate(
     resume: bool = True,
     save_images: bool = False,
     watch: Watcher | None = None,
+    after: Evaluation | None = None,
     progress: Progress | None = None,
 ) -> Evaluation:
     """What becomes of each of the first images of a split under each attack, and of the same images left alone.
@@ -97,10 +98,14 @@ def evaluate(
             attacks and computes them again.
         save_images: keeps the attacked images too, under run_dir.
         watch: called as watch(outcomes, attacked images) when an attack is finished; with a run_dir the images are
-            kept there as with save_images.
+            kept there as with save_images. In a cascade only those that it broke: the others come back as they are.
+        after: goes on from an earlier evaluation of the same model and images: what it found is taken over, and a
+            cascade begins with what its attacks left.
         progress: called as progress(done, total, note).
     """
     jobs = _plan(attacks, eps, seed)
+    if after is not None:
+        check_names([*after.outcomes, *(job.name for job in jobs)])
     if cascade and eps is not None:
         raise InputError(
             "cascade=True takes no eps=: what broke at one radius would not be attacked at the others. Evaluate each "
@@ -119,7 +124,7 @@ def evaluate(
         keep_going=keep_going,
         batch_size=batch_size,
         run_dir=run_dir,
-        save_images=save_images or watch is not None,
+        kept="all" if save_images or (watch is not None and not cascade) else "broken" if watch else "none",
         watch=watch,
         progress=progress,
         total=(1 + len(jobs)) * len(chosen),
@@ -131,7 +136,7 @@ def evaluate(
     ):
         if run_dir is not None:
             prepare_folder(run_dir, fingerprint, () if resume else [job.name for job in jobs])
-        return evaluator.run(jobs)
+        return evaluator.run(jobs, after)
 
 
 @dataclass(frozen=True)
@@ -186,6 +191,7 @@ class _Evaluator:
     Attributes:
         chosen: the images that are evaluated.
         fingerprint: of the model and of all images of the split.
+        kept: which attacked images are kept.
         total: images times jobs, of which `done` are done.
         clean: outcomes of the images as they are, once they are known.
         memory: positions and attacked images of the job under way, where no run_dir keeps them.
@@ -200,7 +206,7 @@ class _Evaluator:
     keep_going: bool
     batch_size: int
     run_dir: str | os.PathLike[str] | None
-    save_images: bool
+    kept: Literal["none", "broken", "all"]
     watch: Watcher | None
     progress: Progress | None
     total: int
@@ -214,14 +220,14 @@ class _Evaluator:
     def __post_init__(self) -> None:
         self.environment = describe_environment(place(self.model, self.chosen[:1][0]).device)
 
-    def run(self, jobs: Sequence[_Job]) -> Evaluation:
+    def run(self, jobs: Sequence[_Job], before: Evaluation | None) -> Evaluation:
         """The clean images once, then every job; in a cascade each on what the ones before it left."""
         everything = np.ones(len(self.chosen), dtype=bool)
-        self.clean = clean = self._finish(_Job(CLEAN, None, None, None, 0), everything, ())
-        standing = clean.robust
-        outcomes: dict[str, Outcomes] = {}
-        failures: dict[str, str] = {}
-        undone: dict[str, np.ndarray] = {}
+        if before is None:
+            before = Evaluation(self._finish(_Job(CLEAN, None, None, None, 0), everything, ()), {})
+        self.clean = clean = before.clean
+        standing = before.survivors()
+        outcomes, failures, undone = dict(before.outcomes), dict(before.failures), dict(before.undone)
         for number, job in enumerate(jobs):
             self.done, self.memory, self.undone, self.made = (1 + number) * len(self.chosen), [], [], 0
             wanted = standing if self.cascade else everything
@@ -286,8 +292,10 @@ class _Evaluator:
         """(n,) positions of the wanted images on which no record says that the attack was run."""
         known = np.concatenate([np.zeros(0, dtype=int), *(part.index[part.attacked] for part in found)])
         records = self._records(job)
-        if self.save_images and job.attack is not None and records is not None:
-            known = np.intersect1d(known, records.image_positions())
+        if self.kept != "none" and job.attack is not None and records is not None:
+            every = [part.index if self.kept == "all" else part.index[part.broken] for part in found]
+            needed = np.concatenate([np.zeros(0, dtype=int), *every])
+            known = np.setdiff1d(known, np.setdiff1d(needed, records.image_positions()))
         return np.setdiff1d(np.flatnonzero(wanted), known)
 
     def _leave_alone(self, job: _Job, about: dict[str, Any], found: Sequence[Outcomes]) -> list[Outcomes]:
@@ -379,11 +387,13 @@ class _Evaluator:
     def _keep(self, job: _Job, part: Outcomes, images: Tensor) -> None:
         """Keeps a finished batch on the disk, and its images, if they are asked for, there or in memory."""
         records = self._records(job)
-        if self.save_images and job.attack is not None:
+        rows = np.flatnonzero(part.broken) if self.kept == "broken" else np.arange(len(part))
+        if self.kept != "none" and job.attack is not None and len(rows):
+            chosen, points = part.take(rows), images[torch.from_numpy(rows).to(images.device)]
             if records is None:
-                self.memory.append((part.index, images.cpu().float().numpy()))
+                self.memory.append((chosen.index, points.cpu().float().numpy()))
             else:
-                records.add_images(part, images)
+                records.add_images(chosen, points)
         if records is not None:
             records.add_part(part)
 

@@ -1,0 +1,435 @@
+"""What is judged: a copy of the model that nobody has asked before, one image at a time.
+
+An attack asks a model thousands of questions, in batches. A deployed model has not been asked them, and answers for one
+image. Where both make no difference, the model is attacked as it is. Where it does, every question goes to a fresh copy
+(`FreshEachTime`), or every image by itself (`OneAtATime`), so that the model is a function of one image again.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import random
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from ecnn.attacks.base import read_model
+from ecnn.attacks.draws import Draws, forked_generators
+from ecnn.attacks.norms import NORMS
+from ecnn.auditing.diagnostics.statistics import TOLERANCE, exceeds
+from ecnn.auditing.findings import Finding, alarm, note
+from ecnn.auditing.subject import Subject
+from ecnn.backbones import undisturbed, without_tf32
+from ecnn.objectives import predicted_classes, score_margin
+
+#: Images that the first questions are about, and how many of them are asked about one by one.
+_PROBED, _ALONE = 32, 8
+#: Questions after which a model that counts them is expected to show it; later changes show when attacks are over.
+_QUESTIONS = 64
+#: Clean images that stand beside each image where a model cannot answer for one alone.
+_COMPANY = 31
+#: Of the spread of an image's scores: float32 in another batch changes them by 1e-5, half precision by 1e-2.
+_APART, _APART_IN_HALF = 1e-3, 3e-2
+#: A margin within this share of the spread of the scores is a tie, decided by the order of summation.
+_TIE = 1e-5
+_STREAM = 53
+_SOURCE = "deployment: a fresh copy, one image at a time"
+_FULL = 256  # images of a full batch
+
+Late = Literal["stateful", "batch_dependent"]
+
+
+class FreshEachTime(nn.Module):
+    """A model whose every question goes to a new copy, so that nothing it was asked before plays a part.
+
+    A generator of its own would draw the same in each copy: it is seeded anew, from torch's.
+
+    Args:
+        pristine: the model, never asked itself; copies share its parameters.
+    """
+
+    def __init__(self, pristine: nn.Module) -> None:
+        super().__init__()
+        self.pristine = pristine
+
+    def forward(self, images: Tensor) -> Any:
+        memo: dict[int, Any] = {id(parameter): parameter for parameter in self.pristine.parameters()}
+        shared = len(memo)
+        fresh = copy.deepcopy(self.pristine, memo)
+        for value in list(memo.values())[shared:]:
+            _seed_anew(value)
+        return fresh(images)
+
+
+def _seed_anew(value: Any) -> None:
+    """Seeds a generator of torch, NumPy or Python from torch's own; anything else stays as it is."""
+    if isinstance(value, torch.Generator):
+        value.manual_seed(_draw_seed())
+    elif isinstance(value, random.Random | np.random.RandomState):
+        value.seed(_draw_seed())
+    elif isinstance(value, np.random.Generator):
+        kind = type(value.bit_generator)
+        value.bit_generator.state = kind(_draw_seed()).state
+
+
+def _draw_seed() -> int:
+    return int(torch.randint(2**31, ()))
+
+
+class OneAtATime(nn.Module):
+    """A model that is asked about each image by itself, or beside the same clean images every time.
+
+    Args:
+        model: the model.
+        company: (image, channel, height, width) clean images that stand beside each; none where it can answer for one.
+    """
+
+    def __init__(self, model: nn.Module, company: Tensor) -> None:
+        super().__init__()
+        self.model = model
+        self.company = company  # no buffer: its precision says nothing of the model's
+
+    def forward(self, images: Tensor) -> Any:
+        if not len(images):
+            return self.model(images)
+        company = self.company.to(images)
+        return torch.cat([self.model(torch.cat([image[None], company]))[:1] for image in images])
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Deployment:
+    """A model as its users have it, and how it must be asked for that.
+
+    Attributes:
+        pristine: a copy that is never asked; the model itself where it cannot be copied.
+        trouble: why it cannot be copied; empty if it can.
+        forgets: every question goes to a fresh copy.
+        company: not None if every image is asked about by itself, beside these clean ones, which may be none.
+    """
+
+    pristine: nn.Module
+    trouble: str = ""
+    forgets: bool = False
+    company: Tensor | None = None
+
+    @property
+    def is_wrapped(self) -> bool:
+        """Whether `fresh` gives something else than a copy."""
+        return self.forgets or self.company is not None
+
+    def fresh(self) -> nn.Module:
+        """A copy that nobody has asked, or the model itself where there is no copy."""
+        if self.trouble:
+            return self.pristine
+        model = FreshEachTime(self.pristine) if self.forgets else copy.deepcopy(self.pristine)
+        return model if self.company is None else OneAtATime(model, self.company)
+
+    def alone(self) -> Deployment:
+        """The same, asked about each image by itself."""
+        return self if self.company is not None else dataclasses.replace(self, company=torch.zeros(0))
+
+
+def take_copy(model: nn.Module) -> Deployment:
+    """The model as it is now; call it before anything is asked."""
+    try:
+        return Deployment(pristine=copy.deepcopy(model))
+    except Exception as error:  # whatever a model holds: locks, handles, tensors with a history
+        trouble = (str(error).splitlines() or [type(error).__name__])[0][:200]
+        return Deployment(pristine=model, trouble=trouble)
+
+
+def examine(taken: Deployment, subject: Subject) -> tuple[Deployment, list[Finding]]:
+    """How the model must be asked, from a few questions to copies of it, and what they found.
+
+    Args:
+        taken: of `take_copy`.
+        subject: what is audited; its model is not asked.
+    """
+    with without_tf32():
+        return _Examination(taken, subject).run()
+
+
+class _Examination:
+    """Questions to fresh copies of a model, under the same seeds of torch, NumPy and Python unless said otherwise."""
+
+    def __init__(self, taken: Deployment, subject: Subject) -> None:
+        self.taken, self.seed = taken, subject.seed
+        self.images, self.labels = subject.images[:_PROBED], subject.labels[:_PROBED]
+        self.noisy = [_noisy(subject, self.images, number) for number in range(3)]
+        self.findings: list[Finding] = []
+
+    def run(self) -> tuple[Deployment, list[Finding]]:
+        taken = self.taken
+        if taken.trouble:
+            self._find(
+                note(
+                    f"The model cannot be copied ({taken.trouble}): what attacks ask and what judges are one object.",
+                    {"trouble": taken.trouble},
+                    "Make it possible to deepcopy the model: then it is judged by copies that no attack has asked.",
+                    kind="not_copied",
+                ),
+                "copies",
+            )
+        first, again = (self.ask(taken.fresh(), self.images, self.seed) for _ in range(2))
+        is_loose = bool(_differ(first, again).any()) and not taken.trouble
+        if is_loose:
+            self._find(
+                note(
+                    "Fresh copies answer otherwise under the same seeds of torch, NumPy and Python: the model draws "
+                    "random numbers from elsewhere, such as the clock or the system.",
+                    {"images": len(self.images), "differ": int(_differ(first, again).sum())},
+                    "Another audit of it will find slightly other figures: repeat it, and give the spread.",
+                    kind="unseeded",
+                ),
+                "seeds",
+            )
+            return taken, self.findings
+        taken = self._look_for_state(first)
+        remembers_all_the_same = any(finding.is_open for finding in self.findings)
+        if not remembers_all_the_same and not self._is_random(taken):
+            taken = self._look_for_company(taken, first)
+        return taken, self.findings
+
+    def _is_random(self, taken: Deployment) -> bool:
+        one, other = (self.ask(taken.fresh(), self.images, seed) for seed in (self.seed, self.seed + 1))
+        return bool(_differ(one, other).any())
+
+    def _look_for_state(self, first: Tensor) -> Deployment:
+        """Whether a copy that was asked many questions answers like a fresh one."""
+        taken = self.taken
+        evidence: dict[str, Any] = {"images": len(self.images), "questions": _QUESTIONS + 3}
+        try:
+            differ = self._changed_by_questions(first)
+        except Exception as error:  # a model that refuses after some questions has changed, too
+            evidence["error"] = (str(error).splitlines() or [type(error).__name__])[0][:200]
+            differ = torch.ones(len(first), dtype=torch.bool)
+        outside = not taken.trouble and bool(
+            _differ(self.ask(taken.fresh(), self.images, self.seed), first).any()
+        )
+        evidence["differ"] = int(differ.sum())
+        if taken.trouble and bool(differ.any()):
+            self._find(_unforgotten("It cannot be copied", evidence, "remembers"), "stateful")
+        elif outside:
+            self._find(_unforgotten("Fresh copies remember too", evidence, "outside"), "stateful")
+        elif bool(differ.any()):
+            taken = dataclasses.replace(taken, forgets=True)
+            self._find(own_generator(evidence) if self._is_random(taken) else stateful(evidence), "stateful")
+        return taken
+
+    def _changed_by_questions(self, first: Tensor) -> Tensor:
+        """(image,) where the image, or a point near it, is answered otherwise after questions about such points."""
+        used = self.taken.fresh()
+        for points in (self.images, *self.noisy[:2]):
+            self.ask(used, points, self.seed)
+        for number in range(_QUESTIONS):
+            self.ask(used, self.images[number % len(self.images)][None].expand_as(self.images[:2]), self.seed)
+        differ = _differ(self.ask(used, self.images, self.seed), first)
+        if not self.taken.trouble:
+            wanted = self.ask(self.taken.fresh(), self.noisy[2], self.seed)
+            differ |= _differ(self.ask(used, self.noisy[2], self.seed), wanted)
+        return differ
+
+    def _look_for_company(self, taken: Deployment, first: Tensor) -> Deployment:
+        """Whether the answer for an image is another in another batch."""
+        order = torch.randperm(len(self.images), generator=torch.Generator().manual_seed(self.seed))
+        order = order.to(self.images.device)
+        shuffled = self.ask(taken.fresh(), self.images[order], self.seed)
+        differ = torch.zeros(len(first), dtype=torch.bool)
+        differ[order.cpu()] = _differ(shuffled, first[order])
+        few = slice(min(_ALONE, len(self.images)))
+        evidence: dict[str, Any] = {"images": len(self.images), "differ_in_another_order": int(differ.sum())}
+        single = taken.alone()
+        try:
+            lonely = self.ask(single.fresh(), self.images[few], self.seed)
+            evidence["differ_alone"] = int(_differ(lonely, first[few]).sum())
+            lost = self._right(first[few], few) - self._right(lonely, few)
+            needs_company = 4 * lost > len(lonely)
+        except Exception as error:  # batch statistics of one image
+            evidence["error_alone"] = (str(error).splitlines() or [type(error).__name__])[0][:200]
+            needs_company = True
+        is_dependent = exceeds(evidence["differ_in_another_order"], len(first), TOLERANCE)
+        if "error_alone" not in evidence and not is_dependent:
+            is_dependent = 4 * evidence["differ_alone"] > len(first[few])
+        if "error_alone" not in evidence and not is_dependent:
+            return taken
+        if needs_company:
+            single = dataclasses.replace(taken, company=self.images[:_COMPANY])
+        evidence["company"] = len(single.company) if single.company is not None else 0
+        self._find(batch_dependent(evidence), "batch_dependent")
+        return single
+
+    def _right(self, scores: Tensor, part: slice) -> int:
+        return int((predicted_classes(scores) == self.labels[part]).sum())
+
+    def ask(self, model: nn.Module, images: Tensor, seed: int) -> Tensor:
+        """Scores in eval mode."""
+        with undisturbed(model), forked_generators(images.device, seed):
+            return read_model(model, images)
+
+    def _find(self, finding: Finding, name: str) -> None:
+        self.findings.append(named(finding, name))
+
+
+def _noisy(subject: Subject, images: Tensor, number: int) -> Tensor:
+    draws = Draws.of(subject.seed, torch.arange(len(images), device=images.device)).fold(_STREAM + number)
+    return NORMS[subject.norm].random(images, subject.eps, draws)
+
+
+def _differ(one: Tensor, other: Tensor) -> Tensor:
+    """(image,) where two answers differ by more than the order of summation explains; on the CPU."""
+    tolerance = _APART if one.dtype in (torch.float32, torch.float64) else _APART_IN_HALF
+    one, other = one.double(), other.double()
+    same = (one == other) | (one.isnan() & other.isnan())
+    apart = torch.where(same, 0.0, one - other).abs().nan_to_num(nan=torch.inf).amax(dim=1)
+    return (apart > tolerance * _scale(one)).cpu()
+
+
+def _scale(scores: Tensor) -> Tensor:
+    """(image,) the spread of an image's scores, or a hundredth of the largest where they hardly differ."""
+    finite = torch.where(scores.isfinite(), scores, 0.0)
+    return torch.maximum(finite.amax(dim=1) - finite.amin(dim=1), 0.01 * finite.abs().amax(dim=1))
+
+
+def named(finding: Finding, name: str) -> Finding:
+    """The finding with its name; its kind is that name unless it has one."""
+    return dataclasses.replace(finding, name=name, kind=finding.kind or name, source=_SOURCE)
+
+
+def stateful(evidence: dict[str, Any]) -> Finding:
+    """An alarm with its answer: every question of this audit went to a fresh copy."""
+    claim = (
+        "The model remembers what it was asked: after many questions it answers otherwise than a fresh copy. It is "
+        "judged by fresh copies, one for each question."
+    )
+    advice = "A claim about it holds only for the object that it was measured on: measure on fresh copies."
+    return alarm(claim, {**evidence, "answered": True}, advice)
+
+
+def own_generator(evidence: dict[str, Any]) -> Finding:
+    """A note: it is random, from generators that it brings."""
+    claim = "The model draws from random generators of its own, which are seeded anew for every question."
+    return note(claim, evidence, kind="own_generator")
+
+
+def _unforgotten(why: str, evidence: dict[str, Any], kind: str) -> Finding:
+    claim = f"The model remembers what it was asked. {why}, so that it was judged after all that attacks have asked it."
+    advice = (
+        "Keep what the model remembers in the model, and make it possible to deepcopy it; or switch it off."
+    )
+    return alarm(claim, evidence, advice, kind=kind)
+
+
+def batch_dependent(evidence: dict[str, Any]) -> Finding:
+    """An alarm with its answer: every question of this audit was about one image."""
+    company = evidence.get("company", 0)
+    beside = f"beside the same {company} clean images" if company else "alone"
+    claim = f"The answer for an image depends on the others in its batch. Every image is attacked and judged {beside}."
+    advice = "Say in which batches the model is deployed; a claim measured in batches of attacked images is another."
+    return alarm(claim, {**evidence, "answered": True}, advice)
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Confirmation:
+    """What deployed copies say of points that broke images.
+
+    Attributes:
+        holds: (point,) whether it is misclassified there too.
+        full: (point,) the same in full, shuffled batches.
+        rounded: (point,) the same when the point is rounded to 8 bits; None where the images are no bytes.
+        late: what an attack has changed since the examination, or what only its points show; None if nothing.
+    """
+
+    holds: np.ndarray
+    full: np.ndarray
+    rounded: np.ndarray | None
+    late: Late | None
+
+
+def confirm(
+    deployment: Deployment, subject: Subject, points: Tensor, rows: Tensor, *, are_bytes: bool
+) -> Confirmation:
+    """Judges points that broke images: by copies that no attack has asked, each by itself, and in shuffled batches.
+
+    A point holds if it is misclassified alone, or so near to the border that the order of summation decides.
+
+    Args:
+        deployment: how the model is asked.
+        subject: what is audited; its model is the object that the attacks asked.
+        points: (point, channel, height, width), on the CPU.
+        rows: (point,) positions of their images.
+        are_bytes: the images have 8 bits, so that points are also asked about as bytes.
+    """
+    labels = subject.labels[rows.to(subject.labels.device)]
+    points = points.to(subject.images)
+    with without_tf32():
+        lonely = _alone_scores(deployment, subject, points)
+        holds = _is_broken(lonely, labels)
+        order = torch.randperm(len(points), generator=torch.Generator().manual_seed(subject.seed))
+        full = np.zeros(len(points), dtype=bool)
+        full[order.numpy()] = _is_broken(_scores(deployment, subject, points[order]), labels[order])
+        rounded = None
+        if are_bytes:
+            there = subject.images[rows.to(subject.images.device)]
+            rounded = _is_broken(_scores(deployment, subject, round_points(subject, points, there)), labels)
+        late = None if deployment.trouble else _what_came_late(deployment, subject, holds, full)
+    return Confirmation(holds=holds, full=full, rounded=rounded, late=late)
+
+
+def _what_came_late(
+    deployment: Deployment, subject: Subject, holds: np.ndarray, full: np.ndarray
+) -> Late | None:
+    if not deployment.forgets:
+        images = subject.images[:_PROBED]
+        for points in (images, _noisy(subject, images, 3)):
+            used, fresh = (
+                _scores_of(model, subject, points) for model in (subject.model, deployment.fresh())
+            )
+            if exceeds(int(_differ(used, fresh).sum()), len(points), TOLERANCE):
+                return "stateful"
+        if exceeds(int((~holds & ~full).sum()), len(holds), TOLERANCE):
+            return "stateful"
+    if deployment.company is None and exceeds(int((holds != full).sum()), len(holds), TOLERANCE):
+        return "batch_dependent"
+    return None
+
+
+def _is_broken(scores: Tensor, labels: Tensor) -> np.ndarray:
+    """(image,) misclassified, or a tie."""
+    margins = score_margin(scores.double(), labels.to(scores.device))
+    tie = margins <= _TIE * _scale(scores.double())
+    return ((predicted_classes(scores) != labels.to(scores.device)) | tie).cpu().numpy()
+
+
+def _scores_of(model: nn.Module, subject: Subject, points: Tensor) -> Tensor:
+    with undisturbed(model), forked_generators(points.device, subject.seed):
+        return torch.cat([read_model(model, part) for part in torch.split(points, _FULL)])
+
+
+def _scores(deployment: Deployment, subject: Subject, points: Tensor) -> Tensor:
+    return _scores_of(deployment.fresh(), subject, points)
+
+
+def _alone_scores(deployment: Deployment, subject: Subject, points: Tensor) -> Tensor:
+    """(point, class) each asked about by itself; beside others if the deployment says so."""
+    try:
+        return _scores(deployment.alone(), subject, points)
+    except Exception:  # a batch of one that only these points spoil
+        return _scores(deployment, subject, points)
+
+
+def round_points(subject: Subject, points: Tensor, images: Tensor) -> Tensor:
+    """The points as 8-bit images would hold them, still in the ball: what rounding takes out of it is cut off."""
+    norm = NORMS[subject.norm]
+    levels, origin = points * 255, images * 255
+    nearest = levels.round()
+    inward = torch.where(levels > origin, levels.floor(), levels.ceil())
+    limit = subject.eps + norm.rounding(images[0].numel())
+    if norm.is_box:
+        leaves = (nearest / 255 - images).abs() > limit
+    else:
+        leaves = (norm.length((nearest / 255 - images).flatten(1)) > limit)[:, None, None, None]
+    return torch.where(leaves, inward, nearest).clamp(0, 255) / 255

@@ -1,0 +1,305 @@
+"""What is judged: fresh copies, one image at a time."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import random
+import sys
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import toys
+from torch import Tensor, nn
+
+from ecnn.auditing import Audit, Subject, audit
+from ecnn.auditing.deployed import (
+    Deployment,
+    FreshEachTime,
+    OneAtATime,
+    confirm,
+    examine,
+    round_points,
+    take_copy,
+)
+from ecnn.data import Split
+
+EPS = 0.08
+BUDGET = dataclasses.replace(
+    toys.TINY, images=60, steps=20, probe_images=16, probe_steps=10, queries=40, eot=8, targets=1
+)
+
+
+class Linear(nn.Module):
+    """Three scores, linear in 36 pixels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(1)
+        self.weight = nn.Parameter(torch.randn(3, 36, generator=generator))
+
+    def forward(self, images: Tensor) -> Tensor:
+        return (images.flatten(1) - 0.5) @ self.weight.T
+
+
+class Remembering(Linear):
+    """Answers what it has answered to something near before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[Tensor, Tensor]] = []
+
+    def forward(self, images: Tensor) -> Tensor:
+        rows = []
+        for image, scores in zip(images, super().forward(images), strict=True):
+            near = [kept for point, kept in self.seen if float((point - image.detach()).abs().max()) < 0.2]
+            if not near:
+                self.seen.append((image.detach().clone(), scores.detach().clone()))
+            rows.append(near[0] if near else scores)
+        return torch.stack(rows)
+
+
+class Tiring(Linear):
+    """Rounds its input after some calls, so that attacks find nothing more."""
+
+    def __init__(self, calls: int) -> None:
+        super().__init__()
+        self.left = calls
+
+    def forward(self, images: Tensor) -> Tensor:
+        self.left -= 1
+        return super().forward(images if self.left >= 0 else images.round().detach())
+
+
+class Refusing(Tiring):
+    def forward(self, images: Tensor) -> Tensor:
+        if self.left < 0:
+            raise RuntimeError("too many questions")
+        return super().forward(images)
+
+
+class Counting(Linear):
+    """Counts its calls, which changes nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, images: Tensor) -> Tensor:
+        self.calls += 1
+        return super().forward(images)
+
+
+class Drawing(Linear):
+    """Adds noise from one of several sources."""
+
+    def __init__(self, source: str) -> None:
+        super().__init__()
+        self.source = source
+        own = {
+            "own numpy": np.random.default_rng(3),
+            "own torch": torch.Generator().manual_seed(3),
+            "own python": random.Random(3),
+        }
+        self.generator: Any = own.get(source)
+
+    def forward(self, images: Tensor) -> Tensor:
+        shape = (len(images), 3)
+        if self.source == "torch":
+            noise = torch.randn(shape)
+        elif self.source == "own torch":
+            noise = torch.randn(shape, generator=self.generator)
+        elif self.source in ("python", "own python"):
+            draw = random if self.source == "python" else self.generator
+            noise = torch.tensor([[draw.gauss(0, 1) for _ in range(3)] for _ in images])
+        elif self.source == "system":
+            seed = int.from_bytes(os.urandom(4))
+            noise = torch.from_numpy(np.random.default_rng(seed).standard_normal(shape)).float()
+        else:
+            draw = np.random if self.source == "numpy" else self.generator
+            noise = torch.from_numpy(draw.standard_normal(shape)).float()
+        return super().forward(images) + 0.5 * noise
+
+
+class BatchNormed(nn.Module):
+    """Normalises by the statistics of the batch, also when it is not trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(36, track_running_stats=False)
+        self.net = Linear()
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.net(0.5 + self.norm(images.flatten(1)) / 4)
+
+
+class Locked(Linear):
+    """Holds what cannot be copied."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lock = threading.Lock()
+
+
+def make_split(model: nn.Module, count: int = 60) -> Split:
+    generator = torch.Generator().manual_seed(7)
+    images = torch.randint(256, (count, 1, 6, 6), generator=generator, dtype=torch.uint8)
+    return Split(images, model(images.float() / 255).argmax(dim=1))
+
+
+SPLIT = make_split(Linear())
+
+
+def make_subject(model: nn.Module) -> Subject:
+    images, labels = SPLIT[:]
+    return Subject(model=model, images=images, labels=labels, norm="linf", eps=EPS, budget=BUDGET)
+
+
+def run_audit(model: nn.Module, split: Split = SPLIT, **settings: Any) -> Audit:
+    return audit(model, split, norm="linf", eps=EPS, budget=BUDGET, **settings)
+
+
+@pytest.fixture(scope="module")
+def honest() -> float:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys.modules["ecnn.auditing.auditor"], "diagnose", lambda subject, progress=None: [])
+        return run_audit(Linear()).accuracy
+
+
+@pytest.fixture(autouse=True)
+def _short(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules["ecnn.auditing.auditor"], "diagnose", lambda subject, progress=None: [])
+    monkeypatch.setattr(sys.modules["ecnn.auditing.surrogates"], "_STUDENT_STEPS", 5)
+
+
+@pytest.mark.parametrize(
+    ("model", "forgets", "names"),
+    [
+        (Linear(), False, {}),
+        (Counting(), False, {}),
+        (Remembering(), True, {"stateful": "stateful"}),
+        (Tiring(20), True, {"stateful": "stateful"}),
+        (Refusing(20), True, {"stateful": "stateful"}),
+        (Drawing("torch"), False, {}),
+        (Drawing("numpy"), False, {}),
+        (Drawing("python"), False, {}),
+        (Drawing("own numpy"), True, {"stateful": "own_generator"}),
+        (Drawing("own torch"), True, {"stateful": "own_generator"}),
+        (Drawing("own python"), True, {"stateful": "own_generator"}),
+        (Drawing("system"), False, {"seeds": "unseeded"}),
+        (Locked(), False, {"copies": "not_copied"}),
+    ],
+    ids=lambda value: getattr(value, "source", type(value).__name__),
+)
+def test_state_and_sources_of_randomness_are_recognised(
+    model: nn.Module, forgets: bool, names: dict[str, str]
+) -> None:
+    deployment, findings = examine(take_copy(model), make_subject(model))
+    assert {finding.name: finding.kind for finding in findings} == names
+    assert (deployment.forgets, deployment.company) == (forgets, None)
+    assert not any(finding.is_open for finding in findings)
+
+
+def test_state_outside_of_the_model_is_an_open_alarm() -> None:
+    class Outside(Linear):
+        calls: list[int] = []  # noqa: RUF012 shared on purpose: a copy has the same
+
+        def forward(self, images: Tensor) -> Tensor:
+            self.calls.append(1)
+            return super().forward(images if len(self.calls) < 20 else images.round())
+
+    model = Outside()
+    _, (finding,) = examine(take_copy(model), make_subject(model))
+    assert (finding.name, finding.kind, finding.is_open) == ("stateful", "outside", True)
+
+
+@pytest.mark.parametrize("model", [Remembering(), Tiring(20), Tiring(90)], ids=["near", "soon", "late"])
+def test_a_model_that_remembers_is_judged_by_fresh_copies(model: nn.Module, honest: float) -> None:
+    found = run_audit(model, claim=0.95)
+    (finding,) = [finding for finding in found.findings if finding.name == "stateful"]
+    assert (finding.level, finding.is_open) == ("alarm", False)
+    assert found.accuracy <= honest
+    assert found.verdict == "not believable"
+    assert found.model["kind"].endswith(type(model).__name__)
+    assert getattr(model, "seen", []) == []  # the caller's object was never asked
+
+
+def test_a_model_whose_batch_decides_is_asked_beside_the_same_images() -> None:
+    model = BatchNormed()
+    split = make_split(model)
+    found = run_audit(model, split, claim=0.95)
+    (finding,) = [finding for finding in found.findings if finding.name == "batch_dependent"]
+    assert finding.evidence["company"] == 31
+    assert finding.evidence["error_alone"].startswith("Expected more than 1 value")
+    assert found.accuracy < 0.9 * found.clean_accuracy
+
+
+def test_each_image_is_asked_about_by_itself() -> None:
+    images = SPLIT[:5][0]
+    model = BatchNormed()
+    company = SPLIT[20:30][0]
+    single = OneAtATime(model, company)
+    expected = torch.cat([model(torch.cat([image[None], company]))[:1] for image in images])
+    assert torch.equal(single(images), expected)
+    assert torch.equal(single(images[2:3]), expected[2:3])
+    assert OneAtATime(Linear(), torch.zeros(0, 1, 6, 6))(images[:0]).shape == (0, 3)
+
+
+def test_fresh_copies_share_parameters_and_pass_gradients() -> None:
+    model = FreshEachTime(Tiring(1))
+    images = SPLIT[:4][0].requires_grad_(True)
+    for _ in range(3):
+        scores = model(images)
+        assert torch.equal(scores, Linear()(images))
+    assert torch.autograd.grad(scores.sum(), images)[0].abs().sum() > 0
+    assert model.pristine.left == 1
+
+
+def test_points_that_break_no_deployed_copy_break_nothing() -> None:
+    """Half of the points are clean images: whatever an attack says of them, they do not hold."""
+    subject = make_subject(Linear())
+    points = subject.images.clone()
+    points[::2] = 1 - points[::2]
+    rows = torch.arange(len(points))
+    found = confirm(take_copy(Linear()), subject, points, rows, are_bytes=True)
+    wrong = (Linear()(points).argmax(dim=1) != subject.labels).numpy()
+    assert 5 < wrong.sum() <= 30
+    assert np.array_equal(found.holds, wrong)
+    assert np.array_equal(found.full, wrong)
+    assert found.late == "stateful"  # so many points that hold nowhere can only come from another object
+
+
+@pytest.mark.parametrize(("norm", "eps"), [("linf", 0.0301), ("l2", 0.15), ("l1", 0.9)])
+def test_rounded_points_are_bytes_in_the_ball(norm: Any, eps: float) -> None:
+    from ecnn.attacks.draws import Draws
+    from ecnn.attacks.norms import NORMS
+
+    subject = dataclasses.replace(make_subject(Linear()), norm=norm, eps=eps)
+    draws = Draws.of(1, torch.arange(len(subject.images)))
+    points = NORMS[norm].random(subject.images, eps, draws)
+    if norm == "linf":
+        points = (subject.images + eps * (points > subject.images).float()).clamp(0, 1)
+    rounded = round_points(subject, points, subject.images)
+    assert float((255 * rounded - (255 * rounded).round()).abs().max()) < 1e-4
+    lengths = NORMS[norm].length((rounded - subject.images).flatten(1))
+    assert float(lengths.max()) <= eps + 1e-5
+    assert float((rounded - points).abs().max()) < 1 / 255 + 1e-6
+    assert not torch.equal(rounded, subject.images)
+
+
+def test_rounding_is_told() -> None:
+    found = run_audit(Linear())
+    (finding,) = [finding for finding in found.findings if finding.name == "rounding"]
+    assert finding.evidence["broken"] == round(60 * (found.clean_accuracy - found.accuracy))
+    assert finding.evidence["accuracy_when_rounded"] >= found.accuracy
+    floating = Split(SPLIT.images.float() / 255, SPLIT.labels)
+    assert not [finding for finding in run_audit(Linear(), floating).findings if finding.name == "rounding"]
+
+
+def test_a_model_that_cannot_be_copied_is_audited_all_the_same(honest: float) -> None:
+    found = run_audit(Locked())
+    assert found.accuracy == honest
+    assert Deployment(pristine=Locked(), trouble="lock").fresh() is not None
