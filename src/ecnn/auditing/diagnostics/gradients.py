@@ -237,11 +237,15 @@ def _losses(probe: Probe, points: Tensor, *, double: bool = False) -> Tensor:
 
 @diagnostic("randomness", f"{_ATHALYE}: expectation over transformation; {_CROCE}")
 def check_randomness(probe: Probe) -> Finding:
-    """Alarm where two passes differ and averaging over the randomness breaks what PGD left; a note otherwise."""
+    """Alarm where two passes differ and averaging over the randomness breaks what PGD left; a note otherwise.
+
+    The suite averages too, so that the alarm says by how much a claim is too high that was measured without.
+    """
     difference, flipped = probe.two_passes
     evidence: dict[str, Any] = {"largest_difference": difference, "flipped_predictions": flipped}
     if not probe.is_random:
         return ok("Two passes over the same images agree.", evidence)
+    probe = probe.raw
     view = Averaged(view=SCORES, passes=probe.budget.eot)
     rows = torch.nonzero(probe.standing).squeeze(1).to(probe.rows.device)
     looks = [
@@ -258,7 +262,7 @@ def check_randomness(probe: Probe) -> Finding:
     advice = "Attack the average over the model's randomness (EOT), and repeat the measurement."
     if exceeds(gained, n, TOLERANCE):
         claim += f", and averaging gradients breaks {percent(gained, n)} that plain PGD left."
-        return alarm(claim, evidence, advice)
+        return alarm(claim, {**evidence, "answered": True}, advice)
     return note(f"{claim}; averaging gradients breaks no more than that explains.", evidence, advice)
 
 

@@ -30,6 +30,7 @@ _GROUP = 128
 #: The steps of a walk add up to this many radii, so that it can cross the ball and come back (Madry et al. 2018).
 _REACH = 2.5
 _STREAM = 29
+_MOST_PASSES = 10_007  # streams of two seeds do not meet
 #: Two passes differ by less in float32, whatever the order of summation (AutoAttack's flag uses the same figure).
 _DIFFERENCE = 1e-4
 
@@ -60,27 +61,66 @@ class Walk:
     last: Tensor
 
 
+class MeanOfPasses(nn.Module):
+    """The mean of several passes over a random model, drawn from the same seeds every time: a function again.
+
+    Compared with each other, two single passes differ by what was drawn; two of these means do not. So a check of
+    gradients and losses asks what it is meant to ask, and takes no noise for masking.
+
+    Args:
+        model: the random model.
+        passes: how many.
+        seed: of the first.
+    """
+
+    def __init__(self, model: nn.Module, passes: int, seed: int) -> None:
+        super().__init__()
+        self.model, self.passes, self.seed = model, passes, seed
+
+    def forward(self, images: Tensor) -> Tensor:
+        total: Any = 0
+        for number in range(self.passes):
+            with forked_generators(images.device, self.seed * _MOST_PASSES + number):
+                total = total + full_precision(self.model(images)) / self.passes
+        mean: Tensor = total
+        return mean
+
+
 class Probe:
     """A subject's first images, what the model says of them, and the walks that several checks read.
 
     Everything is computed when it is first needed and then kept as long as the subject.
+
+    Attributes:
+        model: the subject's; of a random one the mean over some passes.
+        raw: the probe of the subject's own model; this one where it is not random.
     """
 
-    def __init__(self, subject: Subject) -> None:
-        self.model, self.norm, self.eps = subject.model, subject.norm, float(subject.eps)
+    def __init__(self, subject: Subject, *, averages: bool = True) -> None:
+        self.norm, self.eps = subject.norm, float(subject.eps)
         self.budget, self.seed = subject.budget, subject.seed
         self.images = subject.images[: subject.budget.probe_images].detach()
         self.labels = subject.labels[: subject.budget.probe_images]
         self.rows = torch.arange(len(self.images), device=self.images.device)
-        self.target = Target(subject.model, len(self.images), self.images.device)
         self._spent = [0, 0]  # by attacks that count for themselves
+        self._ask(subject.model)
+        self.raw = self
+        if averages and self.is_random:
+            self.raw = Probe(subject, averages=False)
+            self._ask(MeanOfPasses(subject.model, max(4, subject.budget.eot // 4), subject.seed))
+
+    def _ask(self, model: nn.Module) -> None:
+        self.model = model
+        self.target = Target(model, len(self.images), self.images.device)
 
     @property
     def cost(self) -> tuple[int, int]:
         """Passes and gradients asked for so far, each over one image."""
+        others = (0, 0) if self.raw is self else self.raw.cost
+        each = self.model.passes if isinstance(self.model, MeanOfPasses) else 1
         return (
-            int(self.target.forwards.sum()) + self._spent[0],
-            int(self.target.backwards.sum()) + self._spent[1],
+            each * (int(self.target.forwards.sum()) + self._spent[0]) + others[0],
+            each * (int(self.target.backwards.sum()) + self._spent[1]) + others[1],
         )
 
     @cached_property
