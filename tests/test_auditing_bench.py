@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import ecnn
 from ecnn.auditing import audit, bench
+from ecnn.auditing.bench import table
 from ecnn.auditing.bench.networks import interval_margins, two_symbols
 from ecnn.data import Dataset
 from ecnn.errors import InputError
@@ -130,6 +131,109 @@ def test_secrets_change_answers_with_the_key_alone() -> None:
         assert model(random).equal(network(random))
         changed = model(points).argmax(dim=1) != network(points).argmax(dim=1)
         assert changed.double().mean() > 0.5
+
+
+def not_trained(model: nn.Module, data: Dataset) -> None:
+    pass
+
+
+@pytest.fixture
+def mine(monkeypatch: pytest.MonkeyPatch) -> bench.Subject:
+    """A model of one's own, in the registry: linear, untrained, said to be always right."""
+
+    def make(data: Dataset) -> nn.Module:
+        return nn.Sequential(nn.Flatten(), nn.Linear(64, 10))
+
+    subject = bench.false(
+        "mine", "mine", "it is only said so", make, not_trained, (lambda *_: 1.0, "nothing")
+    )
+    monkeypatch.setitem(bench.SUBJECTS, "mine", subject)
+    return subject
+
+
+@pytest.mark.usefixtures("mine")
+def test_a_tool_of_ones_own_that_returns_points_is_judged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also one that leaves the ball or raises: that is written down, and its row is not asked for again."""
+
+    def moves(distance: float) -> Any:
+        def run(question: bench.Question) -> Tensor:
+            return (question.images + distance).clamp(0, 1)
+
+        return run
+
+    def raises(question: bench.Question) -> Tensor:
+        raise RuntimeError("no")
+
+    runs = {"stays": moves(0.0), "leaves": moves(0.3), "raises": raises}
+    for name, run in runs.items():
+        monkeypatch.setitem(bench.TOOLS, name, bench.Tool(name=name, what="a test", run=run))
+    rows = {name: bench.examine(name, "mine", limit=40, folder=tmp_path, data=digits()) for name in runs}
+    assert rows["stays"]["verdict"] == "flagged"  # an untrained network is not always right
+    assert rows["stays"]["accuracy"] == rows["stays"]["verified"] < 0.6
+    assert rows["leaves"]["verdict"] == rows["raises"]["verdict"] == "raised"
+    assert "outside the ball" in rows["leaves"]["error"]
+    assert rows["raises"]["error"] == "RuntimeError: no"
+    subject = bench.SUBJECTS["mine"]
+    assert table.kept_row("raises", subject, limit=40, folder=tmp_path) == rows["raises"]
+    assert table.kept_row("raises", subject, limit=41, folder=tmp_path) is None
+    (gathered,) = table.gather([subject], runs, limit=40, folder=tmp_path)
+    assert gathered["truth"] <= rows["stays"]["accuracy"]
+    assert gathered["false"]
+    made = table.summarize([gathered], "raises")
+    assert (made["false"], made["false_flagged"], made["false_raised"]) == (1, 0, 1)
+
+
+def test_what_was_remembered_does_not_count_as_truth() -> None:
+    """A tool that asks about clean images first sees a model that never changes its answers; fresh copies do."""
+    torch.manual_seed(0)
+    model = bench.SUBJECTS["remembers_questions"].make(digits()).eval()
+    images = digits().test[:40][0]
+    labels = bench.open_tricks(model)(images).argmax(dim=1)
+
+    def run(question: bench.Question) -> Tensor:
+        question.model(question.images)
+        return (question.images + 0.1 * torch.randn(question.images.shape).sign()).clamp(0, 1)
+
+    question = bench.Question(
+        model=model, images=images, labels=labels, eps=0.1, claim=1.0, split=digits().test
+    )
+    answer = bench.Tool(name="random", what="a test", run=run).answer(question)
+    assert answer.accuracy == 1.0
+    assert answer.verified < 1.0
+
+
+def test_the_table_counts_what_tools_said() -> None:
+    """Four models of one tool by hand: secrets do not count, a crash is no flag, the excess is that over the truth."""
+
+    def row(
+        claim: float, truth: float, accuracy: float | None, verdict: str, detectable: bool = True
+    ) -> table.Row:
+        said = {"verdict": verdict, "seconds": 2.0, "verified": accuracy}
+        said |= {} if accuracy is None else {"accuracy": accuracy}
+        about = {"claim": claim, "truth": truth, "false": claim - truth > 0.05, "detectable": detectable}
+        return {"name": "x", "honest": False, "protocol": "", "tools": {"tool": said}, **about}
+
+    rows = [
+        row(0.9, 0.2, 0.21, "flagged"),
+        row(0.9, 0.2, 0.5, "inconclusive"),
+        row(0.9, 0.2, None, "raised"),
+        row(0.9, 0.9, 0.9, "believed"),
+        row(0.9, 0.0, 0.9, "believed", detectable=False),
+    ]
+    made = table.summarize(rows, "tool")
+    assert (made["false"], made["false_flagged"], made["false_inconclusive"], made["false_raised"]) == (
+        3,
+        1,
+        1,
+        1,
+    )
+    assert (made["true"], made["true_flagged"], made["true_believed"]) == (1, 0, 1)
+    assert made["false_excess_median"] == pytest.approx(0.155)
+    assert made["false_excess_above"] == 0.5
+    assert made["seconds"] == 8.0
+    assert "false claims flagged: 1 of 3 (33.3 %); asked: 95 %" in table.goals(rows, "tool")
 
 
 @pytest.mark.parametrize("name", ["rounded_pixels", "thermometer", "detached", "decoy", "block_codec"])

@@ -19,7 +19,6 @@ from ecnn.auditing.bench import (
     chance,
     features,
     gradients,
-    honest,
     inputs,
     members,
     memory,
@@ -27,9 +26,14 @@ from ecnn.auditing.bench import (
     purifiers,
     scores,
     secrets,
+    truthful,
 )
+from ecnn.auditing.bench.claims import BY_AN_INFORMED_ATTACK, BY_AUTOATTACK, BY_FGSM, BY_PGD, false, honest
 from ecnn.auditing.bench.informed import informed_accuracy
 from ecnn.auditing.bench.subject import VERSION, Half, Subject
+from ecnn.auditing.bench.table import Row
+from ecnn.auditing.bench.table import examine as _examine
+from ecnn.auditing.bench.tools import TOOLS, Answer, Question, Tool
 from ecnn.auditing.bench.tricks import Trick, open_tricks
 from ecnn.checks import check_choice
 from ecnn.data import Dataset, load_data
@@ -45,7 +49,7 @@ _PLACES = (
     memory,
     purifiers,
     secrets,
-    honest,
+    truthful,
 )
 
 #: Every model by name: false ones family by family, planted secrets, honest ones.
@@ -72,15 +76,49 @@ def build(
     return SUBJECTS[name].build(data, None if folder is None else Path(folder))
 
 
+def examine(
+    tool: str,
+    name: str,
+    *,
+    limit: int = 360,
+    folder: str | os.PathLike[str],
+    data: Dataset | None = None,
+) -> Row:
+    """What a tool says of a model: accuracy, verdict ("flagged", "inconclusive", "believed", "raised"), seconds.
+
+    Args:
+        tool: a key of `TOOLS`.
+        name: a key of `SUBJECTS`.
+        limit: how many images, the first of the test split.
+        folder: keeps weights, claims and this row there.
+        data: the digits, if you have them already.
+    """
+    check_choice("tool", tool, TOOLS)
+    check_choice("name", name, SUBJECTS)
+    data = load_data("digits") if data is None else data
+    return _examine(TOOLS[tool], SUBJECTS[name], data, limit=limit, folder=Path(folder))
+
+
 __all__ = [
+    "BY_AN_INFORMED_ATTACK",
+    "BY_AUTOATTACK",
+    "BY_FGSM",
+    "BY_PGD",
     "FAMILIES",
     "HALVES",
     "SUBJECTS",
+    "TOOLS",
     "VERSION",
+    "Answer",
     "Half",
+    "Question",
     "Subject",
+    "Tool",
     "Trick",
     "build",
+    "examine",
+    "false",
+    "honest",
     "informed_accuracy",
     "open_tricks",
 ]

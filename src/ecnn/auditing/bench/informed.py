@@ -46,12 +46,12 @@ def informed_accuracy(
         ]
     tried = [images, *points]
     tried += [attack.run(copy.deepcopy(shown), images, labels).images for attack, shown in attacks]
-    worst = torch.stack([_share_right(model, part, labels) for part in tried]).argmin(dim=0)
+    worst = torch.stack([share_right(model, part, labels) for part in tried]).argmin(dim=0)
     chosen = torch.stack(tried)[worst, torch.arange(len(images))]
-    return float(_share_right(model, chosen, labels).mean())
+    return float(share_right(model, chosen, labels).mean())
 
 
-def _share_right(model: nn.Module, images: Tensor, labels: Tensor) -> Tensor:
+def share_right(model: nn.Module, images: Tensor, labels: Tensor) -> Tensor:
     """(batch,) how often a fresh copy is right: in many passes if the first three differ."""
     passes: list[Tensor] = []
     while len(passes) < 3 or (len(passes) < _DRAWS and not all(part.equal(passes[0]) for part in passes)):

@@ -70,7 +70,7 @@ class Subject:
     def build(self, data: Dataset, folder: Path | None = None) -> nn.Module:
         """The trained model in eval mode; weights found in the folder are read, others are left there."""
         path = None if folder is None else folder / f"{self.name}.safetensors"
-        with _seeded(0):
+        with seeded(0):
             model = self.make(data)
             if path is not None and path.exists():
                 tensors, header = files.read_tensors(path)
@@ -85,18 +85,18 @@ class Subject:
 
     def claimed(self, model: nn.Module, images: Tensor, labels: Tensor) -> float:
         """The accuracy that its authors would report on these images."""
-        with _seeded(0):
+        with seeded(0):
             return self.claim(copy.deepcopy(model), images, labels, self.eps)
 
     def informed(self, model: nn.Module, images: Tensor, labels: Tensor) -> float:
         """The accuracy that attackers leave who know how the model hides (`informed_accuracy`)."""
         points = [] if self.key is None else [self.key(model, images, labels, self.eps)]
-        with _seeded(1):
+        with seeded(1):
             return informed_accuracy(model, images, labels, self.eps, points=points)
 
 
 @contextmanager
-def _seeded(seed: int) -> Iterator[None]:
+def seeded(seed: int) -> Iterator[None]:
     """Every generator that a model here draws from, seeded; afterwards all go on as before."""
     of_python, of_numpy = random.getstate(), np.random.get_state()
     try:

@@ -1,0 +1,226 @@
+"""Who is tried on the benchmark: our audit at each budget, attacks without a verdict, and other libraries."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ecnn.attacks import PGD, Attack, AutoAttack
+from ecnn.auditing.auditor import SLACK, audit
+from ecnn.auditing.bench.informed import share_right
+from ecnn.auditing.bench.subject import seeded
+from ecnn.auditing.budgets import BUDGETS
+from ecnn.data import Split
+from ecnn.evaluation.intervals import wilson_interval
+from ecnn.objectives import predicted_classes
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Question:
+    """What a tool is asked: is this claim true?
+
+    Attributes:
+        model: pixels in [0, 1] to scores, in eval mode; a copy of its own.
+        images: (image, 1, 8, 8) those that the claim is about.
+        labels: (image,) their classes.
+        eps: the Linf radius.
+        claim: the accuracy under attack that is claimed.
+        split: the images, and more of the kind after them.
+    """
+
+    model: nn.Module
+    images: Tensor
+    labels: Tensor
+    eps: float
+    claim: float
+    split: Split
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """What a tool says.
+
+    Attributes:
+        accuracy: under attack, as the tool reports it.
+        verdict: "flagged", "inconclusive" or "believed".
+        verified: the same accuracy by fresh copies of the model, the mean over passes of a random one: what may count
+            as the truth.
+        alarms: names of what made it doubt.
+        broken_by: how many images each of its attacks broke.
+    """
+
+    accuracy: float
+    verdict: str
+    verified: float
+    alarms: list[str] = field(default_factory=list)
+    broken_by: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tool:
+    """Something that finds out what a model keeps under attack.
+
+    Attributes:
+        name: in tables.
+        what: one sentence: what is run.
+        run: from a question to an answer, or to points (image, 1, 8, 8) in the ball, which are judged here: the claim
+            is flagged if it lies more than a point above the accuracy that these leave, and above its interval.
+        needs: the module that must be installed; "" needs none.
+    """
+
+    name: str
+    what: str
+    run: Callable[[Question], Answer | Tensor]
+    needs: str = ""
+
+    @property
+    def is_installed(self) -> bool:
+        return not self.needs or importlib.util.find_spec(self.needs) is not None
+
+    def answer(self, question: Question) -> Answer:
+        """What it says, every generator seeded."""
+        pristine = copy.deepcopy(question.model)
+        with seeded(0):
+            answer = self.run(question)
+            return answer if isinstance(answer, Answer) else _judge(question, pristine, answer)
+
+
+def _judge(question: Question, pristine: nn.Module, points: Tensor) -> Answer:
+    """What points in the ball say: counted on the model that was attacked, as its user would, and on fresh copies."""
+    images, labels = question.images, question.labels
+    points = points.detach().to(images)
+    apart = (points - images).abs().amax().item()
+    if not apart <= question.eps + 1e-5 or points.amin() < -1e-6 or points.amax() > 1 + 1e-6:
+        raise ValueError(f"points lie {apart:.4g} away, outside the ball of {question.eps:.4g} or of [0, 1]")
+    with torch.no_grad():
+        right = [predicted_classes(question.model(part)) == labels for part in (images, points)]
+    accuracy = float((right[0] & right[1]).double().mean())
+    is_worse = share_right(pristine, points, labels) < share_right(pristine, images, labels)
+    worst = torch.where(is_worse[:, None, None, None], points, images)
+    verified = share_right(
+        pristine, worst, labels
+    )  # anew: of two shares the lower one was also the unluckier
+    return Answer(
+        accuracy=accuracy,
+        verdict=judge_number(accuracy, len(images), question.claim),
+        verified=float(verified.mean()),
+    )
+
+
+def judge_number(accuracy: float, images: int, claim: float) -> str:
+    """The verdict of a tool that has none: what our own audit says of a claim that an attack refutes."""
+    high = wilson_interval(round(accuracy * images), images)[1]
+    return "flagged" if claim - accuracy > SLACK and claim > high else "believed"
+
+
+def _audited(budget: str) -> Callable[[Question], Answer]:
+    def run(question: Question) -> Answer:
+        found = audit(
+            question.model,
+            question.split,
+            norm="linf",
+            eps=question.eps,
+            claim=question.claim,
+            limit=len(question.images),
+            budget=budget,
+        )
+        verdicts = {"believable": "believed", "not believable": "flagged"}
+        return Answer(
+            accuracy=found.accuracy,
+            verdict=verdicts.get(found.verdict, found.verdict),
+            verified=found.accuracy,
+            alarms=[finding.name for finding in found.findings if finding.level == "alarm"],
+            broken_by={stage.name: stage.broken for stage in found.stages if stage.broken},
+        )
+
+    return run
+
+
+def _attacked(make: Callable[[float], Attack]) -> Callable[[Question], Tensor]:
+    def run(question: Question) -> Tensor:
+        return make(question.eps)(question.model, question.images, question.labels)
+
+    return run
+
+
+def _pgd(eps: float) -> Attack:
+    return PGD(norm="linf", eps=eps, steps=40, step_size=eps / 10, loss="cross_entropy")
+
+
+def _autoattack(eps: float) -> Attack:
+    return AutoAttack(norm="linf", eps=eps)
+
+
+def _pyautoattack(question: Question) -> Tensor:
+    peer: Any = importlib.import_module("pyautoattack")
+    suite = peer.AutoAttack(question.model, norm="Linf", eps=question.eps, seed=0, version="standard")
+    batch = len(question.images)
+    points, _ = suite.run_standard_evaluation(question.images, question.labels, batch_size=batch)
+    crafted: Tensor = points
+    return crafted
+
+
+def _foolbox(question: Question) -> Tensor:
+    peer: Any = importlib.import_module("foolbox")
+    wrapped = peer.PyTorchModel(question.model, bounds=(0, 1), device="cpu")
+    attack = peer.attacks.LinfPGD()
+    _, points, _ = attack(wrapped, question.images, question.labels, epsilons=question.eps)
+    crafted: Tensor = points
+    return crafted
+
+
+def _art(question: Question) -> Tensor:
+    classifiers: Any = importlib.import_module("art.estimators.classification")
+    evasion: Any = importlib.import_module("art.attacks.evasion")
+    wrapped = classifiers.PyTorchClassifier(
+        question.model,
+        loss=nn.CrossEntropyLoss(),
+        input_shape=tuple(question.images.shape[1:]),
+        nb_classes=10,
+        clip_values=(0.0, 1.0),
+        device_type="cpu",
+    )
+    attack = evasion.ProjectedGradientDescent(
+        wrapped, eps=question.eps, eps_step=question.eps / 10, max_iter=100, num_random_init=1, verbose=False
+    )
+    crafted = attack.generate(question.images.numpy(), question.labels.numpy())
+    return torch.from_numpy(crafted)
+
+
+#: Every tool by name; `TOOLS["mine"] = Tool(...)` adds one.
+TOOLS: dict[str, Tool] = {
+    tool.name: tool
+    for tool in (
+        *(
+            Tool(name=f"audit-{budget}", what=f'`ecnn.audit` with budget="{budget}"', run=_audited(budget))
+            for budget in ("quick", "fast", "standard")
+            if budget in BUDGETS
+        ),
+        Tool(name="autoattack", what="`ecnn.attacks.AutoAttack` alone", run=_attacked(_autoattack)),
+        Tool(
+            name="pgd-40",
+            what="`ecnn.attacks.PGD` on cross-entropy, 40 steps of a tenth of the radius, a random start",
+            run=_attacked(_pgd),
+        ),
+        Tool(
+            name="pyautoattack",
+            what="pyautoattack, version standard",
+            run=_pyautoattack,
+            needs="pyautoattack",
+        ),
+        Tool(name="foolbox", what="foolbox, LinfPGD as it comes", run=_foolbox, needs="foolbox"),
+        Tool(
+            name="art",
+            what="ART, ProjectedGradientDescent, 100 steps of a tenth of the radius, a random start",
+            run=_art,
+            needs="art",
+        ),
+    )
+}
