@@ -53,14 +53,14 @@ class Answer:
         verified: the same accuracy by fresh copies of the model, the mean over passes of a random one: what may count
             as the truth.
         alarms: names of what made it doubt.
-        broken_by: how many images each of its attacks broke.
+        broken_by: how many images each of its attacks broke, of a random model parts of them.
     """
 
     accuracy: float
     verdict: str
     verified: float
     alarms: list[str] = field(default_factory=list)
-    broken_by: dict[str, int] = field(default_factory=dict)
+    broken_by: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
