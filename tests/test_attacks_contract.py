@@ -37,6 +37,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "deepfool": {"norm": "l2", "steps": 5},
     "fmn": {"norm": "l2", "steps": 8},
     "hopskipjump": {"norm": "l2", "steps": 2, "samples": 8},
+    "rays": {**BALL, "queries": 400},
     "noise": {**BALL, "samples": 3},
     "transformed_pgd": {**BALL, "steps": 3, "step_size": 0.05, "transformations": 2},
     "none": {},
@@ -51,7 +52,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     **{
         f"{name}-{norm}": ball
         for norm, ball in OTHER_BALLS.items()
-        for name in ("apgd", "fab", "square", "noise")
+        for name in ("apgd", "fab", "square", "noise", "rays")
     },
     "noise-corners": {"kind": "corners"},
     "jsma-one": {"pixels": "one"},
@@ -150,7 +151,7 @@ def test_what_comes_back_in_float32_of_a_whole_search(name: str, change: dict[st
 
 
 @pytest.mark.parametrize(
-    "name", ["pgd", "apgd", "square", "hopskipjump", "hopskipjump-linf", "noise", "noise-l2"]
+    "name", ["pgd", "apgd", "square", "hopskipjump", "hopskipjump-linf", "rays", "noise", "noise-l2"]
 )
 def test_another_seed_is_another_search(name: str) -> None:
     model, (images, labels) = coded_model(), batch()
@@ -501,6 +502,11 @@ def test_a_quick_search_finds_the_same(name: str, device: str) -> None:
         ("hopskipjump", {"max_batch": 0}, "max_batch must be"),
         ("hopskipjump", {"precision": "bfloat16"}, "border"),
         ("hopskipjump", {"keep": "none"}, "keep must be"),
+        ("rays", {"queries": 0}, "queries must be"),
+        ("rays", {"share": 1.5}, "share must be"),
+        ("rays", {"max_batch": 0}, "max_batch must be"),
+        ("rays", {"precision": "bfloat16"}, "border"),
+        ("rays", {"starts": ("pgd",)}, "starts must be"),
         ("noise", {"norm": "l0"}, "norm must be"),
         ("noise", {"eps": -1}, "eps must be"),
         ("noise", {"samples": 0}, "samples must be"),

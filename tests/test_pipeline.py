@@ -235,6 +235,7 @@ SHORT: dict[str, dict[str, object]] = {
     "member_cw": {"steps": 2, "search_steps": 1, "initial_constant": 0.1},
     "noise": {"samples": 2},
     "pgd": {"steps": 2},
+    "rays": {"queries": 20},
     "square": {"queries": 3},
     "transformed_pgd": {"steps": 2, "transformations": 2},
 }

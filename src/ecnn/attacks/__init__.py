@@ -11,6 +11,7 @@ from ecnn.attacks.gradient import BIM, FGSM, PGD
 from ecnn.attacks.jsma import JSMA
 from ecnn.attacks.minimal import FMN, DeepFool
 from ecnn.attacks.norms import NORMS
+from ecnn.attacks.rays import Neighbours, RaySearch
 from ecnn.attacks.square import Square
 from ecnn.attacks.transformed import TransformedPGD
 from ecnn.attacks.views import VIEWS, Accepted, Aim, Averaged, Look, ScoreView, View, WeakestBit
@@ -31,6 +32,7 @@ ATTACKS: dict[str, type[Attack]] = {
     "deepfool": DeepFool,
     "fmn": FMN,
     "hopskipjump": HopSkipJump,
+    "rays": RaySearch,
     "noise": RandomNoise,
     "transformed_pgd": TransformedPGD,
     "none": Unchanged,
@@ -60,8 +62,10 @@ __all__ = [
     "Look",
     "MemberCarliniWagner",
     "NORMS",
+    "Neighbours",
     "PGD",
     "RandomNoise",
+    "RaySearch",
     "ScoreView",
     "Square",
     "Transfer",

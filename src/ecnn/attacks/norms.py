@@ -70,6 +70,10 @@ class Geometry(ABC):
         """The points of the ball nearest to the given ones, in the Euclidean sense."""
         return self.project(points, images, eps)
 
+    def nearest_within(self, points: Tensor, images: Tensor, radii: Tensor) -> Tensor:
+        """Points near the given ones that lie within each image's own radius (batch,), cut to [0, 1]."""
+        return (images + self.shorten(points - images, radii)).clamp(0, 1)
+
     @abstractmethod
     def random(self, images: Tensor, eps: float, draws: Draws) -> Tensor:
         """A uniformly drawn point within eps of each image, cut to [0, 1]."""
@@ -145,12 +149,15 @@ class _L2(Geometry):
         return (images + self.shorten(points - images, eps)).clamp(0, 1)
 
     def nearest(self, points: Tensor, images: Tensor, eps: float) -> Tensor:
+        radii = torch.full((len(images),), eps, dtype=torch.float64, device=images.device)
+        return self.nearest_within(points, images, radii)
+
+    def nearest_within(self, points: Tensor, images: Tensor, radii: Tensor) -> Tensor:
         moves = (points - images).flatten(1)
         room = room_of(images.flatten(1), moves)
         # The nearest point is a scaled move, cut: its squared length is the sum of min(scale^2 move^2, room^2).
-        radii = torch.full_like(moves[:, 0], eps, dtype=torch.float64) ** 2
         caps = room.double() ** 2 * (moves != 0)
-        scales = solve_capped_sum(moves.double() ** 2, caps, radii).sqrt().clamp(max=1)
+        scales = solve_capped_sum(moves.double() ** 2, caps, radii.double() ** 2).sqrt().clamp(max=1)
         cut = torch.minimum(moves.abs() * scales[:, None].to(moves.dtype), room).copysign(moves)
         return (images + cut.view_as(images)).clamp(0, 1)
 
@@ -198,10 +205,13 @@ class _L1(Geometry):
         """The nearest points: every pixel's move is cut by one amount, then to its room (Croce & Hein 2021)."""
         if eps == 0:
             return images.clone()
+        radii = torch.full((len(images),), eps, dtype=torch.float64, device=images.device)
+        return self.nearest_within(points, images, radii)
+
+    def nearest_within(self, points: Tensor, images: Tensor, radii: Tensor) -> Tensor:
         moves = (points - images).flatten(1)
         sizes, room = moves.abs().double(), room_of(images.flatten(1), moves).double()
-        radii = torch.full_like(sizes[:, 0], eps)
-        kept = torch.minimum((sizes - _solve_threshold(sizes, room, radii)).clamp_min(0), room)
+        kept = torch.minimum((sizes - _solve_threshold(sizes, room, radii.double())).clamp_min(0), room)
         return (images + kept.to(moves.dtype).copysign(moves).view_as(images)).clamp(0, 1)
 
     def random(self, images: Tensor, eps: float, draws: Draws) -> Tensor:

@@ -1,0 +1,600 @@
+"""A search of the ball by the model's classes alone: which directions leave the class soonest, in any norm."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from typing import Literal, Self
+
+import torch
+from torch import Tensor
+
+from ecnn.attacks.base import Attack, BallAttack, Cost, Target
+from ecnn.attacks.blackbox import _add_up
+from ecnn.attacks.draws import Draws
+from ecnn.attacks.images import per_image
+from ecnn.attacks.norms import NORMS, Norm, l2_norm
+from ecnn.checks import check_count, check_kind, check_number
+from ecnn.errors import InputError
+from ecnn.objectives import predicted_classes
+
+_STREAM = 31
+#: Directions that are tried together, a fixed number, so that the size of a batch changes no result.
+_WIDTH = 16
+_NEIGHBOURS, _OTHERS = 4, 8
+#: Points asked around the border to learn which way it faces, and how many of them at once.
+_PROBES, _PROBES_AT_ONCE = 64, 32
+#: Numbers of one tensor, so that large images are searched in smaller groups.
+_MOST_NUMBERS = 2**25
+#: The least gain of a new direction, as a share of the radius; each further try asks for four times as much more.
+_LEAST_GAIN, _GAIN_GROWTH = 1e-3, 4.0
+_HALVINGS = 2
+_ENTRIES = 7  # radii of a race
+#: A tour of all blocks that shortens the radius by less than this share ends in another start.
+_STALLED = 0.01
+_ROUNDS = 4  # of blocks between two looks at which way the border faces
+_PROBE_LENGTHS = (0.1, 0.3, 0.03)  # of the probes, as shares of the move's length; in turn
+_TURNED = 0.15  # share of the pixels that a probe turns in a box
+_KICK = 0.2  # share of the pixels that another start from the best direction turns
+_LARGE = 1e3  # a direction times this is longer than any ball
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Neighbours:
+    """Images whose fate is known: what broke them may break an image that is near.
+
+    Attributes:
+        images: (neighbour, channel, height, width).
+        labels: (neighbour,) their classes.
+        moves: (neighbour, channel, height, width) to a misclassified point; zero if none is known.
+    """
+
+    images: Tensor
+    labels: Tensor
+    moves: Tensor
+
+    def __post_init__(self) -> None:
+        if self.images.shape != self.moves.shape or len(self.images) != len(self.labels):
+            raise InputError(
+                f"neighbours need a label and a move for each image, not {len(self.labels)} labels and moves of "
+                f"{tuple(self.moves.shape)} for images of {tuple(self.images.shape)}."
+            )
+
+    def directions(self, norm: Norm, images: Tensor, labels: Tensor, draws: Draws | None) -> Tensor:
+        """(batch, direction, ...): what broke the nearest neighbours of the class, and the way to those of others.
+
+        Args:
+            draws: by which others than the nearest are chosen now and then; None takes the nearest.
+        """
+        known, own = self.images.to(images), self.labels.to(labels.device)
+        apart = torch.cdist(images.flatten(1).double(), known.flatten(1).double())
+        if draws is not None:
+            apart = apart * (1 + draws.uniform(len(own), dtype=apart.dtype))
+        is_broken = (self.moves.flatten(1) != 0).any(dim=1).to(labels.device)
+        is_other = own != labels[:, None]
+        near = torch.where(is_other | ~is_broken, math.inf, apart).argsort(dim=1, stable=True)
+        found = [_stretch(norm, self.moves.to(images)[near[:, :_NEIGHBOURS]])]
+        left = torch.where(is_other, apart, math.inf)
+        for _ in range(_OTHERS):  # one of each class
+            chosen = left.argmin(dim=1)
+            found.append(known[chosen, None] - images[:, None])
+            left = left.masked_fill(own == own[chosen, None], math.inf)
+        return torch.cat(found, dim=1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RaySearch(BallAttack):
+    """A misclassified point of the ball, from the model's classes alone, in any norm.
+
+    What is searched is a direction; its worth is the radius at which the model leaves the class on the way there
+    (RayS, Chen & Gu 2020). Directions begin with the given starts, what broke the nearest neighbours, images of other
+    classes and random patterns. The best one is changed block by block, from large blocks to single pixels, and turned
+    to where the border faces, which points asked around it tell (HopSkipJump, Chen, Jordan & Wainwright 2020). A search
+    that stalls begins again elsewhere. Scores are never read, so that neither scores nor gradients that lie can
+    mislead it.
+
+    Attributes:
+        norm: of the ball, a name of `NORMS`.
+        eps: radius on the [0, 1] scale, or a fraction such as "8/255".
+        queries: points that are asked about for each image; what the starts ask comes on top.
+        starts: attacks whose end points give the first directions.
+        neighbours: images whose fate is known.
+        share: of the images, chosen by chance, that are searched at all; the others come back as they are.
+        max_batch: points in one evaluation; it bounds the memory and changes no result.
+
+    Departs: RayS knows signs alone, and tries one block at a time, without the border; here sixteen directions are
+        tried together, and what helps by itself is also tried at once.
+    """
+
+    queries: int
+    starts: tuple[Attack, ...] = ()
+    neighbours: Neighbours | None = None
+    share: float = 1.0
+    max_batch: int = 1024
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_count("queries", self.queries)
+        check_count("max_batch", self.max_batch)
+        check_number("share", self.share, most=1)
+        for start in self.starts:
+            check_kind("starts", start, Attack, "attacks such as PGD")
+        if self.precision != "float32":
+            raise InputError(
+                f'RaySearch follows the border, which {self.precision} moves: use precision="float32".'
+            )
+
+    def cost(self, num_classes: int) -> Cost:
+        asked = Cost(self.queries, 0)
+        for start in self.starts:
+            asked = asked + start.cost(num_classes)
+        return Cost(2 + round(self.share * asked.forwards), round(self.share * asked.backwards))
+
+    def search(self, target: Target, images: Tensor, labels: Tensor, draws: Draws) -> Tensor:
+        points = images.clone()
+        if self.radius == 0:
+            return points
+        draws = draws.fold(_STREAM)
+        rows = torch.nonzero(draws.fold(0).uniform(1).squeeze(1) < self.share).squeeze(1)
+        most = max(1, _MOST_NUMBERS // (_PROBES_AT_ONCE * images[0].numel()))
+        for part in torch.split(rows, most):
+            points[part] = self._search(target.narrow(part), images[part], labels[part], draws.take(part))
+        return points
+
+    def _search(self, target: Target, images: Tensor, labels: Tensor, draws: Draws) -> Tensor:
+        whole = _begin(images, labels, draws)
+        field = _Field(self, target)
+        for directions in self._first_directions(target, images, labels, draws.fold(1)):
+            field.enter(whole, directions)
+        rows, rays = torch.arange(len(images), device=images.device), whole
+        for number, step in enumerate(_tours(images.shape[1:])):
+            going = torch.nonzero(~rays.broken & (rays.asked < self.queries)).squeeze(1)
+            if len(going) < len(rows):
+                whole.put(rows, rays)
+                rows, rays, field = rows[going], rays.take(going), field.narrow(going)
+            if not len(rows):
+                break
+            field.advance(rays, step, Draws(rays.keys).fold(2 + number))
+        ends = field.at(whole, whole.best_directions, torch.full_like(whole.radii, self.radius))
+        return torch.where(per_image(whole.broken, ends), whole.points, ends)
+
+    def _first_directions(
+        self, target: Target, images: Tensor, labels: Tensor, draws: Draws
+    ) -> Iterator[Tensor]:
+        """(batch, direction, channel, height, width) to begin with, in several portions."""
+        if self.starts:
+            ends = [
+                start.search(target, images, labels, draws.fold(k)) for k, start in enumerate(self.starts)
+            ]
+            moves = torch.stack([end - images for end in ends], dim=1)
+            yield torch.cat([moves, _stretch(self.norm, moves)], dim=1)
+        if self.neighbours is not None:
+            yield self.neighbours.directions(self.norm, images, labels, None)
+        yield _patterns(self.norm, images, draws.fold(len(self.starts)))
+
+
+@dataclass(kw_only=True)
+class _Rays:
+    """Where the search stands: tensors whose first dimension is the image.
+
+    Attributes:
+        directions: the one that is being improved.
+        radii: (batch,) at which it is misclassified; inf while no direction is.
+        best_directions, best_radii: the best of all starts.
+        earlier: (batch,) radii when the tour of the blocks began.
+        facing: which way the border faces, a mean over the looks so far.
+        points: misclassified ones in the ball, where one was found; else the images.
+        asked: (batch,) questions so far.
+    """
+
+    images: Tensor
+    labels: Tensor
+    keys: Tensor
+    directions: Tensor
+    radii: Tensor
+    best_directions: Tensor
+    best_radii: Tensor
+    earlier: Tensor
+    facing: Tensor
+    points: Tensor
+    asked: Tensor
+    broken: Tensor
+
+    def take(self, rows: Tensor) -> Self:
+        return type(self)(**{field.name: getattr(self, field.name)[rows] for field in fields(self)})
+
+    def put(self, rows: Tensor, part: Self) -> None:
+        if part is not self:
+            for field in fields(self):
+                getattr(self, field.name)[rows] = getattr(part, field.name)
+
+
+def _begin(images: Tensor, labels: Tensor, draws: Draws) -> _Rays:
+    never = torch.full_like(images.flatten(1)[:, 0], math.inf)
+    return _Rays(
+        images=images.clone(),
+        labels=labels.clone(),
+        keys=draws.keys.clone(),
+        directions=torch.zeros_like(images),
+        radii=never.clone(),
+        best_directions=torch.zeros_like(images),
+        best_radii=never.clone(),
+        earlier=never.clone(),
+        facing=torch.zeros_like(images),
+        points=images.clone(),
+        asked=torch.zeros_like(labels),
+        broken=torch.zeros_like(labels, dtype=torch.bool),
+    )
+
+
+@dataclass(frozen=True)
+class _Step:
+    """What a search does next.
+
+    Attributes:
+        kind: look which way the border "faces", change "blocks", or take stock at the end of a "tour".
+        number: how often that was done before; of blocks, the first one to change.
+        side: of the blocks.
+        apart: whether each channel has blocks of its own.
+        tour: how many tours went before.
+    """
+
+    kind: Literal["faces", "blocks", "tour"]
+    number: int = 0
+    side: int = 1
+    apart: bool = False
+    tour: int = 0
+
+
+def _tours(shape: torch.Size) -> Iterator[_Step]:
+    """Tours of all blocks, from those of half the image to single pixels, without an end."""
+    channels, height, width = _layout(shape)
+    looks = 0
+    for tour in itertools.count():
+        rounds = 0
+        for side in _sides(max(height, width)):
+            across = math.ceil(height / side) * math.ceil(width / side)
+            # Single pixels of all channels together cost as much as one channel and say little that these do not.
+            for apart in (False, True) if channels > 1 and side > 1 else (channels > 1,):
+                for first in range(0, across * (channels if apart else 1), _WIDTH):
+                    if rounds % _ROUNDS == 0:
+                        yield _Step("faces", looks, tour=tour)
+                        looks += 1
+                    rounds += 1
+                    yield _Step("blocks", first, side, apart, tour)
+        yield _Step("tour", tour=tour)
+
+
+def _layout(shape: torch.Size) -> tuple[int, int, int]:
+    """Channels, height and width; what is no picture is one row of pixels."""
+    return (shape[0], shape[1], shape[2]) if len(shape) == 3 else (1, 1, shape.numel())
+
+
+def _sides(longest: int) -> Iterator[int]:
+    side = longest
+    while side > 1:
+        side = math.ceil(side / 2)
+        yield side
+    if longest <= 1:
+        yield 1
+
+
+class _Field:
+    """The model as a search by classes asks it, for the images that are left."""
+
+    def __init__(self, attack: RaySearch, target: Target) -> None:
+        self.attack, self.target = attack, target
+        self.norm, self.eps = attack.norm, attack.radius
+
+    def narrow(self, rows: Tensor) -> _Field:
+        """The same for some of the images, by position."""
+        return _Field(self.attack, self.target.narrow(rows))
+
+    def ask(self, rays: _Rays, directions: Tensor, radii: Tensor, asked: Tensor) -> tuple[Tensor, Tensor]:
+        """(batch, n) whether the points at the radii (batch,) on the way there are wrong, and these points.
+
+        Only where `asked` (batch, n) says so; elsewhere they are not.
+        """
+        rows, columns = torch.nonzero(asked, as_tuple=True)
+        images = rays.images[rows]
+        points = NORMS[self.norm].nearest_within(images + directions[rows, columns], images, radii[rows])
+        wrong, where = torch.zeros_like(asked), torch.zeros_like(directions)
+        wrong[rows, columns] = self.wrong(points, rays.labels[rows])
+        where[rows, columns] = points
+        self.count(rays, asked.sum(dim=1))
+        return wrong, where
+
+    def at(self, rays: _Rays, directions: Tensor, radii: Tensor) -> Tensor:
+        """The points at the radii (batch,) on the way to the directions."""
+        return NORMS[self.norm].nearest_within(rays.images + directions, rays.images, radii)
+
+    def count(self, rays: _Rays, numbers: Tensor) -> None:
+        rays.asked += numbers
+        self.target.count(numbers)
+
+    def wrong(self, points: Tensor, labels: Tensor) -> Tensor:
+        """(n,) whether each point is classified otherwise than its label."""
+        if not len(points):
+            return torch.zeros_like(labels, dtype=torch.bool)
+        with torch.no_grad():
+            parts = torch.split(points, self.attack.max_batch)
+            return torch.cat([predicted_classes(self.target.model(part)) for part in parts]) != labels
+
+    def advance(self, rays: _Rays, step: _Step, draws: Draws) -> None:
+        """One step of the search. An image for which nothing is misclassified yet tries other directions."""
+        lost = torch.isinf(rays.radii)
+        if step.kind == "tour":
+            lost = lost | ~(rays.radii < (1 - _STALLED) * rays.earlier)
+        rows = torch.nonzero(lost).squeeze(1)
+        if len(rows):
+            part = rays.take(rows)
+            self.narrow(rows).enter_again(part, draws.take(rows), step.tour)
+            rays.put(rows, part)
+        if step.kind == "tour":
+            rays.earlier = rays.radii.clone()
+            return
+        rows = torch.nonzero(~lost).squeeze(1)
+        if not len(rows):
+            return
+        part, field, own = rays, self, draws
+        if len(rows) < len(lost):
+            part, field, own = rays.take(rows), self.narrow(rows), draws.take(rows)
+        if step.kind == "faces":
+            field.turn(part, own, step.number)
+        else:
+            field.change_blocks(part, own, step)
+        rays.put(rows, part)
+
+    def enter(self, rays: _Rays, directions: Tensor) -> None:
+        """Takes the best of the directions (batch, n, ...) where it is better than the one at hand."""
+        rows = torch.nonzero(~rays.broken).squeeze(1)
+        if not len(rows):
+            return
+        part, field, directions = rays.take(rows), self.narrow(rows), directions[rows]
+        everyone = torch.ones(directions.shape[:2], dtype=torch.bool, device=directions.device)
+        field._fell(part, *field.ask(part, directions, torch.full_like(part.radii, self.eps), everyone))
+        ends = (part.images[:, None] + directions).clamp(0, 1) - part.images[:, None]
+        reach = NORMS[self.norm].length(ends.flatten(0, 1)).view(everyone.shape).amax(dim=1)
+        limits = torch.minimum(part.radii, reach.clamp_min(self.eps))
+        radii = [self.eps + (limits - self.eps) * 0.5**k for k in range(_ENTRIES)]
+        field.race(part, directions, radii, everyone & ~part.broken[:, None])
+        rays.put(rows, part)
+
+    def enter_again(self, rays: _Rays, draws: Draws, tour: int) -> None:
+        """Another start: from new patterns, the best direction with some pixels turned, or other neighbours."""
+        rays.radii = torch.full_like(rays.radii, math.inf)
+        rays.facing = torch.zeros_like(rays.facing)
+        neighbours = self.attack.neighbours
+        if neighbours is not None and tour % 2 == 0:
+            self.enter(rays, neighbours.directions(self.norm, rays.images, rays.labels, draws))
+            return
+        patterns = _patterns(self.norm, rays.images, draws)
+        if tour % 4 == 1:
+            known = per_image(torch.isfinite(rays.best_radii), rays.images)
+            best = rays.best_directions[:, None]
+            picked = draws.fold(7).uniform(*patterns.shape[1:], dtype=patterns.dtype) < _KICK
+            kicked = torch.where(picked, patterns.sign() * _size(best), best)
+            patterns = torch.where(known[:, None], kicked, patterns)
+        self.enter(rays, patterns)
+
+    def race(self, rays: _Rays, directions: Tensor, radii: list[Tensor], running: Tensor) -> None:
+        """Takes the direction that is misclassified down to the least of the falling radii, if one is at the first.
+
+        Args:
+            directions: (batch, n, ...).
+            radii: (batch,) each.
+            running: (batch, n) which take part.
+        """
+        ahead, radius = rays.directions, rays.radii
+        failed = torch.full_like(radius, self.eps)
+        for tried in radii:
+            if not bool(running.any()):
+                break
+            wrong, points = self.ask(rays, directions, tried, running)
+            through, takes_part = wrong.any(dim=1), running.any(dim=1)
+            first = directions[torch.arange(len(wrong), device=wrong.device), wrong.int().argmax(dim=1)]
+            ahead = torch.where(per_image(through, ahead), first, ahead)
+            radius = torch.where(through, tried, radius)
+            failed = torch.where(takes_part & ~through, tried, failed)
+            self._fell(rays, wrong & (tried <= self.eps)[:, None], points)
+            running = wrong & ~rays.broken[:, None]
+        self._refine(rays, ahead, radius, failed)
+
+    def _refine(self, rays: _Rays, directions: Tensor, radii: Tensor, low: Tensor) -> None:
+        """Takes over what a race found, after halving the gap between where it was wrong and where it was not."""
+        better = (radii < rays.radii) | (
+            (radii == rays.radii) & (directions != rays.directions).flatten(1).any(dim=1)
+        )
+        high = radii
+        for _ in range(_HALVINGS):
+            wide = better & ~rays.broken & (high - low > 4 * self._least_gain(rays) * high)
+            if not bool(wide.any()):
+                break
+            middle = torch.where(wide, (low + high) / 2, high)
+            wrong, _ = self.ask(rays, directions[:, None], middle, wide[:, None])
+            high = torch.where(wrong[:, 0], middle, high)
+            low = torch.where(wide & ~wrong[:, 0], middle, low)
+        rays.directions = torch.where(per_image(better, directions), directions, rays.directions)
+        rays.radii = torch.where(better, high, rays.radii)
+        best = rays.radii < rays.best_radii
+        rays.best_directions = torch.where(per_image(best, directions), rays.directions, rays.best_directions)
+        rays.best_radii = torch.where(best, rays.radii, rays.best_radii)
+
+    def _least_gain(self, rays: _Rays) -> float:
+        return min(_LEAST_GAIN, max(_LEAST_GAIN / 10, 0.3 / rays.images[0].numel()))
+
+    def _fell(self, rays: _Rays, wrong: Tensor, points: Tensor) -> None:
+        """Keeps the first of the points (batch, n, ...) in the ball that are wrong (batch, n)."""
+        found = wrong.any(dim=1) & ~rays.broken
+        first = points[torch.arange(len(wrong), device=wrong.device), wrong.int().argmax(dim=1)]
+        rays.points = torch.where(per_image(found, first), first, rays.points)
+        rays.broken = rays.broken | found
+
+    def improve(self, rays: _Rays, directions: Tensor, *, together: bool = False) -> None:
+        """Takes the best of the directions (batch, n, ...) where it is misclassified at a smaller radius.
+
+        Args:
+            together: tries also the sum of the changes that help by themselves.
+        """
+        gain = self._least_gain(rays)
+        steps = [gain * (_GAIN_GROWTH ** (k + 1) - 1) / (_GAIN_GROWTH - 1) for k in range(_ENTRIES)]
+        radii = [(rays.radii * (1 - min(step, 1.0))).clamp_min(self.eps) for step in steps]
+        everyone = torch.ones(directions.shape[:2], dtype=torch.bool, device=directions.device)
+        if together:
+            wrong, points = self.ask(rays, directions, radii[0], everyone)
+            self._fell(rays, wrong & (radii[0] <= self.eps)[:, None], points)
+            weights = wrong.to(directions.dtype).view(*wrong.shape, *[1] * (directions.ndim - 2))
+            changes = (directions - rays.directions[:, None]) * weights
+            union = rays.directions + _add_up(changes)
+            several = wrong.sum(dim=1) > 1
+            # The sum runs first, so that it wins over its parts where it is as good.
+            directions = torch.cat([union[:, None], directions], dim=1)
+            one = wrong.clone()
+            one[:, 1:] &= ~wrong.cumsum(dim=1)[:, :-1].bool()
+            # What is known to be wrong already is not asked again: it runs from the second radius on.
+            best = torch.where(wrong.any(dim=1), radii[0], rays.radii)
+            first = (directions[:, 1:] * one.to(directions.dtype).view_as(weights)).sum(dim=1)
+            rays.directions = torch.where(per_image(wrong.any(dim=1), first), first, rays.directions)
+            rays.radii = best
+            running = torch.cat([several[:, None], wrong], dim=1) & ~rays.broken[:, None]
+            self.race(rays, directions, radii[1:], running)
+        else:
+            # On a plateau, as of a model that rounds, no radius is smaller, and it is crossed by going sideways.
+            self.race(rays, directions, [rays.radii, *radii], everyone)
+
+    def turn(self, rays: _Rays, draws: Draws, number: int) -> None:
+        """Asks points around the border which way the wrong side lies, and turns the direction there."""
+        points = self.at(rays, rays.directions, rays.radii)
+        facing = _unit(self._slope(rays, points, draws, number))
+        rays.facing = rays.facing / 2 + facing
+        base = _unit(_base(self.norm, rays.directions, rays.radii))
+        mixed = [base + weight * _unit(rays.facing) for weight in (0.25, 0.5, 1.0, 2.0, 4.0, 16.0)]
+        mixed += [base + weight * facing for weight in (1.0, 4.0)]
+        self.improve(rays, _stretch(self.norm, torch.stack(mixed, dim=1)))
+
+    def _slope(self, rays: _Rays, points: Tensor, draws: Draws, number: int) -> Tensor:
+        """Which way the wrong side lies, from the classes of points around each point."""
+        signed, plain, balance = (
+            torch.zeros_like(points),
+            torch.zeros_like(points),
+            torch.zeros_like(rays.radii),
+        )
+        labels = rays.labels.repeat_interleave(_PROBES_AT_ONCE)
+        for group in range(_PROBES // _PROBES_AT_ONCE):
+            asked = self._around(rays, points, draws.fold(group), number)
+            wrong = self.wrong(asked.flatten(0, 1), labels).view(-1, _PROBES_AT_ONCE)
+            self.count(rays, torch.full_like(rays.asked, _PROBES_AT_ONCE))
+            signs = 2 * wrong.to(points.dtype) - 1
+            moves = asked - points[:, None]
+            signed = signed + _add_up(moves * signs.view(*signs.shape, *[1] * (points.ndim - 1)))
+            plain, balance = plain + _add_up(moves), balance + signs.sum(dim=1)
+        return signed - per_image(balance / _PROBES, points) * plain
+
+    def _around(self, rays: _Rays, points: Tensor, draws: Draws, number: int) -> Tensor:
+        """(batch, probe, ...) points around each point: some noise further, or with some of its pixels turned.
+
+        A box has corners, and in models that round pixels only moves from one side to the other say something.
+        """
+        images, count = rays.images[:, None], _PROBES_AT_ONCE
+        length = _PROBE_LENGTHS[number % len(_PROBE_LENGTHS)]
+        if NORMS[self.norm].is_box and number % 2:
+            turned = draws.uniform(count, *points.shape[1:], dtype=points.dtype) < _TURNED
+            opposite = (images - (points[:, None] - images)).clamp(0, 1)
+            return torch.where(turned, opposite, points[:, None])
+        noise = _noise(points, count, draws, number).flatten(0, 1)
+        lengths = (l2_norm(points - rays.images) * length).clamp_min(1e-6).repeat_interleave(count)
+        moves = noise * per_image(lengths / l2_norm(noise).clamp_min(1e-30), noise)
+        return (points[:, None] + moves.view(-1, count, *points.shape[1:])).clamp(0, 1)
+
+    def change_blocks(self, rays: _Rays, draws: Draws, step: _Step) -> None:
+        """Tries what some blocks can gain by another sign or weight."""
+        inside = _blocks(rays, step)
+        moves = rays.directions[:, None]
+        numbers = draws.uniform(inside.shape[1], 2, dtype=moves.dtype)
+        turns, weights = (numbers[:, :, k].view(*inside.shape[:2], *[1] * (moves.ndim - 2)) for k in range(2))
+        signs = torch.where(turns < 0.5, -1.0, 1.0).to(moves.dtype)
+        if NORMS[self.norm].is_box:
+            changed = torch.where(moves == 0, signs, -moves.sign()) * _LARGE
+        elif NORMS[self.norm].is_sparse:
+            changed = torch.where(weights < 1 / 3, 0.0, signs * 1.5 * _size(moves))
+        else:
+            side = step.side / max(_layout(rays.images.shape[1:])[1:])
+            angles = math.pi / 4 * math.sqrt(min(1.0, side)) * weights.sqrt()
+            count = inside.flatten(2).sum(dim=2).clamp_min(1).to(moves.dtype)
+            lengths = l2_norm(rays.directions).view(-1, 1) / count.sqrt()
+            changed = moves + signs * angles.tan() * lengths.view_as(signs)
+        self.improve(rays, torch.where(inside, changed, moves), together=True)
+
+
+def _blocks(rays: _Rays, step: _Step) -> Tensor:
+    """(batch, block, channel, height, width) which pixels belong to each of the next blocks, in an order by chance."""
+    shape = rays.images.shape[1:]
+    channels, height, width = _layout(shape)
+    down, across = math.ceil(height / step.side), math.ceil(width / step.side)
+    count = down * across * (channels if step.apart else 1)
+    stride = next(k for k in itertools.count(max(1, round(0.618 * count))) if math.gcd(k, count) == 1)
+    first = Draws(rays.keys).fold(1000 + step.tour).fold(step.side).integers(count, 1)
+    places = torch.arange(step.number, min(step.number + _WIDTH, count), device=first.device)
+    numbers = (first + places * stride) % count
+    channel, rest = numbers // (down * across), numbers % (down * across)
+    rows = torch.arange(height, device=first.device) // step.side == (rest // across)[..., None]
+    columns = torch.arange(width, device=first.device) // step.side == (rest % across)[..., None]
+    inside = rows[:, :, None, :, None] & columns[:, :, None, None, :]
+    if step.apart:
+        own = torch.arange(channels, device=first.device) == channel[..., None]
+        inside = inside & own[..., None, None]
+    return inside.expand(-1, -1, channels, -1, -1).reshape(*numbers.shape, *shape)
+
+
+def _patterns(norm: Norm, images: Tensor, draws: Draws) -> Tensor:
+    """(batch, direction, ...) brighter, darker, more and less contrast, and random signs in blocks of any size."""
+    shape = images.shape[1:]
+    _, height, width = _layout(shape)
+    sides = [1, *_sides(max(height, width))][: _WIDTH - 4]
+    up, contrast = torch.ones_like(images), images - 0.5
+    found = [up, -up, contrast, -contrast]
+    found += [_coarse(draws.fold(k).normal(*shape, dtype=images.dtype), side) for k, side in enumerate(sides)]
+    if NORMS[norm].is_box:
+        found = [direction.sign() for direction in found]
+    return _stretch(norm, torch.stack(found, dim=1))
+
+
+def _noise(points: Tensor, count: int, draws: Draws, number: int) -> Tensor:
+    """(batch, count, ...) normal numbers; of large images in turn smooth ones, which tell more with few questions."""
+    noise = draws.normal(count, *points.shape[1:], dtype=points.dtype)
+    _, height, width = _layout(points.shape[1:])
+    side = max(1, max(height, width) // (8, 16, max(height, width))[number % 3])
+    return noise if side == 1 else _coarse(noise.flatten(0, 1), side).view_as(noise)
+
+
+def _coarse(noise: Tensor, side: int) -> Tensor:
+    """The noise with the same number in every block of that side."""
+    if side == 1 or noise.ndim != 4:
+        return noise
+    rows = torch.arange(noise.shape[2], device=noise.device) // side * side
+    columns = torch.arange(noise.shape[3], device=noise.device) // side * side
+    return noise[:, :, rows][:, :, :, columns]
+
+
+def _stretch(norm: Norm, directions: Tensor) -> Tensor:
+    """The directions (batch, n, ...), so long that they leave every ball."""
+    if NORMS[norm].is_box:
+        return directions.sign() * _LARGE
+    return directions / _size(directions).clamp_min(1e-30) * _LARGE
+
+
+def _size(directions: Tensor) -> Tensor:
+    """(batch, n, 1, ...) the largest entry of each direction (batch, n, ...)."""
+    sizes = directions.flatten(2).abs().amax(dim=2)
+    return sizes.view(*sizes.shape, *[1] * (directions.ndim - 2))
+
+
+def _base(norm: Norm, moves: Tensor, radii: Tensor) -> Tensor:
+    """The moves as far as they count at the radii."""
+    return NORMS[norm].shorten(moves, radii) if NORMS[norm].is_box else moves
+
+
+def _unit(directions: Tensor) -> Tensor:
+    return NORMS["l2"].steepest(directions)
