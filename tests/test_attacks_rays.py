@@ -96,7 +96,7 @@ def test_the_ends_of_other_attacks_are_directions() -> None:
     found = RaySearch(norm="linf", eps=0.15, queries=40, starts=(walk,)).run(model, images, labels)
     assert found.success.all()
     assert (found.backwards == 10).all()
-    assert found.forwards.max() <= 2 + 10 + 2
+    assert int((found.forwards == 2 + 10 + 2).sum()) >= 6
 
 
 def test_a_share_of_the_images_is_chosen_image_by_image() -> None:
