@@ -87,8 +87,13 @@ def _ask(request: object) -> str:
 
 def _serve() -> None:
     """Forks for every request, and ends with the input: when the tests do."""
+    # So that the forks need not: what every command loads, what torch's optimizers load, what reads the digits.
+    import pydantic  # noqa: F401
+    import sklearn.datasets  # noqa: F401
+    import torch._dynamo  # noqa: F401
+
     import ecnn.cli
-    import ecnn.pipeline  # noqa: F401 so that the forks need not
+    import ecnn.pipeline  # noqa: F401
 
     for line in sys.stdin:
         request = json.loads(line)

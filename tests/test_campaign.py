@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from processes import run
 
 from ecnn import files
 
 TOOLS = Path(__file__).parents[1] / "tools"
+START = "import runpy\nrunpy.run_module('campaign', run_name='__main__')\n"
 sys.path.insert(0, str(TOOLS))
 
 from campaign import table, writes  # noqa: E402
@@ -24,10 +25,9 @@ from campaign.forks import Violation, in_child  # noqa: E402
 def test_a_short_campaign_finds_nothing(tmp_path: Path) -> None:
     """Each part tries some of its cases; `make campaign MINUTES=10` tries thousands."""
     words = ["--minutes", "0.1", "--few", "--jobs", "1", "--out", str(tmp_path / "table.md")]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(TOOLS), *sys.path])}
-    done = subprocess.run(
-        [sys.executable, "-m", "campaign", *words], env=environment, capture_output=True, text=True
-    )
+    program = tmp_path / "campaign.py"  # `python -m campaign`, by a process that has loaded torch
+    program.write_text(f"import sys\nsys.path.insert(0, {str(TOOLS)!r})\n{START}")
+    done = run(*words, program=program)
     assert done.returncode == 0, done.stderr
     lines = (tmp_path / "table.md").read_text().splitlines()
     assert done.stdout.splitlines() == lines

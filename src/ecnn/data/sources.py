@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import functools
 import io
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -189,6 +190,14 @@ class Arrays:
 
 def read_digits(request: Request) -> Arrays:
     """scikit-learn's own 8x8 digits, which need no files."""
+    images, labels, train, test = _embedded_digits()
+    images = resize(images, request.image_size, request.progress)
+    return Arrays(images[train], labels[train], images[test], labels[test], _TEN_DIGITS)
+
+
+@functools.cache
+def _embedded_digits() -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Images, labels, and which of them train and test: read once, since a task of an experiment asks ten times."""
     try:
         from sklearn.datasets import load_digits
         from sklearn.model_selection import train_test_split
@@ -196,13 +205,11 @@ def read_digits(request: Request) -> Arrays:
         raise InputError("digits come with scikit-learn, which is not installed: install it.") from error
     digits = load_digits()
     images = np.rint(digits.images * 255 / 16).astype(np.uint8)[:, None]
-    images = resize(images, request.image_size, request.progress)
     labels = digits.target.astype(np.int64)
     train, test = train_test_split(
         np.arange(len(labels)), test_size=TEST_FRACTION, stratify=labels, random_state=TEST_SEED
     )
-    train, test = np.sort(train), np.sort(test)
-    return Arrays(images[train], labels[train], images[test], labels[test], _TEN_DIGITS)
+    return images, labels, np.sort(train), np.sort(test)
 
 
 def read_mnist(request: Request) -> Arrays:
