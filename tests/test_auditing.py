@@ -237,12 +237,40 @@ def test_findings_come_from_the_diagnostics(monkeypatch: pytest.MonkeyPatch, tmp
     assert "It wails." in found.explanation
     siren = next(finding for finding in found.findings if finding.name == "siren")
     assert siren.evidence == {"pitch": "inf", "curve": [0.5, "nan"]}
+    assert "  - figures: pitch inf, curve (0.5, nan)\n" in found.markdown()
     assert load_audit(tmp_path) == found
     # Diagnostics that came to an end are not made again, unless all is to begin anew.
     monkeypatch.setattr(HALL, "diagnose", lambda subject, progress=None: [])
     assert audit(Linear(), make_split(40), claim=0.2, budget=TINY, run_dir=tmp_path, **BALL) == found
     fresh = audit(Linear(), make_split(40), claim=0.2, budget=TINY, run_dir=tmp_path, resume=False, **BALL)
     assert "siren" not in [finding.name for finding in fresh.findings]
+
+
+@pytest.mark.parametrize(
+    ("evidence", "figures"),
+    [
+        ({}, ""),
+        (
+            {"broken_alone": 1234, "answered": True, "share": 1 / 3},
+            "broken alone 1,234, answered yes, share 0.3333",
+        ),
+        ({"trouble": None, "others": [], "table": {}}, "trouble none, others none, table none"),
+        ({"margin": {"zero": 0.5, "denormal": 0.0}}, "margin (zero 0.5, denormal 0)"),
+        (
+            {"curve": [{"eps": 0.1, "left": 3}, {"eps": 0.2, "left": 0}]},
+            "curve (eps 0.1, left 3; eps 0.2, left 0)",
+        ),
+        ({"step": list(range(9))}, "step (0 to 8 (9 values))"),
+        ({"by_place": {"scores": ["a", "b"]}}, "by place (scores (a, b))"),
+    ],
+)
+def test_evidence_is_printed_in_words(evidence: dict[str, Any], figures: str) -> None:
+    """On the page and in the report alike, without a program's brackets and quotes."""
+    finding = Finding(name="noise", level="alarm", claim="Loud.", evidence=evidence, source="us")
+    assert finding.figures == figures
+    page = an_audit(findings=(finding,)).markdown()
+    assert ("figures:" in page) == bool(figures)
+    assert not set("{}[]'\"_") & set(figures)
 
 
 @pytest.mark.usefixtures("_no_diagnostics")

@@ -152,6 +152,9 @@ def test_a_page_says_what_the_folder_says(run: Path, page: str) -> None:
         assert heading in outline.headings
     assert audit.reason in outline.text
     assert all(finding.claim in outline.text for finding in audit.findings)
+    doubts = [finding for finding in audit.findings if finding.level != "ok"]
+    assert doubts
+    assert all(finding.figures in outline.text for finding in doubts)
     for name in ("pgd@0.02", "pgd@0.1"):
         assert name in outline.text
         assert f"{100 * found.accuracy[name]:.1f} %" in outline.text

@@ -46,9 +46,45 @@ class Finding:
         """
         return self.level == "alarm" and not self.evidence.get("answered", False)
 
+    @property
+    def figures(self) -> str:
+        """The evidence in words: "images 40, cross entropy (zero 0.5, denormal 0)"; empty if there is none."""
+        return _in_words(self.evidence)
+
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
         return asdict(self)
+
+
+#: Values of a list that are shown; a longer one is a curve, and shown by its first and last.
+_SHOWN = 6
+
+
+def _in_words(value: Any) -> str:
+    """A JSON value for a person: names without underscores, four digits, no brackets of a program."""
+    if isinstance(value, dict):
+        return ", ".join(_named(str(name).replace("_", " "), entry) for name, entry in value.items())
+    if isinstance(value, list | tuple):
+        mark = "; " if any(isinstance(entry, dict | list | tuple) for entry in value) else ", "
+        if len(value) > _SHOWN:
+            return f"{_in_words(value[0])} to {_in_words(value[-1])} ({len(value)} values)"
+        return mark.join(map(_in_words, value)) or "none"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, int):
+        return f"{value:,}"
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    return "none" if value is None else str(value)
+
+
+def _named(name: str, value: Any) -> str:
+    words = _in_words(value)
+    return (
+        f"{name} ({words})"
+        if isinstance(value, dict | list | tuple) and value
+        else f"{name} {words or 'none'}"
+    )
 
 
 def ok(claim: str, evidence: dict[str, Any]) -> Finding:

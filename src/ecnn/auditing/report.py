@@ -211,16 +211,10 @@ def _finding_lines(findings: tuple[Finding, ...]) -> list[str]:
             lines.append(f"- **{finding.name}**: {finding.claim}")
             if level == "ok":
                 continue
-            evidence = ", ".join(f"{name} {_plain(value)}" for name, value in finding.evidence.items())
-            lines += [f"  - evidence: {evidence}"] if evidence else []
+            lines += [f"  - figures: {finding.figures}"] if finding.figures else []
             lines += [f"  - advice: {finding.advice}"] if finding.advice else []
             lines.append(f"  - source: {finding.source}")
     return lines
-
-
-def _plain(value: Any) -> str:
-    text = f"{value:.4g}" if isinstance(value, float) else str(value)
-    return text if len(text) <= 120 else f"{text[:117]}..."
 
 
 def _count(images: float) -> str:

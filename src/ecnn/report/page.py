@@ -391,7 +391,9 @@ def _findings(audit: Audit, level: str, title: str) -> Html | None:
 
 def _finding(finding: Finding) -> Html:
     advice = element("span", f" {finding.advice}", class_="quiet") if finding.advice else None
-    return element("li", element("b", f"{finding.name}: "), finding.claim, advice)
+    shown = finding.figures if finding.level != "ok" else ""
+    figures = element("details", element("summary", "figures"), shown, class_="quiet") if shown else None
+    return element("li", element("b", f"{finding.name}: "), finding.claim, advice, figures)
 
 
 def _code(code: CodeMatrix, names: Sequence[str]) -> Html:
