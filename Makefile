@@ -19,7 +19,7 @@ help:
 	@echo "make test       the test suite (make test-fast: its quick part, make test-all: everything)"
 	@echo "make test-peers compare with other libraries, in an environment of their own ($(PEERS), see peers.txt)"
 	@echo "make campaign   kills, faults, damaged files and wrong inputs for MINUTES=$(MINUTES), and a table of what broke"
-	@echo "make pictures   the picture of the report that README shows, from out/report.html; needs a Chromium"
+	@echo "make pictures   the pictures of the page and the report that README shows, of what make demo left; needs a Chromium"
 	@echo "make check      ruff and mypy (make format: let ruff rewrite)"
 	@echo "make codebook   design the shipped codes again        make bench   do the benchmarks still run?"
 	@echo "make docs       the docs as a site, in out/site"
@@ -60,8 +60,9 @@ codebook: $(READY)
 bench: $(READY)
 	for name in annealing training baselines estimators attacks audit serving; do $(BIN)/python benchmarks/$$name.py --quick || exit 1; done
 
-pictures: $(READY)
-	$(BIN)/python tools/make_pictures.py out/report.html
+# The browser tests take these pictures in every run and leave them in out/pictures: here of the demo, for README.
+pictures: demo
+	ECNN_DEMO=out ECNN_PICTURES=docs/images ECNN_REQUIRE_BROWSER=1 $(TEST) -n 0 -m browser -k picture
 
 campaign: $(READY)
 	PYTHONPATH=tools $(BIN)/python -m campaign --minutes $(MINUTES)

@@ -65,6 +65,18 @@ def _do_not_wait_for_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)
 
 
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    """The Chromium, for tests marked `browser`."""
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as player:
+        alone = ["--no-sandbox"] if os.geteuid() == 0 else []  # root has no sandbox in a container
+        made = player.chromium.launch(executable_path=CHROMIUM, args=alone)
+        yield made
+        made.close()
+
+
 @pytest.fixture
 def one_thread() -> Iterator[None]:
     """Networks so small lose more by sharing work than they gain."""

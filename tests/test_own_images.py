@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
+import shutil
+import subprocess
+import sys
+import sysconfig
+from importlib.metadata import version
 from pathlib import Path
 
 import numpy as np
@@ -44,13 +50,17 @@ def command(*words: str) -> str:
 
 def readme_commands() -> dict[str, list[str]]:
     """The commands of the README from a clone to a prediction, by what they do."""
-    (block,) = (block for block in blocks_of(ROOT / "README.md") if "ecnn data photos" in block.text)
-    lines = [shlex.split(line, comments=True) for line in block.text.splitlines()]
+    lines = [shlex.split(line, comments=True) for line in readme_block().splitlines()]
     return {words[1]: words for words in lines}
 
 
+def readme_block() -> str:
+    (block,) = (block for block in blocks_of(ROOT / "README.md") if "ecnn data photos" in block.text)
+    return block.text
+
+
 def test_from_three_hundred_pictures_to_a_named_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the five commands of the README; tests/test_docs.py sees that there is such a target of `make`."""
+    """With the commands of the README that follow `make install`, which the next test runs."""
     monkeypatch.chdir(tmp_path)
     rng = np.random.default_rng(0)
     for name in CLASSES:
@@ -83,6 +93,34 @@ def test_from_three_hundred_pictures_to_a_named_one(tmp_path: Path, monkeypatch:
     with TestClient(make_app(load_subject("runs/photos")), base_url="http://localhost") as client:
         answer = client.post("/v1/predict", files={"images": Path("new.jpg").read_bytes()}).json()
         assert answer["predictions"][0]["guesses"][0]["name"] == "steps"
+
+
+def test_make_install_and_activate_give_the_command(tmp_path: Path) -> None:
+    """The first command of the README as it stands there, in a copy of the project, and then the second.
+
+    Without an index: packages are found where this test runs, so none is downloaded. pip checks that all of them are
+    there as the project asks, builds the project, and installs it with its command.
+    """
+    for name in ("Makefile", "pyproject.toml", "constraints.txt", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, tmp_path / name)
+    shutil.copytree(ROOT / "src", tmp_path / "src", ignore=shutil.ignore_patterns("__pycache__"))
+    write_pictures(tmp_path / "photos", {"car": 5, "dog": 5}, size=(8, 8))
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / ".venv"], check=True)
+    (packages,) = tmp_path.glob(".venv/lib/python*/site-packages")
+    (packages / "found.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    (install,) = (line for line in readme_block().splitlines() if line.startswith("make install"))
+    offline = {"PIP_NO_INDEX": "1", "PIP_NO_BUILD_ISOLATION": "0", "TORCH": f"torch=={version('torch')}"}
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | offline
+    shown = install.partition("#")[0] + "&& ecnn data photos && command -v ecnn"
+    done = subprocess.run(
+        ["bash", "-c", shown], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "10 images of 2 classes" in done.stdout
+    assert done.stdout.splitlines()[-1] == str(tmp_path / ".venv/bin/ecnn")
+    where = [tmp_path / ".venv/bin/python", "-c", "import ecnn; print(ecnn.__file__)"]
+    found = subprocess.run(where, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == str(tmp_path / "src/ecnn/__init__.py")
 
 
 def test_the_recipe_follows_from_the_number_of_images(

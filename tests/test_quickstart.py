@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pictures
 import pytest
 from PIL import Image
 from typer.testing import CliRunner, Result
@@ -30,24 +31,35 @@ def command(*words: str) -> Result:
     return CliRunner().invoke(app, list(words))
 
 
-@pytest.mark.slow
-def test_three_networks_a_table_and_a_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Result, Result]:
+    """A folder, and what the command said in it: interrupted before the report, and once more."""
 
     def interrupted(*args: Any, **kwargs: Any) -> Path:
         raise KeyboardInterrupt
 
-    with monkeypatch.context() as patch:
-        patch.setattr(quickstart, "write_report", interrupted)
-        first = command("quickstart", "--quick")
+    folder = tmp_path_factory.mktemp("demo")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        with patch.context() as inner:
+            inner.setattr(quickstart, "write_report", interrupted)
+            first = command("quickstart", "--quick")
+        assert not Path("out/report.html").exists()
+        logs = [Path("out", name, LOG).read_bytes() for name in NETWORKS]
+        again = command("quickstart", "--quick")
+        assert logs == [Path("out", name, LOG).read_bytes() for name in NETWORKS]  # nothing was trained again
+    return folder, first, again
+
+
+@pytest.mark.slow
+def test_three_networks_a_table_and_a_page(
+    demo: tuple[Path, Result, Result], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, first, again = demo
+    monkeypatch.chdir(folder)
     assert first.exit_code == 130
     assert "What is finished is kept in out: the same command goes on from there." in first.stderr
-    assert not Path("out/report.html").exists()
-    logs = [Path("out", name, LOG).read_bytes() for name in NETWORKS]
-
-    again = command("quickstart", "--quick")
     assert again.exit_code == 0, again.output
-    assert logs == [Path("out", name, LOG).read_bytes() for name in NETWORKS]  # nothing was trained again
     assert again.stdout.count("was trained before") == 3
     _check_table(again.stdout)
     page = Path("out/report.html").read_text()
@@ -55,6 +67,17 @@ def test_three_networks_a_table_and_a_page(tmp_path: Path, monkeypatch: pytest.M
     assert "open out/report.html" in again.stdout.lower()
     _check_what_to_try(again.stdout)
     _check_folders()
+
+
+@pytest.mark.slow
+@pytest.mark.browser
+def test_a_picture_of_the_report_is_taken(browser: Any, request: pytest.FixtureRequest) -> None:
+    """That of the README is one of these: the table of verdicts and the first network."""
+    folder = Path(pictures.DEMO) if pictures.DEMO else request.getfixturevalue("demo")[0] / "out"
+    page = browser.new_page(viewport={"width": 900, "height": 1250}, color_scheme="light")
+    page.goto((folder / "report.html").resolve().as_uri())
+    assert page.inner_text("h1") == "Report: plain, ecnn, ecnn-at"
+    pictures.check(pictures.keep("report.png", page.screenshot()))
 
 
 def _check_table(printed: str) -> None:

@@ -26,10 +26,11 @@ from typing import Any
 
 import httpx2
 import numpy as np
+import pictures
 import pytest
 import schemathesis
 import torch
-from conftest import CHROMIUM, ecnn_command
+from conftest import ecnn_command
 from fastapi.testclient import TestClient
 from hypothesis import HealthCheck, Phase, given, settings
 from PIL import Image
@@ -611,7 +612,14 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def address(runs: Path) -> Iterator[str]:
     """Where `ecnn serve` serves both."""
-    command = ecnn_command("serve", str(runs / "ecnn"), "--compare", str(runs / "resnet"), "--port", "0")
+    with served(str(runs / "ecnn"), str(runs / "resnet")) as found:
+        yield found
+
+
+@contextlib.contextmanager
+def served(run: str, rival: str) -> Iterator[str]:
+    """The address at which the command serves a run beside another."""
+    command = ecnn_command("serve", run, "--compare", rival, "--port", "0")
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job may be deaf to it
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     signal.signal(signal.SIGINT, before)
@@ -722,17 +730,6 @@ def test_what_it_says_of_itself_is_what_it_does(address: str) -> None:
     assert {("/v1/model", 200), ("/v1/predict", 422), ("/v1/attack", 422)} <= seen
 
 
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    from playwright.sync_api import sync_playwright
-
-    with sync_playwright() as player:
-        alone = ["--no-sandbox"] if os.geteuid() == 0 else []  # root has no sandbox in a container
-        made = player.chromium.launch(executable_path=CHROMIUM, args=alone)
-        yield made
-        made.close()
-
-
 @contextlib.contextmanager
 def opened(browser: Any, address: str, **options: Any) -> Iterator[Any]:
     """The page, ready, in a window of its own; it must complain of nothing and load nothing from elsewhere."""
@@ -822,6 +819,26 @@ def test_draw_attack_see_bits_flip_and_read_the_verdict(address: str, runs: Path
         page.click("#undo")
         page.wait_for_selector("#undo[disabled]")
         assert page.locator("rect.changed").count() == 1  # of the legend
+
+
+@pytest.mark.browser
+def test_a_picture_of_the_page_is_taken(browser: Any, request: pytest.FixtureRequest) -> None:
+    """That of the README is one of these: an example attacked, its bits, the rival, the audit."""
+    with contextlib.ExitStack() as stack:
+        if pictures.DEMO:
+            address = stack.enter_context(served(f"{pictures.DEMO}/ecnn", f"{pictures.DEMO}/plain"))
+        else:
+            address = request.getfixturevalue("address")
+        window = {"viewport": {"width": 1120, "height": 880}, "color_scheme": "light"}
+        page = stack.enter_context(opened(browser, address, **window))
+        page.locator("#examples button").nth(8).click()
+        page.fill("#eps-number", "0.12")
+        page.wait_for_selector("#go:not([disabled])")
+        attacked(page)
+        page.evaluate("document.activeElement.blur()")
+        page.wait_for_timeout(500)  # bars grow to their length
+        taken = pictures.keep("page.png", page.screenshot(full_page=True))
+    pictures.check(taken)
 
 
 @pytest.mark.browser
