@@ -89,6 +89,14 @@ def one_thread() -> Iterator[None]:
 
 
 @pytest.fixture
+def short_audits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Audits of a second, where it is not their strength that is tested."""
+    from toys import shorten_audits  # only here: it loads torch
+
+    shorten_audits(monkeypatch)
+
+
+@pytest.fixture
 def unofficial(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lets small files of the true formats pass for the official ones."""
     import ecnn.pipeline.costing  # noqa: F401 which counts images by the official sizes, so must have them before

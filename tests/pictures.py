@@ -73,4 +73,4 @@ def _ink(path: Path) -> np.ndarray:
     height, width = _CELL
     rows, columns = drawn.shape[0] // height, drawn.shape[1] // width
     cells = drawn[: rows * height, : columns * width].reshape(rows, height, columns, width)
-    return cells.mean(axis=(1, 3))
+    return np.asarray(cells.mean(axis=(1, 3)))

@@ -1,7 +1,8 @@
 """Every Python and shell block of README and docs runs, page by page, in a folder of its own.
 
 Blocks of a page share names and files, in their order. Their CIFAR-10 is 60 random pictures in the official format,
-so that they run anywhere and training takes seconds. A comment in the Markdown, directly above a block, may say:
+so that they run anywhere and training takes seconds; audits take a few steps. A comment in the Markdown, directly above
+a block, may say:
 
     <!-- test: shrink fit.epochs=1 audit.limit=4 -->   calls of fit and commands `ecnn audit` get these options
     <!-- test: save as defence.py -->                  the block is a file that later blocks need
@@ -154,7 +155,7 @@ def headings_of(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
 
 
-@pytest.mark.usefixtures("unofficial", "one_thread")
+@pytest.mark.usefixtures("unofficial", "one_thread", "short_audits")
 @pytest.mark.parametrize("page", RUNNABLE, ids=lambda page: page.stem)
 def test_page_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_cifar(tmp_path / "data", fine=False)

@@ -59,6 +59,7 @@ def readme_block() -> str:
     return block.text
 
 
+@pytest.mark.usefixtures("short_audits")
 def test_from_three_hundred_pictures_to_a_named_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the commands of the README that follow `make install`, which the next test runs."""
     monkeypatch.chdir(tmp_path)
@@ -118,7 +119,7 @@ def test_make_install_and_activate_give_the_command(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "10 images of 2 classes" in done.stdout
     assert done.stdout.splitlines()[-1] == str(tmp_path / ".venv/bin/ecnn")
-    where = [tmp_path / ".venv/bin/python", "-c", "import ecnn; print(ecnn.__file__)"]
+    where = [str(tmp_path / ".venv/bin/python"), "-c", "import ecnn; print(ecnn.__file__)"]
     found = subprocess.run(where, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True)
     assert found.stdout.strip() == str(tmp_path / "src/ecnn/__init__.py")
 

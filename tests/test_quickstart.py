@@ -11,6 +11,7 @@ import numpy as np
 import pictures
 import pytest
 from PIL import Image
+from toys import shorten_audits
 from typer.testing import CliRunner, Result
 
 from ecnn import runs
@@ -41,6 +42,7 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Result, Result
     folder = tmp_path_factory.mktemp("demo")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
+        shorten_audits(patch)
         with patch.context() as inner:
             inner.setattr(quickstart, "write_report", interrupted)
             first = command("quickstart", "--quick")

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from test_data import write_pictures
+from toys import shorten_audits
 from typer.testing import CliRunner
 
 from ecnn import files, pipeline
@@ -62,7 +63,9 @@ def run(photos: Path) -> Path:
     asked = read_run(folder).spec.changed({"attacks": tables})
     pipeline.evaluate_run(pipeline.plan_evaluation(str(folder), asked, device="cpu"), out=folder)
     table = AuditTable(eps=0.1, claim=0.9, limit=4, budget="quick")
-    pipeline.audit_run(pipeline.plan_audit(table, source=str(folder), device="cpu"), out=folder)
+    with pytest.MonkeyPatch.context() as patch:
+        shorten_audits(patch)
+        pipeline.audit_run(pipeline.plan_audit(table, source=str(folder), device="cpu"), out=folder)
     torch.set_num_threads(threads)
     return folder
 

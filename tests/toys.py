@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ecnn.auditing import Budget
+from ecnn.auditing import BUDGETS, Budget
 from ecnn.codes import load_code
 from ecnn.constructions import random_code
 from ecnn.model import ECNN
@@ -35,6 +37,16 @@ TINY = Budget(
     queries=30,
     eot=3,
 )
+
+
+def shorten_audits(patch: pytest.MonkeyPatch) -> None:
+    """Makes budgets with a name so small that every attack and diagnostic runs in a second: for what comes after."""
+    few: dict[str, Any] = {"images": 8, "steps": 2, "targets": 2, "autoattack": False}
+    few |= {"probe_images": 4, "probe_steps": 2, "queries": 8, "eot": 2}
+    for name in ("quick", "standard"):
+        patch.setitem(BUDGETS, name, dataclasses.replace(BUDGETS[name], **few))
+
+
 #: Sets of specialists for ten classes.
 RING = [[index, (index + 1) % 10, (index + 3) % 10] for index in range(10)]
 
