@@ -1425,6 +1425,19 @@ def test_a_record_is_of_what_the_model_does(tmp_path: Path, first: Any, then: An
     evaluate(model, coded_split(), {"noise": noise}, **settings, resume=False)
 
 
+def test_layers_that_another_torch_prints_otherwise_are_the_same_model(tmp_path: Path) -> None:
+    model, noise = Coded(), RandomNoise(norm="linf", eps=0.1, samples=2)
+    model.change = lambda x: x
+    settings: dict[str, Any] = {"limit": None, "run_dir": tmp_path, "batch_size": 7}
+    before = evaluate(model, coded_split(), {"noise": noise}, **settings)
+    structure = describe_model(model)["structure"]
+    model.extra_repr = lambda: "bias=True"  # type: ignore[method-assign]
+    assert describe_model(model)["structure"] != structure
+    again = evaluate(model, coded_split(), {"noise": noise, "more": noise}, **settings)
+    assert_same(again.outcomes["noise"], before.outcomes["noise"])
+    assert list(load_evaluation(tmp_path).outcomes) == ["noise", "more"]
+
+
 def test_what_cannot_be_attacked_together_is_attacked_in_parts(tmp_path: Path) -> None:
     """Image 3 fails alone, and nothing fails because of it; other attacks go on, and a later run tries again."""
     seen: list[list[int]] = []

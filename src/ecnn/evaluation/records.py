@@ -167,8 +167,7 @@ def read_all(run_dir: str | os.PathLike[str]) -> dict[str, Outcomes]:
     for path, outcomes in zip(paths, loaded, strict=True):
         if path.stem != file_stem(outcomes.name):
             raise InputError(f"{path} was renamed: it holds outcomes of {outcomes.name!r}.")
-    model = {repr(outcomes.about.get("model")) for outcomes in loaded}
-    if len(model) > 1:
+    if len({repr(_told_apart(outcomes.about.get("model"))) for outcomes in loaded}) > 1:
         raise InputError(f"{Path(run_dir) / FOLDER} holds outcomes of more than one model.")
     loaded.sort(key=lambda outcomes: str(outcomes.about.get("started", "")))
     return {outcomes.name: outcomes for outcomes in loaded}
@@ -209,11 +208,15 @@ def _load(path: Path) -> Outcomes:
 
 def _check_origin(path: Path, outcomes: Outcomes, about: dict[str, Any], fingerprint: Fingerprint) -> None:
     """Raises InputError unless the outcomes are of what `about` says and of the fingerprint's images."""
+    answers = outcomes.about.get("answers")
     for key, wanted in about.items():
-        if outcomes.about.get(key) != wanted:
+        kept = outcomes.about.get(key)
+        if key == "model" and answers is not None:  # what it answers is compared below
+            kept, wanted = _told_apart(kept), _told_apart(wanted)
+        if kept != wanted:
             what = "order of attacks" if key == "after" else key
             raise InputError(
-                f"{path} holds outcomes of another {what} ({_difference(outcomes.about.get(key), wanted)}): choose "
+                f"{path} holds outcomes of another {what} ({_difference(kept, wanted)}): choose "
                 "another run_dir, or another name for the attack."
             )
     labels = fingerprint.split.labels.cpu().numpy()
@@ -225,11 +228,20 @@ def _check_origin(path: Path, outcomes: Outcomes, about: dict[str, Any], fingerp
         and np.array_equal(outcomes.label[known], labels[index])
     ):
         raise InputError(f"{path} holds outcomes of other images: choose another run_dir.")
-    if not same_answers(outcomes.about.get("answers"), fingerprint.answers):
+    if not same_answers(answers, fingerprint.answers):
         raise InputError(
             f"{path} holds outcomes of another model (its weights are the same, but it answers otherwise: its code has "
             "changed): choose another run_dir."
         )
+
+
+def _told_apart(model: Any) -> Any:
+    """The description of a model without its structure: another torch may print the same layers otherwise."""
+    return (
+        {key: value for key, value in model.items() if key != "structure"}
+        if isinstance(model, dict)
+        else model
+    )
 
 
 def _span(part: Outcomes) -> str:
