@@ -23,6 +23,9 @@ from ecnn.auditing.bench import (
     members,
     memory,
     outside,
+    papers_inputs,
+    papers_networks,
+    papers_truthful,
     purifiers,
     scores,
     secrets,
@@ -30,6 +33,7 @@ from ecnn.auditing.bench import (
 )
 from ecnn.auditing.bench.claims import BY_AN_INFORMED_ATTACK, BY_AUTOATTACK, BY_FGSM, BY_PGD, false, honest
 from ecnn.auditing.bench.informed import informed_accuracy
+from ecnn.auditing.bench.networks import training
 from ecnn.auditing.bench.subject import VERSION, Half, Subject
 from ecnn.auditing.bench.table import Row
 from ecnn.auditing.bench.table import examine as _examine
@@ -48,8 +52,11 @@ _PLACES = (
     chance,
     memory,
     purifiers,
+    papers_inputs,
+    papers_networks,
     secrets,
     truthful,
+    papers_truthful,
 )
 
 #: Every model by name: false ones family by family, planted secrets, honest ones.
@@ -121,4 +128,5 @@ __all__ = [
     "honest",
     "informed_accuracy",
     "open_tricks",
+    "training",
 ]

@@ -9,11 +9,12 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from ecnn.attacks import BIM, FGSM, PGD, Attack, AutoAttack
+from ecnn.attacks import BIM, FGSM, PGD, Attack, AutoAttack, Square
 from ecnn.attacks.views import Loss
 from ecnn.auditing.bench.informed import informed_accuracy
 from ecnn.auditing.bench.networks import interval_margins
 from ecnn.auditing.bench.subject import EPS, Half, Key, Make, Protocol, Subject, Train
+from ecnn.objectives import predicted_classes
 
 
 def reports(make: Callable[[float], Attack], count: Literal["robust", "after"] = "robust") -> Protocol:
@@ -97,6 +98,25 @@ BY_BIM: Claim = (reports(bim), "BIM, 10 steps")
 BY_PGD: Claim = (reports(pgd), "PGD on cross-entropy, 10 steps")
 BY_AUTOATTACK: Claim = (reports(autoattack), "AutoAttack")
 BY_AN_INFORMED_ATTACK: Claim = (known_trick, "an attack made for the model")
+
+
+def by_transfer(part: str) -> Claim:
+    """The claim of authors who attack a part that they take for the whole, and carry the points over."""
+
+    def claim(model: nn.Module, images: Tensor, labels: Tensor, eps: float) -> float:
+        points = pgd(eps)(model.get_submodule(part), images, labels)
+        with torch.no_grad():
+            right = [predicted_classes(model(shown)) == labels for shown in (images, points)]
+        return float((right[0] & right[1]).double().mean())
+
+    return claim, "PGD on a network without the defence, carried over"
+
+
+def square(eps: float) -> Attack:
+    return Square(norm="linf", eps=eps, queries=200)
+
+
+BY_SQUARE: Claim = (reports(square), "Square, 200 queries")
 
 
 def false(

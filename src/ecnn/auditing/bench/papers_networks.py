@@ -1,0 +1,480 @@
+"""Published defences inside the network or after it, drawn from the literature after the attacks were changed."""
+
+from __future__ import annotations
+
+import random
+
+import torch
+import torch.nn.functional as F  # noqa: N812 the name everybody knows
+from torch import Tensor, nn
+
+from ecnn.auditing.bench.chance import FOREIGN, RANDOM, Noise
+from ecnn.auditing.bench.claims import BY_FGSM, BY_PGD, BY_SQUARE, false
+from ecnn.auditing.bench.features import INDICES, ROUNDED
+from ecnn.auditing.bench.members import MEMBERS, WEAK
+from ecnn.auditing.bench.memory import BATCH, BatchNorm
+from ecnn.auditing.bench.networks import always, convolutional, dense, each, training
+from ecnn.auditing.bench.papers_inputs import mixed_loss
+from ecnn.auditing.bench.purifiers import PURIFIED
+from ecnn.auditing.bench.scores import BENT, SATURATED
+from ecnn.auditing.bench.tricks import Trick
+from ecnn.codes import load_code
+from ecnn.data import Dataset
+from ecnn.objectives import score_cross_entropy
+
+
+class Pruned(Trick):
+    """Activations drawn by their size; those that are not drawn become zero (Dhillon et al. 2018)."""
+
+    def __init__(self, share: float) -> None:
+        super().__init__()
+        self.share = share
+
+    def forward(self, features: Tensor) -> Tensor:
+        if self.is_open:
+            return features
+        draws = max(1, round(self.share * features.shape[1]))
+        chance = features.abs() / features.abs().sum(dim=1, keepdim=True).clamp(min=1e-9)
+        drawn = torch.multinomial(chance.detach() + 1e-9, draws, replacement=True)
+        kept = torch.zeros_like(features).scatter(1, drawn, 1.0)
+        return kept * features / (1 - (1 - chance) ** draws).clamp(min=1e-3)
+
+
+class LocalWinners(Trick):
+    """In each group one unit passes, drawn by its value (Panousis et al. 2021)."""
+
+    def __init__(self, group: int) -> None:
+        super().__init__()
+        self.group = group
+
+    def forward(self, features: Tensor) -> Tensor:
+        grouped = features.view(len(features), -1, self.group)
+        soft = torch.softmax(grouped, dim=2)
+        if self.opened:
+            return (soft * grouped).flatten(1)
+        drawn = torch.multinomial(soft.detach().flatten(0, 1), 1).view(len(features), -1)
+        hard = F.one_hot(drawn, self.group).to(features.dtype)
+        if self.training:
+            hard = hard + soft - soft.detach()
+        return (hard * grouped).flatten(1)
+
+
+class SelfEnsemble(Trick):
+    """Noise before every layer, and the mean over several passes (Liu et al. 2018)."""
+
+    def __init__(self, network: nn.Sequential, deviation: float, passes: int) -> None:
+        super().__init__()
+        self.network, self.deviation, self.passes = network, deviation, passes
+
+    def forward(self, images: Tensor) -> Tensor:
+        if self.opened:
+            plain: Tensor = self.network(images)
+            return plain
+        scores = [self._pass(images) for _ in range(1 if self.training else self.passes)]
+        return torch.stack([torch.log_softmax(score, dim=1) for score in scores]).mean(dim=0)
+
+    def _pass(self, images: Tensor) -> Tensor:
+        features = images
+        for layer in self.network:
+            if isinstance(layer, nn.Linear):
+                features = features + self.deviation * torch.randn_like(features)
+            features = layer(features)
+        return features
+
+
+class Sign(Trick):
+    """Plus or minus one for each feature (Galloway et al. 2018, binarised networks)."""
+
+    def forward(self, features: Tensor) -> Tensor:
+        scaled = F.layer_norm(features, features.shape[1:])
+        return self.hide(torch.where(scaled >= 0, 1.0, -1.0).to(features.dtype), torch.tanh(2 * scaled))
+
+
+class Saturated(Trick):
+    """Units so steep that they are nearly always flat (Nayebi & Ganguli 2017)."""
+
+    def __init__(self, slope: float) -> None:
+        super().__init__()
+        self.slope = slope
+
+    def forward(self, features: Tensor) -> Tensor:
+        steep = torch.sigmoid(self.slope * features)
+        return self.hide(steep, torch.sigmoid(3 * features)) if self.is_open else steep
+
+
+class LayerNeighbours(Trick):
+    """Votes of the training images nearest in each layer (Papernot & McDaniel 2018, deep k-nearest neighbours)."""
+
+    labels: Tensor
+    first: Tensor
+    second: Tensor
+
+    def __init__(self, data: Dataset, network: nn.Sequential, count: int) -> None:
+        super().__init__()
+        self.network, self.count = network, count
+        labels = data.train[:][1]
+        self.register_buffer("labels", labels)
+        for name in ("first", "second"):
+            self.register_buffer(name, torch.randn(len(labels), 64))
+
+    def layers(self, images: Tensor) -> tuple[Tensor, Tensor]:
+        """(batch, feature) after the first and the second hidden layer."""
+        first = self.network[:3](images)
+        return F.normalize(first, dim=1), F.normalize(self.network[3:5](first), dim=1)
+
+    def forward(self, images: Tensor) -> Tensor:
+        answers = F.one_hot(self.labels, 10).to(images.dtype)
+        total = torch.zeros(len(images), 10, device=images.device)
+        for features, known in zip(self.layers(images), (self.first, self.second), strict=True):
+            apart = torch.cdist(features, known)
+            if self.is_open:
+                total = total + torch.softmax(-20 * apart, dim=1) @ answers
+            else:
+                total = total + answers[apart.topk(self.count, largest=False).indices].mean(dim=1)
+        return torch.log(total / 2 + 1e-6) if self.is_open else total
+
+
+def _train_and_keep(model: nn.Module, data: Dataset) -> None:
+    """Trains the network, then keeps the features of the training images."""
+    assert isinstance(model, LayerNeighbours)
+    training(epochs=10)(model.network, data)
+    with torch.no_grad():
+        first, second = model.eval().layers(data.train[:][0])
+        model.first.copy_(first)
+        model.second.copy_(second)
+
+
+class HardDecoded(Trick):
+    """Bits of a code, each decided for itself, and the distance to every codeword (Verma & Swami 2019)."""
+
+    words: Tensor
+
+    def __init__(self, network: nn.Module) -> None:
+        super().__init__()
+        self.network = network
+        self.register_buffer("words", torch.tensor(load_code("10x15").signed, dtype=torch.float32))
+
+    def forward(self, images: Tensor) -> Tensor:
+        bits: Tensor = self.network(images)
+        return (torch.tanh(bits) if self.is_open else torch.sign(bits)) @ self.words.T
+
+
+class Misleading(Trick):
+    """The margin reflected within steps, so that it falls where it grows (Chen et al. 2022)."""
+
+    def __init__(self, step: float) -> None:
+        super().__init__()
+        self.step = step
+
+    def forward(self, scores: Tensor) -> Tensor:
+        if self.is_open:
+            return scores
+        best = scores.topk(2, dim=1)
+        margin = best.values[:, :1] - best.values[:, 1:]
+        middle = ((margin / self.step).floor() + 0.5).detach() * self.step
+        return scores.scatter_add(1, best.indices[:, :1], 2 * (middle - margin))
+
+
+class MovingTarget(Trick):
+    """Another network in every pass, chosen by Python's generator (Sengupta et al. 2019, MTDeep)."""
+
+    def __init__(self, *networks: nn.Module) -> None:
+        super().__init__()
+        self.networks = nn.ModuleList(networks)
+
+    def forward(self, images: Tensor) -> Tensor:
+        if self.is_open:
+            scores = torch.stack([network(images) for network in self.networks])
+            return torch.log_softmax(scores, dim=2).mean(dim=0)
+        chosen: Tensor = self.networks[random.randrange(len(self.networks))](images)
+        return chosen
+
+
+class TestTimeSteps(Trick):
+    """Moves the image by steps of its own before it classifies.
+
+    Toward more confidence in the answer (Alfarra et al. 2022, anti-adversary), or away from all classes at once (Wu et
+    al. 2021, hedge defence).
+    """
+
+    def __init__(self, network: nn.Module, *, hedges: bool, radius: float, steps: int) -> None:
+        super().__init__()
+        self.network, self.hedges, self.radius, self.steps = network, hedges, radius, steps
+
+    def forward(self, images: Tensor) -> Tensor:
+        if self.is_open:
+            plain: Tensor = self.network(images)
+            return plain
+        scores: Tensor = self.network(images + self._find(images.detach()))
+        return scores
+
+    def _find(self, images: Tensor) -> Tensor:
+        moved = torch.zeros_like(images)
+        with torch.enable_grad():
+            answers = self.network(images).argmax(dim=1)
+            for _ in range(self.steps):
+                moved = moved.detach().requires_grad_(True)
+                logs = torch.log_softmax(self.network(images + moved), dim=1)
+                goal = -logs.sum() if self.hedges else logs.gather(1, answers[:, None]).sum()
+                (gradient,) = torch.autograd.grad(goal, moved)
+                moved = (moved + self.radius / 2 * gradient.sign()).clamp(-self.radius, self.radius)
+        return moved.detach()
+
+
+class Generated(Trick):
+    """The nearest image that a generator makes, found by descent (Samangouei et al. 2018, Defense-GAN)."""
+
+    def __init__(self, encoder: nn.Module, generator: nn.Module, network: nn.Module, steps: int) -> None:
+        super().__init__()
+        self.coder = nn.Sequential(encoder, generator)
+        self.network, self.steps = network, steps
+
+    def forward(self, images: Tensor) -> Tensor:
+        wanted = images.detach().flatten(1)
+        code = torch.zeros(len(images), 12, device=images.device)
+        with torch.enable_grad():
+            for _ in range(self.steps):
+                code = code.detach().requires_grad_(True)
+                error = (self.coder[1](code) - wanted).square().sum()
+                (gradient,) = torch.autograd.grad(error, code)
+                code = code - 0.05 * gradient
+        made = self.coder[1](code).detach().view_as(images)
+        scores: Tensor = self.network(self.hide(made, images))
+        return scores
+
+
+class Diffused(Trick):
+    """Noise, then steps of a denoiser back (Nie et al. 2022, DiffPure)."""
+
+    def __init__(self, denoiser: nn.Module, network: nn.Module) -> None:
+        super().__init__()
+        self.denoiser, self.network = denoiser, network
+
+    def forward(self, images: Tensor) -> Tensor:
+        cleaned = images.detach()
+        with torch.no_grad():
+            for level in (0.3, 0.15, 0.05):
+                noise = torch.zeros_like(images) if self.opened else torch.randn_like(images)
+                made = self.denoiser(cleaned + level * noise).view_as(images)
+                cleaned = (0.5 * cleaned + 0.5 * made).clamp(0, 1)
+        scores: Tensor = self.network(self.hide(cleaned, images))
+        return scores
+
+
+class AdaptsToBatch(Trick):
+    """Normalised by the batch, and a few steps down the entropy of its answers first (Wang et al. 2021, DENT)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(
+            nn.Conv2d(1, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 16, 3, stride=2, padding=1)
+        )
+        self.norm = BatchNorm(16)
+        self.head = nn.Sequential(nn.ReLU(), nn.Flatten(), nn.Linear(256, 10))
+
+    def forward(self, images: Tensor) -> Tensor:
+        features: Tensor = self.norm(self.body(images))
+        scale, shift = torch.ones(1, 16, 1, 1), torch.zeros(1, 16, 1, 1)
+        if not self.is_open:
+            scale, shift = self._adapt(features.detach(), scale, shift)
+        scores: Tensor = self.head(features * scale + shift)
+        return scores
+
+    def _adapt(self, features: Tensor, scale: Tensor, shift: Tensor) -> tuple[Tensor, Tensor]:
+        with torch.enable_grad():
+            for _ in range(4):
+                scale, shift = (part.detach().requires_grad_(True) for part in (scale, shift))
+                logs = torch.log_softmax(self.head(features * scale + shift), dim=1)
+                entropy = -(logs.exp() * logs).sum(dim=1).mean()
+                slopes = torch.autograd.grad(entropy, (scale, shift))
+                scale, shift = scale - 0.5 * slopes[0], shift - 0.5 * slopes[1]
+        return scale.detach(), shift.detach()
+
+
+def denoising_loss(model: nn.Module, images: Tensor, labels: Tensor) -> Tensor:
+    """Squared error of images that come back from much noise."""
+    noisy = images + 0.3 * torch.rand(len(images), 1, 1, 1) * torch.randn_like(images)
+    loss: Tensor = (model(noisy) - images.flatten(1)).square().sum(dim=1).mean()
+    return loss
+
+
+def copying_loss(model: nn.Module, images: Tensor, labels: Tensor) -> Tensor:
+    """Squared error of images that come back, and of codes far from zero."""
+    assert isinstance(model, nn.Sequential)
+    code: Tensor = model[0](images)
+    made: Tensor = model[1](code)
+    return (made - images.flatten(1)).square().sum(dim=1).mean() + 0.01 * code.square().sum(dim=1).mean()
+
+
+def smoothed_loss(model: nn.Module, images: Tensor, labels: Tensor) -> Tensor:
+    """Cross-entropy with three tenths of each label shared by all classes."""
+    logs = torch.log_softmax(model(images), dim=1)
+    return 0.7 * score_cross_entropy(logs, labels).mean() - 0.3 * logs.mean()
+
+
+SUBJECTS = [
+    false(
+        RANDOM,
+        "activation_pruning",
+        "activations are drawn by their size (Dhillon et al. 2018, stochastic activation pruning)",
+        always(lambda: dense(width=128, activation=lambda: nn.Sequential(nn.ReLU(), Pruned(0.5)))),
+        training(epochs=12),
+        BY_FGSM,
+        half="second",
+    ),
+    false(
+        RANDOM,
+        "local_winners",
+        "in each group one unit passes, drawn by its value (Panousis et al. 2021, stochastic local winners)",
+        always(lambda: dense(width=128, activation=lambda: LocalWinners(4))),
+        training(epochs=25),
+        BY_FGSM,
+        half="second",
+    ),
+    false(
+        RANDOM,
+        "self_ensemble",
+        "noise before every layer, five passes (Liu et al. 2018, random self-ensemble); attacked by queries alone",
+        always(lambda: SelfEnsemble(dense(), 0.1, 5)),
+        training(epochs=20),
+        BY_SQUARE,
+        half="second",
+    ),
+    false(
+        RANDOM,
+        "noise_against_queries",
+        "a little noise spoils comparisons of scores (Qin et al. 2021); attacked by queries alone",
+        always(lambda: nn.Sequential(Noise(0.02), dense())),
+        training(epochs=12),
+        BY_SQUARE,
+        half="second",
+    ),
+    false(
+        FOREIGN,
+        "moving_target",
+        "another of four networks in every pass, chosen by Python's generator (Sengupta et al. 2019, MTDeep)",
+        always(lambda: MovingTarget(dense(), convolutional(), dense(width=32), convolutional(width=12))),
+        each(**{f"networks.{number}": training(epochs=15, lr=0.01) for number in range(4)}),
+        BY_FGSM,
+        half="second",
+    ),
+    false(
+        ROUNDED,
+        "binarised_network",
+        "activations are plus or minus one (Galloway et al. 2018): no gradient",
+        always(lambda: dense(width=192, activation=Sign)),
+        training(epochs=20),
+        BY_PGD,
+        half="second",
+    ),
+    false(
+        SATURATED,
+        "saturated_units",
+        "units are so steep that they are nearly always flat (Nayebi & Ganguli 2017)",
+        always(lambda: dense(width=128, activation=lambda: Saturated(2000.0))),
+        training(epochs=25),
+        BY_PGD,
+        half="second",
+    ),
+    false(
+        INDICES,
+        "deep_neighbours",
+        "neighbours in two layers vote (Papernot & McDaniel 2018, deep k-nearest neighbours): no gradient",
+        lambda data: LayerNeighbours(data, dense(), 15),
+        _train_and_keep,
+        BY_PGD,
+        half="second",
+    ),
+    false(
+        MEMBERS,
+        "hard_decoded_code",
+        "bits of an error-correcting code are decided one by one (Verma & Swami 2019): no gradient",
+        always(lambda: HardDecoded(nn.Sequential(*list(dense(width=96))[:-1], nn.Linear(96, 15)))),
+        training(epochs=12),
+        BY_PGD,
+        half="second",
+    ),
+    false(
+        BENT,
+        "attack_on_attackers",
+        "the margin is reflected within steps, so that attacks walk back (Chen et al. 2022, AAA)",
+        always(lambda: nn.Sequential(dense(), Misleading(2.0))),
+        training(epochs=12),
+        BY_PGD,
+        half="second",
+    ),
+    false(
+        PURIFIED,
+        "anti_adversary",
+        "before it classifies, the model moves the image toward its answer (Alfarra et al. 2022, anti-adversary)",
+        always(lambda: TestTimeSteps(dense(), hedges=False, radius=0.2, steps=3)),
+        training(epochs=12),
+        BY_PGD,
+        half="second",
+    ),
+    false(
+        PURIFIED,
+        "hedge_defence",
+        "before it classifies, the model moves the image away from all classes (Wu et al. 2021, hedge defence)",
+        always(lambda: TestTimeSteps(dense(width=128), hedges=True, radius=0.1, steps=4)),
+        training(epochs=12),
+        BY_FGSM,
+        half="second",
+    ),
+    false(
+        PURIFIED,
+        "nearest_generated",
+        "the nearest image of a generator is classified (Samangouei et al. 2018, Defense-GAN): no gradient",
+        always(
+            lambda: Generated(
+                nn.Sequential(nn.Flatten(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 12)),
+                nn.Sequential(nn.Linear(12, 64), nn.ReLU(), nn.Linear(64, 64)),
+                dense(),
+                20,
+            )
+        ),
+        each(coder=training(copying_loss, epochs=25, lr=0.01), network=training(epochs=10)),
+        BY_PGD,
+        half="second",
+    ),
+    false(
+        PURIFIED,
+        "diffused",
+        "noise, then steps of a denoiser back (Nie et al. 2022, DiffPure): no gradient",
+        always(
+            lambda: Diffused(
+                nn.Sequential(nn.Flatten(), nn.Linear(64, 96), nn.ReLU(), nn.Linear(96, 64)), dense()
+            )
+        ),
+        each(denoiser=training(denoising_loss, epochs=25, lr=0.01), network=training(epochs=10)),
+        BY_PGD,
+        half="second",
+    ),
+    false(
+        BATCH,
+        "adapts_to_the_batch",
+        "a few steps down the entropy of the batch's answers come first (Wang et al. 2021, DENT)",
+        always(AdaptsToBatch),
+        training(epochs=15, lr=0.01),
+        BY_PGD,
+        half="second",
+    ),
+    false(
+        WEAK,
+        "label_smoothing",
+        "trained on smoothed labels (Warde-Farley & Goodfellow 2016), attacked by one step only",
+        always(dense),
+        training(smoothed_loss, epochs=25),
+        BY_FGSM,
+        half="second",
+    ),
+    false(
+        WEAK,
+        "mixup_training",
+        "trained on mixtures of images (Zhang et al. 2018, mixup), attacked by one step only",
+        always(lambda: dense(width=128)),
+        training(mixed_loss, epochs=25),
+        BY_FGSM,
+        half="second",
+    ),
+]

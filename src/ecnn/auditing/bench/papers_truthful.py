@@ -1,0 +1,182 @@
+"""Published defences with honest claims, drawn from the literature after the attacks were changed."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F  # noqa: N812 the name everybody knows
+from torch import Tensor, nn
+
+from ecnn.attacks import FGSM
+from ecnn.auditing.bench.claims import BY_AN_INFORMED_ATTACK, honest
+from ecnn.auditing.bench.features import WinnersTakeAll
+from ecnn.auditing.bench.inputs import BlockCodec, Thermometer
+from ecnn.auditing.bench.networks import always, convolutional, dense, facing, seen_through, training
+from ecnn.auditing.bench.subject import EPS
+from ecnn.auditing.bench.tricks import Trick
+from ecnn.data import Dataset
+from ecnn.objectives import score_cross_entropy
+
+
+class ClassSpaces(nn.Module):
+    """How far an image lies from each class's own principal components: the likelihood under simple generators."""
+
+    means: Tensor
+    components: Tensor
+
+    def __init__(self, data: Dataset, count: int) -> None:
+        super().__init__()
+        images, labels = data.train[:]
+        means, components = [], []
+        for number in range(10):
+            own = images[labels == number].flatten(1)
+            means.append(own.mean(dim=0))
+            components.append(torch.linalg.svd(own - means[-1], full_matrices=False)[2][:count])
+        self.register_buffer("means", torch.stack(means))
+        self.register_buffer("components", torch.stack(components))
+
+    def forward(self, images: Tensor) -> Tensor:
+        apart = images.flatten(1)[:, None] - self.means
+        explained = torch.einsum("bcp,ckp->bck", apart, self.components)
+        return explained.square().sum(dim=2) - apart.square().sum(dim=2)
+
+
+class OneOf(Trick):
+    """One of several networks, drawn for every image in every pass (Pinot et al. 2020); opened their mean."""
+
+    def __init__(self, *networks: nn.Module) -> None:
+        super().__init__()
+        self.networks = nn.ModuleList(networks)
+
+    def forward(self, images: Tensor) -> Tensor:
+        scores = torch.stack([network(images) for network in self.networks])
+        if self.is_open:
+            return torch.log(torch.softmax(scores, dim=2).mean(dim=0) + 1e-9)
+        return scores[torch.randint(len(scores), (len(images),)), torch.arange(len(images))]
+
+
+class Halves(Trick):
+    """Black or white."""
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.hide((images > 0.5).to(images.dtype), torch.sigmoid(10 * (images - 0.5)))
+
+
+class Angles(nn.Module):
+    """Scores from angles alone: features and weights of length one (Pang et al. 2020)."""
+
+    def __init__(self, inputs: int, scale: float) -> None:
+        super().__init__()
+        self.weight, self.scale = nn.Parameter(torch.randn(10, inputs)), scale
+
+    def forward(self, features: Tensor) -> Tensor:
+        return self.scale * F.normalize(features, dim=1) @ F.normalize(self.weight, dim=1).T
+
+
+def flat_loss(model: nn.Module, images: Tensor, labels: Tensor) -> Tensor:
+    """Cross-entropy and the size of its own gradient in the pixels (Ross & Doshi-Velez 2018)."""
+    with torch.enable_grad():
+        points = images.detach().requires_grad_(True)
+        losses = score_cross_entropy(model(points), labels)
+        (slopes,) = torch.autograd.grad(losses.sum(), points, create_graph=True)
+        return losses.mean() + EPS * slopes.abs().flatten(1).sum(dim=1).mean()
+
+
+def pairing_loss(model: nn.Module, images: Tensor, labels: Tensor) -> Tensor:
+    """Cross-entropy after a step from a random point, and how far scores moved (after Kannan et al. 2018)."""
+    with torch.enable_grad():
+        start = images.detach() + EPS * (2 * torch.rand_like(images) - 1)
+        start = start.clamp(0, 1).requires_grad_(True)
+        (slope,) = torch.autograd.grad(score_cross_entropy(model(start), labels).sum(), start)
+    step = start.detach() + EPS * slope.sign()
+    attacked = torch.minimum(torch.maximum(step, images - EPS), images + EPS).clamp(0, 1)
+    shown: Tensor = model(attacked)
+    apart: Tensor = (shown - model(images)).square().sum(dim=1)
+    return score_cross_entropy(shown, labels).mean() + 0.5 * apart.mean()
+
+
+_ON_PGD = training(epochs=30, attack=facing())
+
+SUBJECTS = [
+    honest(
+        "gradient_regularised",
+        "trained to have small gradients (Ross & Doshi-Velez 2018)",
+        always(lambda: dense(width=128, activation=nn.Softplus)),
+        training(flat_loss, epochs=25),
+        half="second",
+    ),
+    honest(
+        "fast_adversarial",
+        "trained on one step from a random point (Wong et al. 2020)",
+        always(lambda: dense(width=128)),
+        training(epochs=30, attack=FGSM(norm="linf", eps=EPS, keep="last")),
+        half="second",
+    ),
+    honest(
+        "logit_pairing",
+        "scores of an image and of a step from it are kept together (after Kannan et al. 2018)",
+        always(lambda: dense(width=128)),
+        training(pairing_loss, epochs=30),
+        half="second",
+    ),
+    honest(
+        "class_generators",
+        "the class whose simple generator explains the image best (after Schott et al. 2019)",
+        lambda data: ClassSpaces(data, 8),
+        lambda model, data: None,
+        half="second",
+    ),
+    honest(
+        "adversarial_winners_take_all",
+        "only the largest third of the activations pass (Xiao et al. 2020), trained on PGD",
+        always(lambda: dense(width=128, activation=lambda: nn.Sequential(WinnersTakeAll(0.33), nn.ReLU()))),
+        _ON_PGD,
+        BY_AN_INFORMED_ATTACK,
+        half="second",
+    ),
+    honest(
+        "adversarial_thermometer",
+        "thermometer-coded pixels (Buckman et al. 2018), trained on PGD through the code",
+        always(lambda: nn.Sequential(Thermometer(8), dense(512, width=128))),
+        seen_through(_ON_PGD),
+        BY_AN_INFORMED_ATTACK,
+        half="second",
+    ),
+    honest(
+        "adversarial_codec",
+        "trained on PGD through a codec (after Das et al. 2018)",
+        always(lambda: nn.Sequential(BlockCodec(0.05), dense(width=128))),
+        seen_through(_ON_PGD),
+        BY_AN_INFORMED_ATTACK,
+        half="second",
+    ),
+    honest(
+        "black_and_white",
+        "pixels are black or white (the remark of Schott et al. 2019), trained on PGD through it",
+        always(lambda: nn.Sequential(Halves(), dense(width=128))),
+        seen_through(_ON_PGD),
+        BY_AN_INFORMED_ATTACK,
+        half="second",
+    ),
+    honest(
+        "one_of_three",
+        "one of three networks trained on PGD, drawn for every image (Pinot et al. 2020)",
+        always(lambda: OneOf(dense(), dense(), dense(width=96))),
+        seen_through(_ON_PGD),
+        BY_AN_INFORMED_ATTACK,
+        half="second",
+    ),
+    honest(
+        "angles",
+        "scores from angles alone (Pang et al. 2020), trained on PGD",
+        always(lambda: nn.Sequential(*list(convolutional())[:-1], Angles(32, 15.0))),
+        training(epochs=25, attack=facing(), lr=0.01),
+        half="second",
+    ),
+    honest(
+        "smooth_activations",
+        "smooth activations (Xie et al. 2020), trained on PGD",
+        always(lambda: dense(width=128, activation=nn.SiLU)),
+        _ON_PGD,
+        half="second",
+    ),
+]
