@@ -37,6 +37,7 @@ from ecnn.checks import (
     check_kind,
     check_options,
     check_shares,
+    is_needed,
     parse_eps,
     shown,
 )
@@ -280,6 +281,12 @@ def attack_options(kind: str) -> list[str]:
     """Names of the options that an attack of that kind has."""
     check_choice("attack", kind, ATTACKS)
     return [entry.name for entry in dataclasses.fields(ATTACKS[kind]) if entry.init]
+
+
+def needed_options(kind: str) -> list[str]:
+    """Names of those that have no default."""
+    check_choice("attack", kind, ATTACKS)
+    return [entry.name for entry in dataclasses.fields(ATTACKS[kind]) if is_needed(entry)]
 
 
 def make_attack(table: Mapping[str, Any]) -> Attack:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,6 +34,7 @@ from ecnn.auditing.deployed import (
 from ecnn.auditing.diagnostics import diagnose, read_evidence
 from ecnn.auditing.diagnostics.sanity import grey_radius
 from ecnn.auditing.findings import Finding, alarm, note
+from ecnn.auditing.own import AnyAttack, join_own, notes_on_request
 from ecnn.auditing.report import AUDIT_VERSION, Audit, Verdict
 from ecnn.auditing.smoothing import Smoothed
 from ecnn.auditing.stages import Staged, make_stages
@@ -49,6 +50,7 @@ from ecnn.evaluation.batch import BATCH_SIZE, check_request, place
 from ecnn.evaluation.inputs import Images, read_images
 from ecnn.evaluation.intervals import Interval, wilson_interval
 from ecnn.evaluation.provenance import describe, describe_model, same_answers
+from ecnn.evaluation.readings import check_reading
 from ecnn.progress import Progress
 
 FOLDER, RESULT, PAGE = "audit", "audit.json", "audit.md"
@@ -70,6 +72,8 @@ def audit(
     min_accuracy: float | None = None,
     limit: int | None = None,
     classes: Sequence[int] | None = None,
+    attacks: Mapping[str, AnyAttack] | None = None,
+    batch_size: int | None = None,
     budget: str | Budget = "standard",
     seed: int = 0,
     run_dir: str | os.PathLike[str] | None = None,
@@ -101,6 +105,10 @@ def audit(
         min_accuracy: the least that is asked for, from 0 to 1; None asks for nothing.
         limit: how many images, the first of the data; the budget's number if not given.
         classes: only images of these classes; the model may answer with any of its classes.
+        attacks: of your own, by name, which join the suite at its end: an `Attack`, or a function (model, images,
+            labels, *, norm, eps, seed) -> images as `ecnn.evaluation.OwnAttack` takes it. Points outside of the ball
+            do not count and are named in a finding; one that raises an error is among the attacks not made.
+        batch_size: images attacked at a time, on which the memory depends; changes no result but rounding.
         budget: "quick", "standard", "thorough", or one of your own.
         seed: of all randomness.
         run_dir: keeps the records there under audit/, and the result as audit.json and audit.md.
@@ -116,7 +124,8 @@ def audit(
     check_kind("model", model, nn.Module, "a torch module")
     deployment = take_copy(model)  # before anything is asked
     split = read_images(split, limit + MOST_EXAMPLES, classes=classes, progress=progress)
-    chosen = check_request(deployment.fresh(), split, limit, BATCH_SIZE)
+    chosen = check_request(deployment.fresh(), split, limit, batch_size or BATCH_SIZE)
+    check_reading(deployment.fresh(), chosen, batch_size=batch_size or BATCH_SIZE)
     folder = None if run_dir is None else Path(run_dir) / FOLDER
     if run_dir is not None:
         files.check_writable(Path(run_dir) / RESULT)
@@ -127,7 +136,7 @@ def audit(
     )
     with nullcontext() if run_dir is None else files.locked(run_dir, "audit"):
         deployment, findings = examine(deployment, subject)
-        request = _Request(split, folder, resume, progress)
+        request = _Request(split, folder, resume, progress, attacks, classes, batch_size)
         found = _audit(dataclasses.replace(subject, model=deployment.fresh()), deployment, request)
         if found.staged.late is not None:
             deployment, late = _ask_otherwise(deployment, found.staged.late)
@@ -150,6 +159,9 @@ class _Request:
     folder: Path | None
     resume: bool
     progress: Progress | None
+    own: Mapping[str, AnyAttack] | None
+    classes: Sequence[int] | None
+    batch_size: int | None
 
 
 @dataclass(frozen=True)
@@ -174,8 +186,9 @@ def _audit(subject: Subject, deployment: Deployment, request: _Request) -> _Foun
             folder=request.folder,
             resume=request.resume,
             progress=request.progress,
+            batch_size=request.batch_size,
         )
-        stages.make(attacks)
+        stages.make(join_own(attacks, request.own, subject))
         staged = stages.result()
         if staged.late is not None:
             return _Found(staged, is_random, [])
@@ -185,6 +198,7 @@ def _audit(subject: Subject, deployment: Deployment, request: _Request) -> _Foun
     evidence = [] if is_random else read_evidence(staged.evaluation)
     trouble = [*_failures(staged), *_nan_gradients(staged), *_precision(subject), *_wide_ball(subject)]
     trouble += _contradictions(subject, staged, certified)
+    trouble += notes_on_request(staged.evaluation, request.classes, request.own)
     return _Found(staged, is_random, [*staged.findings, *evidence, *trouble, *found], certified)
 
 

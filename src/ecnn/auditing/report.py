@@ -37,7 +37,7 @@ class Stage:
         attacked: images that it was made on.
         broken: of these, how many it broke; for a random model by how many images' worth the accuracy fell.
         accuracy: share of all images that stand after it.
-        forwards, backwards: images that went through the model for it.
+        forwards, backwards: images that went through the model for it; 0 where an attack of the user's does not say.
         seconds: on the clock.
     """
 
@@ -193,7 +193,7 @@ def _stage_lines(audit: Audit) -> list[str]:
     lines.append(f"| none | {audit.images} | | {_percent(audit.clean_accuracy)} | | |")
     lines += [
         f"| {stage.name} | {stage.attacked} | {_count(stage.broken)} | {_percent(stage.accuracy)} "
-        f"| {stage.forwards:,} | {stage.backwards:,} |"
+        + (f"| {stage.forwards:,} | {stage.backwards:,} |" if stage.forwards else "| - | - |")
         for stage in audit.stages
     ]
     return lines

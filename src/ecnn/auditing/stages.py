@@ -72,6 +72,7 @@ class Stages:
         folder: for records, None for none.
         resume: goes on with the records there; False begins anew.
         progress: called as progress(done, total, note).
+        batch_size: images attacked at a time; None for what suits the device.
     """
 
     def __init__(
@@ -83,6 +84,7 @@ class Stages:
         folder: Path | None,
         resume: bool,
         progress: Progress | None,
+        batch_size: int | None = None,
     ) -> None:
         self.subject, self.split, self.deployment = subject, split, deployment
         self.evaluation: Evaluation | None = None
@@ -93,7 +95,7 @@ class Stages:
             "limit": len(subject.images),
             "seed": subject.seed,
             "keep_going": True,
-            "batch_size": _BATCH.get(subject.images.device.type, _BATCH["cpu"]),
+            "batch_size": batch_size or _BATCH.get(subject.images.device.type, _BATCH["cpu"]),
             "run_dir": folder,
             "progress": progress,
         }
@@ -238,8 +240,8 @@ def _stage(subject: Subject, found: Outcomes, attacked: int, broken: float, accu
         attacked=attacked,
         broken=broken,
         accuracy=accuracy,
-        forwards=int(found.forwards.sum()),
-        backwards=int(found.backwards.sum()),
+        forwards=int(found.forwards.clip(min=0).sum()),  # -1: an attack of the user's does not say
+        backwards=int(found.backwards.clip(min=0).sum()),
         seconds=float(found.about.get("seconds", 0.0)),
     )
 

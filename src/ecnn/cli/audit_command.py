@@ -9,22 +9,28 @@ from typing import Annotated
 import typer
 
 import ecnn
-from ecnn.cli.options import NORM_HELP, Device, DryRun, JsonFlag, Resume, Root
+from ecnn.cli.options import (
+    NORM_HELP,
+    BatchSize,
+    Classes,
+    Device,
+    DryRun,
+    ImageSize,
+    JsonFlag,
+    ModelOrModule,
+    Module,
+    Resume,
+    Root,
+)
 from ecnn.cli.statuses import telling_if_finished
 
 
 def audit(
-    eps: Annotated[str, typer.Option(help="Radius it is said to be robust in, 0.04 or 8/255.")],
-    model: Annotated[
-        str | None, typer.Argument(help="A run folder or the name of a shipped model; or use --module.")
+    model: ModelOrModule = None,
+    eps: Annotated[
+        str | None, typer.Option(help="Radius it is said to be robust in, 0.04 or 8/255.  [required]")
     ] = None,
-    module: Annotated[
-        str | None,
-        typer.Option(
-            help="file.py:name of a torch module from [0, 1] pixels to scores, or of a function that returns one. Runs "
-            "the file's code."
-        ),
-    ] = None,
+    module: Module = None,
     norm: Annotated[str, typer.Option(help=NORM_HELP)] = "linf",
     claim: Annotated[
         float | None,
@@ -38,14 +44,21 @@ def audit(
         int | None,
         typer.Option(help="The first so many test images.  [default: 100, 1,000 or 10,000 by budget]"),
     ] = None,
+    classes: Classes = None,
+    attack: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="file.py:function of an attack of yours, (model, images, labels, *, norm, eps, seed) -> images, that "
+            "joins the suite. Runs the file's code. Repeatable."
+        ),
+    ] = None,
     data: Annotated[
         str | None,
         typer.Option(help="A dataset or a folder of images.  [default: what the run was trained on]"),
     ] = None,
     root: Root = Path("data"),
-    image_size: Annotated[
-        int | None, typer.Option(help="Pixels of a side, of a folder of images for --module.")
-    ] = None,
+    image_size: ImageSize = None,
+    batch_size: BatchSize = None,
     seed: Annotated[int, typer.Option(help="Same seed, same audit.")] = 0,
     out: Annotated[
         Path | None, typer.Option(help="Keep records, audit.json, audit.md and audit.png there, and resume.")
@@ -57,18 +70,31 @@ def audit(
 ) -> int:
     """Find the accuracy that is left under attack, and say whether to believe a claimed one."""
     from ecnn import pipeline
+    from ecnn.attacks.presets import USUAL_EPS
     from ecnn.spec import AuditTable
 
+    if eps is None:
+        usual = USUAL_EPS.get(norm, USUAL_EPS["linf"])
+        raise ecnn.InputError(f"an audit needs --eps, the radius of the ball: --eps {usual} is usual.")
     table = AuditTable(
         norm=norm, eps=eps, claim=claim, min_accuracy=min_accuracy, limit=limit, budget=budget, seed=seed
     )
     made = pipeline.plan_audit(
-        table, source=model, module=module, data=data, root=root, image_size=image_size, device=device
+        table,
+        source=model,
+        module=module,
+        data=data,
+        root=root,
+        image_size=image_size,
+        device=device,
+        classes=classes,
+        attacks=attack or (),
     )
-    typer.echo(f"at most {made.cost} for {made.images:,} images, and diagnostics", err=True)
+    more = f" and {', '.join(made.attacks)}" if made.attacks else ""
+    typer.echo(f"at most {made.cost} for {made.images:,} images, and diagnostics{more}", err=True)
     if dry_run:
         return 0
     with telling_if_finished(out, "audit.json"), ecnn.progress_bar("auditing") as progress:
-        found = pipeline.audit_run(made, out=out, resume=resume, progress=progress)
+        found = pipeline.audit_run(made, out=out, resume=resume, batch_size=batch_size, progress=progress)
     typer.echo(json.dumps(found.to_dict()) if as_json else found.markdown(), nl=as_json)
     return found.exit_code

@@ -9,15 +9,32 @@ from typing import Annotated
 import typer
 
 import ecnn
-from ecnn.cli.options import NORM_HELP, Device, DryRun, JsonFlag, Resume, Root, SavedModel
+from ecnn.cli.options import (
+    NORM_HELP,
+    BatchSize,
+    Classes,
+    Device,
+    DryRun,
+    ImageSize,
+    JsonFlag,
+    ModelOrModule,
+    Module,
+    Resume,
+    Root,
+)
 from ecnn.cli.statuses import telling_if_finished
 
 
 def evaluate(
-    model: SavedModel,
+    model: ModelOrModule = None,
     attack: Annotated[
-        list[str], typer.Option(help="pgd, autoattack, cw, ... Repeatable; their worst case is given.")
-    ],
+        list[str] | None,
+        typer.Option(
+            help="pgd, autoattack, cw, ...; or file.py:function of one of yours, (model, images, labels, *, norm, eps, "
+            "seed) -> images, which runs the file's code. Repeatable; their worst case is given.  [required]"
+        ),
+    ] = None,
+    module: Module = None,
     norm: Annotated[str | None, typer.Option(help=f"{NORM_HELP}  [default: linf]")] = None,
     eps: Annotated[list[str] | None, typer.Option(help="Radius, 0.04 or 8/255. Repeatable: a curve.")] = None,
     steps: Annotated[int | None, typer.Option(help="Iterations.")] = None,
@@ -36,10 +53,15 @@ def evaluate(
             help="The first so many test images; of a folder, of all classes alike.  [default: all]"
         ),
     ] = None,
+    classes: Classes = None,
     seed: Annotated[int, typer.Option(help="Same seed, same random numbers for every image.")] = 0,
-    data: Annotated[str | None, typer.Option(help="Other data than the model was trained on.")] = None,
+    data: Annotated[
+        str | None,
+        typer.Option(help="A dataset or a folder of images.  [default: what the run was trained on]"),
+    ] = None,
     root: Root = Path("data"),
-    batch_size: Annotated[int | None, typer.Option(help="Images at a time; changes no result.")] = None,
+    image_size: ImageSize = None,
+    batch_size: BatchSize = None,
     out: Annotated[
         Path | None, typer.Option(help="Keep outcomes per image there, and resume from them.")
     ] = None,
@@ -56,10 +78,28 @@ def evaluate(
     options = parse_settings_of("attack", settings or [])
     flags = {"norm": norm, "steps": steps, "step_size": step_size, "loss": loss, "on": on, "keep": keep}
     options |= {name: value for name, value in flags.items() if value is not None}
-    spec = runs.read_spec(model).changed(
-        {"attacks": pipeline.attack_tables(attack, options, eps or ()), "data.test_limit": limit}
+    if not attack:
+        raise ecnn.InputError("--attack says what to attack with: --attack autoattack is usual.")
+    kinds, radii = [name for name in attack if not pipeline.is_own(name)], eps or []
+    own = [name for name in attack if pipeline.is_own(name)]
+    presets = pipeline.presets_for(kinds, options, radii)
+    tables = pipeline.attack_tables(kinds, options, radii, with_own=bool(own))
+    spec = pipeline.evaluation_spec(model, tables, data=data, limit=limit)
+    made = pipeline.plan_evaluation(
+        model,
+        spec,
+        module=module,
+        data=data,
+        root=root,
+        image_size=image_size,
+        device=device,
+        classes=classes,
+        own=pipeline.own_attacks(own, options.get("norm", "linf"), radii, seed),
+        eps=radii,
+        presets=presets,
     )
-    made = pipeline.plan_evaluation(model, spec, data=data, root=root, device=device)
+    for preset in presets.values():
+        typer.echo(str(preset), err=True)
     if dry_run:
         typer.echo(f"about {made.cost}", err=True)
         return

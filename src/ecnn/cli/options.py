@@ -9,7 +9,24 @@ import typer
 
 Root = Annotated[Path, typer.Option(help="Where dataset files are.")]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda, mps.")]
+ModelOrModule = Annotated[
+    str | None, typer.Argument(help="A run folder or the name of a shipped model; or use --module.")
+]
 SavedModel = Annotated[str, typer.Argument(help="A run folder or the name of a shipped model.")]
+Module = Annotated[
+    str | None,
+    typer.Option(
+        help="file.py:name of a torch module from [0, 1] pixels to scores, or of a function that returns one. Runs "
+        "the file's code."
+    ),
+]
+ImageSize = Annotated[int | None, typer.Option(help="Pixels of a side, of a folder of images for --module.")]
+Classes = Annotated[
+    str | None, typer.Option(help="Only images of these classes: 3,5,7 or names.  [default: all]")
+]
+BatchSize = Annotated[
+    int | None, typer.Option(help="Images at a time, which decides the memory; changes no result.")
+]
 NORM_HELP = "linf, l2 or l1."
 Resume = Annotated[bool, typer.Option(help="Go on with what --out holds.")]
 DryRun = Annotated[

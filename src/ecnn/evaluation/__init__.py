@@ -6,6 +6,7 @@ from ecnn.evaluation.inputs import Images, read_images
 from ecnn.evaluation.intervals import PairedComparison, Rate, wilson_interval
 from ecnn.evaluation.loop import evaluate
 from ecnn.evaluation.outcomes import Outcomes, compare
+from ecnn.evaluation.own_attacks import OwnAttack
 from ecnn.evaluation.records import load_evaluation, load_images
 from ecnn.evaluation.results import Curve, Evaluation
 from ecnn.evaluation.transfer import TRANSFER_PGD, TransferMatrix, member_transfer, model_transfer
@@ -17,6 +18,7 @@ __all__ = [
     "Images",
     "MemberFlips",
     "Outcomes",
+    "OwnAttack",
     "PairedComparison",
     "Rate",
     "TRANSFER_PGD",

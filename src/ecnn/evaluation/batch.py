@@ -18,6 +18,7 @@ from ecnn.backbones import undisturbed
 from ecnn.checks import check_count, check_kind
 from ecnn.data import Split
 from ecnn.errors import InputError
+from ecnn.evaluation.own_attacks import OwnAttack
 from ecnn.objectives import predicted_classes
 
 BATCH_SIZE = 256
@@ -34,8 +35,15 @@ def check_request(model: nn.Module, split: Split, limit: int | None, batch_size:
     chosen = split.take(limit)
     if not len(chosen):
         raise InputError("there is no image to evaluate: the split is empty or limit is 0.")
-    with undisturbed(model):
-        scores = _first_scores(model, place(model, chosen[:_FEW][0]))
+    first = place(model, chosen[:_FEW][0])
+    try:
+        with undisturbed(model):
+            scores = _first_scores(model, first)
+    except InputError:
+        raise
+    except Exception:
+        _check_channel_order(model, first)
+        raise
     highest = int(chosen.labels.max())
     if highest >= scores.shape[1]:
         raise InputError(
@@ -55,6 +63,19 @@ def _first_scores(model: nn.Module, images: Tensor) -> Tensor:
         if len(images) == 1:
             raise
     return read_model(model, images)
+
+
+def _check_channel_order(model: nn.Module, images: Tensor) -> None:
+    """Raises InputError if the model, which cannot be asked about these images, takes them with the channels last."""
+    try:
+        with undisturbed(model):
+            read_model(model, images.permute(0, 2, 3, 1).contiguous())
+    except Exception:
+        return
+    raise InputError(
+        "the model takes images with the channels last, (image, height, width, channel): wrap it in a module that asks "
+        "model(images.permute(0, 2, 3, 1))."
+    )
 
 
 def place(model: nn.Module, images: Tensor) -> Tensor:
@@ -85,6 +106,7 @@ class Crafted:
         backwards: (batch,) gradients, likewise.
         predictions: (batch,) what the attack believes the model says of them; None if it does not say.
         nan_gradients: gradients with entries that are not numbers.
+        outside: points of an attack of the user's that left the ball or [0, 1] and do not count.
     """
 
     images: Tensor
@@ -92,6 +114,7 @@ class Crafted:
     backwards: np.ndarray
     predictions: Tensor | None
     nan_gradients: int = 0
+    outside: int = 0
 
 
 def run_attack(
@@ -114,9 +137,11 @@ def run_attack(
         forwards, backwards = (np.asarray(count.cpu()) for count in (found.forwards, found.backwards))
         attacked = check_attacked(found.images, images, name)
         return Crafted(attacked, forwards, backwards, found.predictions, found.nan_gradients)
-    foreign = check_attacked(_run_foreign(model, attack, images, labels), images, name)
-    unknown = np.full(len(images), -1)
-    return Crafted(foreign, unknown, unknown, None)
+    foreign, unknown = _run_foreign(model, attack, images, labels), np.full(len(images), -1)
+    if isinstance(attack, OwnAttack):
+        points, outside = attack.judge(check_form(foreign, images, name), images)
+        return Crafted(points, unknown, unknown, None, outside=outside)
+    return Crafted(check_attacked(foreign, images, name), unknown, unknown, None)
 
 
 def _run_foreign(model: nn.Module, attack: ForeignAttack, images: Tensor, labels: Tensor) -> Tensor:
@@ -125,8 +150,8 @@ def _run_foreign(model: nn.Module, attack: ForeignAttack, images: Tensor, labels
         return attack(model, images.clone(), labels.clone())
 
 
-def check_attacked(attacked: Any, images: Tensor, name: str) -> Tensor:
-    """What an attack returned, in the images' dtype; InputError naming it unless they are images like those it got."""
+def check_form(attacked: Any, images: Tensor, name: str) -> Tensor:
+    """What an attack returned, in the images' dtype; InputError naming it unless it has the images' shape."""
     if not isinstance(attacked, Tensor) or attacked.shape != images.shape or not attacked.is_floating_point():
         came = (
             f"{attacked.dtype} {tuple(attacked.shape)}"
@@ -137,6 +162,12 @@ def check_attacked(attacked: Any, images: Tensor, name: str) -> Tensor:
             f"the attack {name!r} must return floating images of shape {tuple(images.shape)}, but returned {came}."
         )
     checked: Tensor = attacked.detach().to(images)
+    return checked
+
+
+def check_attacked(attacked: Any, images: Tensor, name: str) -> Tensor:
+    """What an attack returned, in the images' dtype; InputError naming it unless they are images like those it got."""
+    checked = check_form(attacked, images, name)
     low, high = (float(bound) for bound in checked.aminmax())
     if not (low >= 0 and high <= 1):  # also catches nan
         raise InputError(f"the attack {name!r} left [0, 1]: its pixels reach from {low:.6g} to {high:.6g}.")

@@ -37,6 +37,7 @@ from ecnn.evaluation.batch import (
 from ecnn.evaluation.inputs import Images, read_images
 from ecnn.evaluation.outcomes import Outcomes, join
 from ecnn.evaluation.provenance import Fingerprint, describe, describe_environment, now
+from ecnn.evaluation.readings import check_reading
 from ecnn.evaluation.records import Records, check_names, prepare_folder, write_summary
 from ecnn.evaluation.results import CLEAN, Evaluation
 from ecnn.progress import Milestone, Progress
@@ -76,9 +77,10 @@ def evaluate(
         model: pixels in [0, 1] to scores (batch, class), on any device.
         split: a Split such as `data.test`; a pair (images, labels) of tensors or arrays, bytes or floats in [0, 1]; a
             torch Dataset of (image, label); or a DataLoader. See `ecnn.evaluation.inputs`.
-        attacks: by name, an `Attack` or any callable (model, images, labels) -> images. Ours draw random numbers by
-            seed and position, so that batch size, order and resumption change nothing. The generators of torch, NumPy
-            and Python, from which others and random models draw, are seeded for each batch and restored after it.
+        attacks: by name, an `Attack`, an `OwnAttack` or any callable (model, images, labels) -> images. Ours draw
+            random numbers by seed and position, so that batch size, order and resumption change nothing. The generators
+            of torch, NumPy and Python, from which others and random models draw, are seeded for each batch and restored
+            after it.
         limit: how many images, the first of the data, or all of them for None; positions are those in the data.
         classes: only images of these classes, the first `limit` of them; positions are those among them. The model may
             answer with any of its classes.
@@ -225,6 +227,8 @@ class _Evaluator:
         everything = np.ones(len(self.chosen), dtype=bool)
         if before is None:
             before = Evaluation(self._finish(_Job(CLEAN, None, None, None, 0), everything, ()), {})
+            right = before.clean.robust
+            check_reading(self.model, self.chosen, batch_size=self.batch_size, right=right)
         self.clean = clean = before.clean
         standing = before.survivors()
         outcomes, failures, undone = dict(before.outcomes), dict(before.failures), dict(before.undone)
@@ -374,6 +378,7 @@ class _Evaluator:
                 **about,
                 "disagreements": disagreements,
                 "nan_gradients": crafted.nan_gradients,
+                **({"outside": crafted.outside} if crafted.outside else {}),
                 "started": started,
                 "finished": now(),
                 "seconds": time.monotonic() - clock,

@@ -215,6 +215,7 @@ def join(parts: Sequence[Outcomes]) -> Outcomes:
             count: sum(about.get(count, 0) for about in abouts)
             for count in ("disagreements", "nan_gradients")
         },
+        **({"outside": outside} if (outside := sum(about.get("outside", 0) for about in abouts)) else {}),
         "environments": sorted({line for about in abouts for line in about.get("environments", ())}),
         "started": min(about.get("started", "") for about in abouts),
         "finished": max(about.get("finished", "") for about in abouts),

@@ -236,6 +236,8 @@ class Evaluation:
         for name, outcomes in self.outcomes.items():
             if spoiled := outcomes.about.get("nan_gradients"):
                 note += f"\n{name}: {spoiled:,} gradients had entries that are not numbers, which counted as zero."
+            if outside := outcomes.about.get("outside"):
+                note += f"\n{name}: {outside:,} points left the ball or [0, 1], which do not count."
         for name, reason in self.failures.items():
             note += f"\n{name} could not be run: {reason}"
         return "\n".join([*lines, note])

@@ -1,9 +1,18 @@
 """The only wiring: from a spec to a finished run folder, to outcomes, to a verdict."""
 
-from ecnn.pipeline.auditing import AuditPlan, audit_run, load_module, plan_audit
+from ecnn.pipeline.auditing import AuditPlan, audit_run, plan_audit
 from ecnn.pipeline.cells import Cell, read_cells, table_text
 from ecnn.pipeline.costing import cost_text, estimate_tasks
-from ecnn.pipeline.evaluating import EvaluationPlan, attack_tables, evaluate_run, plan_evaluation
+from ecnn.pipeline.evaluating import (
+    EvaluationPlan,
+    attack_tables,
+    evaluate_run,
+    evaluation_spec,
+    own_attacks,
+    plan_evaluation,
+    presets_for,
+)
+from ecnn.pipeline.opening import is_own, load_attacks, load_module, open_model
 from ecnn.pipeline.publishing import write_report
 from ecnn.pipeline.quickstart import QuickstartRow, Step, quickstart_rows, quickstart_steps
 from ecnn.pipeline.reporting import draw_results, results_page
@@ -41,14 +50,20 @@ __all__ = [
     "draw_results",
     "estimate_tasks",
     "evaluate_run",
+    "evaluation_spec",
+    "is_own",
     "join_processes",
     "leave_processes",
+    "load_attacks",
     "load_module",
     "load_spec_data",
     "load_test_images",
+    "open_model",
+    "own_attacks",
     "plan",
     "plan_audit",
     "plan_evaluation",
+    "presets_for",
     "quickstart_rows",
     "quickstart_steps",
     "read_cells",

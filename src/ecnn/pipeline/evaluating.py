@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,37 +15,100 @@ from torch import nn
 from ecnn import files, runs
 from ecnn.attacks import Attack, Transfer
 from ecnn.attacks.base import Cost
+from ecnn.attacks.presets import USUAL_EPS, Preset, find_preset
 from ecnn.checks import did_you_mean
 from ecnn.data import Split
 from ecnn.errors import InputError
-from ecnn.evaluation import Evaluation, evaluate, load_images
+from ecnn.evaluation import Evaluation, OwnAttack, evaluate, load_images, read_images
 from ecnn.evaluation.batch import BATCH_SIZE, check_request
+from ecnn.evaluation.records import SUMMARY
+from ecnn.pipeline.opening import load_attacks, open_model
 from ecnn.pipeline.threads import suitable_threads
-from ecnn.pipeline.training import AnyPath, load_test_images
+from ecnn.pipeline.training import AnyPath
 from ecnn.progress import Progress
-from ecnn.spec import Spec, attack_options, make_attack
+from ecnn.spec import DataTable, Spec, attack_options, make_attack, needed_options
+
+#: Options of attacks that are flags of `ecnn evaluate`; the others are given with --set.
+_FLAGS = ("norm", "eps", "steps", "step_size", "loss", "on", "keep")
+
+
+def presets_for(
+    kinds: Sequence[str], options: Mapping[str, Any], eps: Sequence[str] = ()
+) -> dict[str, Preset]:
+    """The presets that attacks are made with for which nothing is asked but, perhaps, a norm."""
+    found = {}
+    for kind in kinds:
+        given = {name for name in attack_options(kind) if name in options} - {"norm"}
+        if not given and not (eps and "eps" in attack_options(kind)):
+            found[kind] = find_preset(kind, options.get("norm", "linf"))
+    return found
 
 
 def attack_tables(
-    kinds: Sequence[str], options: Mapping[str, Any], eps: Sequence[str] = ()
+    kinds: Sequence[str], options: Mapping[str, Any], eps: Sequence[str] = (), *, with_own: bool = False
 ) -> dict[str, dict[str, Any]]:
     """The [attacks] of a spec for several kinds with common options; each takes those it has.
 
     They search on a quick copy of the model, and in Linf, unless the options say otherwise. Several radii repeat each
-    attack that has one.
+    attack that has one. An attack that gets no option takes its preset; one that gets too few is an InputError with the
+    usual values. Attacks of the user's beside them (`with_own`) take a norm too.
     """
     known = {kind: attack_options(kind) for kind in kinds}
     every = sorted({name for names in known.values() for name in names})
     for name in options:
-        if name not in every:
-            raise InputError(f"none of {', '.join(kinds)} has an option {name!r}{did_you_mean(name, every)}")
+        if name not in every and not (with_own and name == "norm"):
+            asked = ", ".join(kinds) or "these attacks"
+            raise InputError(f"none of {asked} has an option {name!r}{did_you_mean(name, every)}")
     common = {"quick": True, "norm": "linf", **options}
     if eps:
         common["eps"] = eps[0] if len(eps) == 1 else list(eps)
+    presets, tables = presets_for(kinds, options, eps), {}
+    for kind, names in known.items():
+        usual = presets[kind].options if kind in presets else {}
+        table = {"kind": kind, **usual, **{name: value for name, value in common.items() if name in names}}
+        _check_complete(kind, table, eps[0] if eps else None)
+        tables[kind] = table
+    return tables
+
+
+def _check_complete(kind: str, table: Mapping[str, Any], eps: str | None) -> None:
+    """Raises InputError with the usual values if the table lacks options that have no default."""
+    missing = [name for name in needed_options(kind) if name not in table]
+    if not missing:
+        return
+    usual = find_preset(kind, str(table.get("norm", "linf")), eps).options
+    flags = [
+        f"--{name.replace('_', '-')} {usual[name]}"
+        if name in _FLAGS
+        else f"--set attack.{name}={usual[name]}"
+        for name in missing
+    ]
+    words = " and ".join([", ".join(flags[:-1]), flags[-1]]) if len(flags) > 1 else flags[0]
+    raise InputError(
+        f"the attack {kind!r} needs {', '.join(missing)}, which decide its result and have no default: {words} "
+        f"{'is' if len(flags) == 1 else 'are'} usual; without any option it takes a preset."
+    )
+
+
+def own_attacks(sources: Sequence[str], norm: str, eps: Sequence[str], seed: int) -> dict[str, OwnAttack]:
+    """Attacks of the user's, each "file.py:function", in the first of these balls."""
+    if sources and not eps:
+        raise InputError(
+            f"an attack of your own needs --eps, the radius of the ball: --eps {USUAL_EPS.get(norm, '8/255')} is usual."
+        )
+    made: Any = {"norm": norm, "eps": eps[0] if eps else 0.0, "seed": seed}
     return {
-        kind: {"kind": kind, **{name: value for name, value in common.items() if name in names}}
-        for kind, names in known.items()
+        one.name: OwnAttack(function=one.function, source=one.source, **made) for one in load_attacks(sources)
     }
+
+
+def evaluation_spec(
+    source: str | None, attacks: Mapping[str, Mapping[str, Any]], *, data: str | None, limit: int | None
+) -> Spec:
+    """The spec of a saved model, or of a module (source None) on these data, with the attacks to be made."""
+    if source is None:
+        return Spec(data=DataTable(name=data or "", test_limit=limit), attacks=attacks)
+    return runs.read_spec(source).changed({"attacks": dict(attacks), "data.test_limit": limit})
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,32 +119,62 @@ class EvaluationPlan:
         split: the test images.
         attacks: by how many images they see and by the radii they are repeated at (None: their own).
         cost: what the attacks ask at most, so far as they can say.
+        classes: only images of these; None for all.
+        presets: names of the presets that attacks were made with, by attack.
     """
 
     model: nn.Module
     split: Split
-    attacks: Mapping[tuple[int | None, tuple[float | str, ...] | None], Mapping[str, Attack]]
+    attacks: Mapping[tuple[int | None, tuple[float | str, ...] | None], Mapping[str, Attack | OwnAttack]]
     cost: Cost
+    classes: Sequence[int] | None = None
+    presets: Mapping[str, str] = field(default_factory=dict)
 
 
 def plan_evaluation(
-    source: str, spec: Spec, *, data: str | None = None, root: AnyPath = "data", device: str = "auto"
+    source: str | None,
+    spec: Spec,
+    *,
+    module: str | None = None,
+    data: str | None = None,
+    root: AnyPath = "data",
+    image_size: int | None = None,
+    device: str = "auto",
+    classes: str | None = None,
+    own: Mapping[str, OwnAttack] | None = None,
+    eps: Sequence[str] = (),
+    presets: Mapping[str, Preset] | None = None,
 ) -> EvaluationPlan:
     """Loads model and images, makes the spec's attacks, and tries the model on one image.
 
     Args:
-        source: a run folder or the name of a shipped model.
-        spec: the run's own, with the attacks to be made.
+        source: a run folder or the name of a shipped model; None when a module is given.
+        spec: the run's own, or any for a module, with the attacks to be made; see `evaluation_spec`.
+        module: "file.py:name", as `load_module` takes it.
         data: another dataset than the model was trained on, or "optprojtran".
+        image_size: of a folder of images, for a module.
+        classes: "3,5,7" or names: only images of these.
+        own: attacks of the user's, by name.
+        eps: radii that these are repeated at, if there are several.
+        presets: those that attacks of the spec were made with.
     """
+    found = open_model(
+        source, module=module, spec=spec, data=data, root=root, image_size=image_size, device=device
+    )
     place = runs.find_device(device)
-    model, split = runs.load_model(source, device=place), load_test_images(spec, root, data)
-    attacks, cost = _groups(spec, place), Cost(0, 0)
-    for (limit, eps), group in attacks.items():
-        images = len(check_request(model, split, limit, BATCH_SIZE))
+    groups, cost = _groups(spec, place), Cost(0, 0)
+    for name, attack in (own or {}).items():
+        key = (spec.data.test_limit, tuple(eps) if len(eps) > 1 else None)
+        groups.setdefault(key, {})[name] = attack
+    groups = groups or {(spec.data.test_limit, None): {}}
+    chosen = found.find_classes(classes)
+    for (most, radii), group in groups.items():
+        images = len(check_request(found.model, read_images(found.split, classes=chosen), most, BATCH_SIZE))
         for attack in group.values():
-            cost += attack.cost(spec.data.num_classes or 0) * (images * len(eps or (None,)))
-    return EvaluationPlan(model, split, attacks, cost)
+            if isinstance(attack, Attack):
+                cost += attack.cost(found.num_classes) * (images * len(radii or (None,)))
+    names = {kind: preset.name for kind, preset in (presets or {}).items()}
+    return EvaluationPlan(found.model, found.split, groups, cost, chosen, names)
 
 
 def evaluate_run(
@@ -111,6 +204,7 @@ def evaluate_run(
                 made.split,
                 attacks,
                 limit=limit,
+                classes=made.classes,
                 seed=seed,
                 eps=eps,
                 run_dir=folder,
@@ -122,6 +216,8 @@ def evaluate_run(
             for (limit, eps), attacks in made.attacks.items()
         ]
         result = _join(parts)
+        if folder is not None and made.presets:
+            _write_presets(folder, made.presets)
         if save_images is not None and folder is not None:
             _write_images(save_images, folder, result)
     return result
@@ -129,16 +225,25 @@ def evaluate_run(
 
 def _groups(
     spec: Spec, device: torch.device
-) -> dict[tuple[int | None, tuple[float | str, ...] | None], dict[str, Attack]]:
+) -> dict[tuple[int | None, tuple[float | str, ...] | None], dict[str, Any]]:
     """The spec's attacks by how many images they see and by the radii they are repeated at (None: their own)."""
-    groups: dict[Any, dict[str, Attack]] = {}
+    groups: dict[Any, dict[str, Any]] = {}
     for name, table in spec.attacks.items():
         radii = table.get("eps")
         several = tuple(radii) if isinstance(radii, list) else None
         one = {} if not several else {"eps": several[0]}
         key = (table.get("limit", spec.data.test_limit), several)
         groups.setdefault(key, {})[name] = _attack({"kind": name, **table, **one}, device)
-    return groups or {(spec.data.test_limit, None): {}}
+    return groups
+
+
+def _write_presets(folder: Path, presets: Mapping[str, str]) -> None:
+    """Writes the presets' names into eval.json, beside the settings that every record has."""
+    path = folder / SUMMARY
+    kept = files.read_json(path)
+    wanted = {**kept, "presets": {**kept.get("presets", {}), **presets}}
+    if kept != wanted:
+        files.write_json(path, wanted)
 
 
 def _attack(table: Mapping[str, Any], device: torch.device) -> Attack:

@@ -1,0 +1,90 @@
+"""The usual settings of every attack, by attack and norm: one table, printed by whoever takes one of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any
+
+from ecnn.attacks.norms import NORMS
+from ecnn.checks import check_choice, parse_eps
+
+#: The radius that most papers on small colour images attack in.
+USUAL_EPS: dict[str, str] = {"linf": "8/255", "l2": "0.5", "l1": "12"}
+_STEP = 4  # a step is this part of the radius
+_CW = {"steps": 1000, "search_steps": 9, "initial_constant": 0.001, "lr": 0.01}
+#: Settings beside norm, eps and step size, and where they come from.
+_SETTINGS: dict[str, tuple[dict[str, Any], str]] = {
+    "fgsm": ({}, "Goodfellow et al. 2015"),
+    "bim": ({"steps": 10}, "Kurakin et al. 2017"),
+    "pgd": ({"steps": 100}, "Madry et al. 2018, with more steps"),
+    "apgd": ({"steps": 100, "loss": "cross_entropy"}, "Croce & Hein 2020"),
+    "fab": ({"steps": 100}, "Croce & Hein 2020"),
+    "square": ({"queries": 5000}, "Andriushchenko et al. 2020, in AutoAttack"),
+    "autoattack": ({"version": "standard"}, "Croce & Hein 2020"),
+    "cw": (_CW, "Carlini & Wagner 2017, with a tenth of the steps"),
+    "member_cw": (_CW, "as cw"),
+    "blindspot": ({**_CW, "shrink": 0.8}, "as cw, on images of less contrast"),
+    "jsma": ({"max_pixel_fraction": 0.145}, "Papernot et al. 2016"),
+    "deepfool": ({"steps": 50}, "Moosavi-Dezfooli et al. 2016"),
+    "fmn": ({"steps": 1000}, "Pintor et al. 2021"),
+    "hopskipjump": ({"steps": 64, "samples": 100}, "Chen et al. 2020"),
+    "noise": ({"samples": 100}, "our choice"),
+    "transformed_pgd": ({"steps": 40, "transformations": 8}, "Athalye et al. 2018"),
+    "none": ({}, "nothing to set"),
+}
+_WITHOUT_NORM = ("cw", "member_cw", "blindspot", "jsma", "none")
+_WITHOUT_EPS = (*_WITHOUT_NORM, "deepfool", "fmn", "hopskipjump")
+_WITH_STEP_SIZE = ("bim", "pgd", "transformed_pgd")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Preset:
+    """Named settings of an attack.
+
+    Attributes:
+        name: such as "pgd-linf".
+        attack: a name of `ecnn.attacks.ATTACKS`.
+        options: of that attack, every one that has no default among them.
+        source: where they come from.
+    """
+
+    name: str
+    attack: str
+    options: Mapping[str, Any]
+    source: str
+
+    def __str__(self) -> str:
+        settings = ", ".join(f"{name} {value}" for name, value in self.options.items()) or "no settings"
+        return f"{self.attack}: preset {self.name}: {settings} ({self.source})"
+
+
+def find_preset(attack: str, norm: str = "linf", eps: float | str | None = None) -> Preset:
+    """The usual settings of an attack; in another ball than the usual one if eps is given.
+
+    Args:
+        norm: of the ball, for attacks that have one.
+    """
+    check_choice("attack", attack, _SETTINGS)
+    settings, source = _SETTINGS[attack]
+    if attack in _WITHOUT_NORM:
+        return Preset(name=attack, attack=attack, options=settings, source=source)
+    check_choice("norm", norm, NORMS)
+    radius: float | str = USUAL_EPS.get(norm, USUAL_EPS["linf"]) if eps is None else eps
+    options: dict[str, Any] = {
+        "norm": norm,
+        **({} if attack in _WITHOUT_EPS else {"eps": radius}),
+        **settings,
+    }
+    if attack in _WITH_STEP_SIZE:
+        options["step_size"] = _part(radius)
+    return Preset(name=f"{attack}-{norm}", attack=attack, options=options, source=source)
+
+
+def _part(radius: float | str) -> str:
+    """The usual step in a ball of this radius, written as the radius is."""
+    above, slash, below = str(radius).partition("/")
+    if slash and above.strip().isdigit() and int(above) % _STEP == 0:
+        return f"{Fraction(int(above), _STEP)}/{below.strip()}"
+    return f"{parse_eps(radius) / _STEP:.6g}"

@@ -1,0 +1,78 @@
+"""Attacks of the user's in an audit: they join the cascade, and what they break counts like anything else."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from ecnn.attacks import Attack
+from ecnn.auditing.findings import Finding, note
+from ecnn.auditing.subject import Subject
+from ecnn.checks import check_kind, parse_eps
+from ecnn.errors import InputError
+from ecnn.evaluation import Evaluation, OwnAttack
+from ecnn.evaluation.records import check_names
+
+#: An attack of the user's: ours, an `OwnAttack`, or a function as `OwnAttack` takes it.
+AnyAttack = Attack | OwnAttack | Callable[..., Any]
+
+
+def join_own(
+    attacks: Mapping[str, Any], own: Mapping[str, AnyAttack] | None, subject: Subject
+) -> dict[str, Any]:
+    """The suite with the user's attacks at its end, on the images that it leaves.
+
+    An `Attack` whose ball is not the audited one, or that has none, is taken as a function: its points count where they
+    lie in the audited ball.
+    """
+    joined = dict(attacks)
+    if own is None:
+        return joined
+    check_kind("attacks", own, Mapping, "a table of attacks by name")
+    check_names(list(own))
+    for name, attack in own.items():
+        if name in joined:
+            raise InputError(f"the audit has an attack {name!r} of its own: give yours another name.")
+        if not callable(attack):
+            raise InputError(f"the attack {name!r} cannot be called with (model, images, labels).")
+        joined[name] = attack if _fits(attack, subject) else _as_own(attack, subject)
+    return joined
+
+
+def _fits(attack: Any, subject: Subject) -> bool:
+    """Whether it declares the audited ball, or a smaller one."""
+    if not isinstance(attack, Attack | OwnAttack) or getattr(attack, "norm", None) != subject.norm:
+        return False
+    radius = getattr(attack, "eps", None)
+    return radius is not None and parse_eps(radius) <= subject.eps
+
+
+def _as_own(attack: Any, subject: Subject) -> OwnAttack:
+    settings: Any = {"norm": subject.norm, "eps": subject.eps, "seed": subject.seed}
+    if isinstance(attack, OwnAttack):
+        return dataclasses.replace(attack, **settings)
+    return OwnAttack(function=attack, **settings)
+
+
+def notes_on_request(
+    evaluation: Evaluation, classes: Sequence[int] | None, own: Mapping[str, Any] | None
+) -> list[Finding]:
+    """Notes on what the user asked for: points of his attacks that do not count, and classes left out."""
+    found = []
+    outside = {
+        name: int(evaluation.outcomes[name].about.get("outside", 0))
+        for name in own or ()
+        if name in evaluation.outcomes
+    }
+    if any(outside.values()):
+        named = ", ".join(f"{name} ({count})" for name, count in outside.items() if count)
+        claim = f"Points of attacks of yours left the ball or [0, 1], or are no numbers, and do not count: {named}."
+        advice = "Project them: what lies outside of the ball says nothing of robustness in it."
+        found.append(dataclasses.replace(note(claim, {"points": outside}, advice), name="own_attacks"))
+    if classes is not None:
+        numbers = sorted({int(number) for number in classes})
+        claim = f"Only images of {len(numbers)} classes were asked: {', '.join(map(str, numbers))}."
+        advice = "The accuracy says nothing of images of other classes."
+        found.append(dataclasses.replace(note(claim, {"classes": numbers}, advice), name="classes"))
+    return [dataclasses.replace(one, kind=one.name, source="the request") for one in found]

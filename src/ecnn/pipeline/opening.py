@@ -1,0 +1,190 @@
+"""Models and attacks that are asked for on a command line: run folders, shipped models, and files of the user's."""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from torch import Tensor, nn
+
+from ecnn import files, runs
+from ecnn.checks import did_you_mean
+from ecnn.data import NAMES, Split, load_data
+from ecnn.errors import InputError
+from ecnn.pipeline.training import AnyPath, load_test_images
+from ecnn.spec import Spec
+
+#: Files of the user's that were run, by path and checksum.
+_RAN: dict[tuple[str, str], ModuleType] = {}
+
+
+@dataclass(frozen=True, eq=False)
+class Opened:
+    """A model in eval mode on its device, and what it is asked about.
+
+    Attributes:
+        split: the test images.
+        class_names: in the order of the scores.
+    """
+
+    model: nn.Module
+    split: Split
+    class_names: tuple[str, ...]
+
+    @property
+    def num_classes(self) -> int:
+        return len(self.class_names)
+
+    def find_classes(self, asked: str | None) -> list[int] | None:
+        """Numbers of the classes that a text such as "3,5,7" or "cat,dog" lists; None of None."""
+        if asked is None:
+            return None
+        found = []
+        for word in (part.strip() for part in asked.split(",")):
+            if word in self.class_names:
+                found.append(self.class_names.index(word))
+            elif word.isdigit() and int(word) < self.num_classes:
+                found.append(int(word))
+            else:
+                raise InputError(
+                    f"--classes takes numbers from 0 to {self.num_classes - 1}, or names, with commas between them; "
+                    f"{word!r} is none{did_you_mean(word, self.class_names)}"
+                )
+        return sorted(set(found))
+
+
+def open_model(
+    source: str | None = None,
+    *,
+    module: str | None = None,
+    spec: Spec | None = None,
+    data: str | None = None,
+    root: AnyPath = "data",
+    image_size: int | None = None,
+    device: str = "auto",
+) -> Opened:
+    """A saved model or one of the user's, and the test images it is asked about.
+
+    Args:
+        source: a run folder or the name of a shipped model; None when a module is given.
+        module: "file.py:name", as `load_module` takes it.
+        spec: of the saved model, if it is to be read otherwise than its folder says.
+        data: None for what the model was trained on; a module needs one.
+        root: where dataset files are.
+        image_size: of a folder of images, for a module; a saved model knows its own.
+    """
+    if (source is None) == (module is None):
+        raise InputError("give either a run folder or the name of a model, or --module file.py:name.")
+    place = runs.find_device(device)
+    if source is not None:
+        spec = runs.read_spec(source) if spec is None else spec
+        model = runs.load_model(source, device=place)
+        return Opened(model, load_test_images(spec, root, data), runs.class_names(source))
+    if data is None:
+        raise InputError("a module of your own needs --data: the name of a dataset or a folder of images.")
+    model = load_module(str(module)).to(place).eval()
+    found = load_data(data, root, image_size=None if data in NAMES else image_size)
+    return Opened(model, found.test, found.class_names)
+
+
+class _Answers(nn.Module):
+    """A function of images, or an object that can be called with them, as a module."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.function(images)
+
+
+def load_module(source: str) -> nn.Module:
+    """The classifier that a Python file holds, given as "file.py:name"; runs the file's code.
+
+    The name is that of a torch module; of something else that takes images; or of a function, or class, without
+    arguments that returns one of these.
+    """
+    path, name, found = _find(source, "--module", "model")
+    if not isinstance(found, nn.Module):
+        if not _needs_arguments(found):
+            found = found()
+        elif isinstance(found, type):
+            raise InputError(
+                f"the class {name} in {path} needs arguments: name a function that makes the model."
+            )
+    if not callable(found):
+        raise InputError(f"{name} in {path} must return a torch module, not {type(found).__name__}.")
+    return found if isinstance(found, nn.Module) else _Answers(found)
+
+
+@dataclass(frozen=True)
+class OwnFunction:
+    """A function of a user's file.
+
+    Attributes:
+        name: what results call it, such as "own-mine".
+        source: SHA-256 of the file.
+    """
+
+    name: str
+    function: Callable[..., Any]
+    source: str
+
+
+def is_own(attack: str) -> bool:
+    """Whether an attack is asked for as "file.py:function", not by a name of ours."""
+    return ":" in attack or attack.endswith(".py")
+
+
+def load_attacks(sources: Sequence[str]) -> list[OwnFunction]:
+    """The functions that "file.py:function" name; runs the files' code."""
+    found: list[OwnFunction] = []
+    for source in sources:
+        path, name, function = _find(source, "--attack", "attack")
+        title = f"own-{name}"
+        if title in [one.name for one in found]:
+            title = f"own-{Path(path).stem}-{name}"
+        found.append(OwnFunction(title, function, files.file_sum(path)))
+    return found
+
+
+def _find(source: str, option: str, what: str) -> tuple[str, str, Any]:
+    """The path and the name in "file.py:name", and what the file has by that name, which can be called."""
+    path, colon, name = source.rpartition(":")
+    if not colon or not Path(path).is_file():
+        raise InputError(f"{option} takes file.py:name, the path of a file that exists, not {source!r}.")
+    found = getattr(_run_file(path), name, None)
+    if not callable(found):
+        raise InputError(f"{path} has no function or {what} called {name!r}.")
+    return path, name, found
+
+
+def _run_file(path: str) -> ModuleType:
+    """A Python file as a module. It is run once, so that a model and an attack of one file share what is in it."""
+    key = (str(Path(path).resolve()), files.file_sum(path))
+    if key not in _RAN:
+        spec = importlib.util.spec_from_file_location(f"_audited_{Path(path).stem}", path)
+        if spec is None or spec.loader is None:
+            raise InputError(f"{path} is not a Python file.")
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[spec.name] = module  # where dataclasses and pickle look for it
+        spec.loader.exec_module(module)
+        _RAN[key] = module
+    return _RAN[key]
+
+
+def _needs_arguments(function: Callable[..., Any]) -> bool:
+    """Whether it cannot be called with nothing, as what takes images cannot."""
+    try:
+        inspect.signature(function).bind()
+    except TypeError:
+        return True
+    except ValueError:  # made by C++, which does not say
+        return not isinstance(function, type)
+    return False
