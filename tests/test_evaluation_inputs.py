@@ -77,13 +77,13 @@ def test_every_way_to_give_images_has_the_outcomes_of_a_split(given: str) -> Non
 
 
 def test_audit_takes_them_too_and_reads_no_further_than_it_needs() -> None:
-    expected = ecnn.audit(MODEL, SPLIT, norm="linf", eps=0.1, limit=6, budget=TINY)
-    found = ecnn.audit(
-        MODEL, DataLoader(TensorDataset(PIXELS, LABELS)), norm="linf", eps=0.1, limit=6, budget=TINY
+    settings: Any = {"norm": "linf", "eps": 0.1, "limit": 6, "classes": [0, 1], "budget": TINY}
+    expected = ecnn.audit(
+        MODEL, Split(BYTES[torch.arange(1200) % 12], LABELS[torch.arange(1200) % 12]), **settings
     )
-    assert (found.accuracy, found.broken_by) == (expected.accuracy, expected.broken_by)
     gigantic = Items(PIXELS, LABELS, length=10**9)
-    ecnn.audit(MODEL, gigantic, norm="linf", eps=0.1, limit=6, budget=TINY)
+    found = ecnn.audit(MODEL, gigantic, **settings)
+    assert (found.accuracy, found.broken_by) == (expected.accuracy, expected.broken_by)
     assert gigantic.read <= 6 + 1000 + 256
 
 
@@ -126,7 +126,6 @@ def test_only_images_of_the_asked_classes_are_asked() -> None:
     expected = evaluate(MODEL, wanted, {"pgd": ATTACK}, limit=3)
     assert np.array_equal(found.outcomes["pgd"].image_hash, expected.outcomes["pgd"].image_hash)
     assert np.array_equal(found.outcomes["pgd"].prediction, expected.outcomes["pgd"].prediction)
-    assert ecnn.audit(MODEL, SPLIT, norm="linf", eps=0.1, limit=2, classes=[0], budget=TINY).images == 2
 
 
 def one_hot(labels: Tensor) -> Tensor:

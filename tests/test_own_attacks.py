@@ -150,13 +150,6 @@ def test_attacks_of_ours_join_too_and_count_in_the_audited_ball() -> None:
         ecnn.audit(MODEL, SPLIT, norm="linf", eps=EPS, budget=TINY, limit=6, **settings)
 
 
-def test_a_subset_of_classes_is_said() -> None:
-    found = ecnn.audit(MODEL, SPLIT, norm="linf", eps=EPS, budget=TINY, limit=6, classes=[0])
-    assert [finding.claim for finding in found.findings if finding.name == "classes"] == [
-        "Only images of 1 classes were asked: 0."
-    ]
-
-
 FILE = """
 import ecnn
 import torch
