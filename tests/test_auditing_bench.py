@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 import time
 from functools import cache
 from pathlib import Path
@@ -50,6 +51,13 @@ def test_the_registry_holds_enough_of_each_kind() -> None:
     assert [name for name, subject in bench.SUBJECTS.items() if not subject.is_detectable] == bench.FAMILIES[
         "planted secrets"
     ]
+
+
+def test_the_docs_show_one_model_of_each_family() -> None:
+    page = (Path(__file__).parents[1] / "docs" / "auditing.md").read_text()
+    shown = dict(re.findall(r"^- \*\*(.*?)\*\* \(`(\w+)`\): ", page, re.M))
+    assert list(shown) == [family for family in bench.FAMILIES if family != "honest"]
+    assert [name for family, name in shown.items() if name not in bench.FAMILIES[family]] == []
 
 
 def test_a_name_that_is_not_there_gets_a_guess() -> None:
