@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +17,7 @@ from ecnn.auditing import adaptive
 from ecnn.auditing.bpda import Passing, can_pass_through, straight_through
 from ecnn.auditing.budgets import BUDGETS, Budget
 from ecnn.auditing.subject import Subject
-from ecnn.auditing.suite import estimate_cost, find_traits, suite
+from ecnn.auditing.suite import _Surrogates, estimate_cost, find_traits, suite
 from ecnn.auditing.surrogates import Examples, all_features, class_means, train_head, train_student
 from ecnn.baselines import EMPIR, Ensemble
 from ecnn.codes import CodeMatrix
@@ -419,6 +421,67 @@ def test_features_are_attacked_where_nothing_after_them_speaks() -> None:
     assert broken(adaptive.OwnTransfer(source=head, attack=craft), model, images, labels) >= 0.9
     walk = HopSkipJump(norm="linf", steps=8, samples=40)
     assert broken(adaptive.Within(attack=walk, **BALL), model, images, labels) >= 0.9
+
+
+class Lies(Decides):
+    """The decision of one network over the smooth scores of another: exact gradients that say nothing of it."""
+
+    def forward(self, images: Tensor) -> Tensor:
+        elsewhere = torch.sin(40 * images.flatten(1)[:, :4])
+        return super().forward(images) * 12 + elsewhere
+
+
+def test_answers_alone_are_asked_whatever_the_gradient_says() -> None:
+    model = Lies()
+    images, labels = firm_images(model)
+    assert max(broken(attack, model, images, labels) for attack in blind_attacks()) <= 0.3
+    subject = make_subject(model, "linf", EPS, dataclasses.replace(TINY, answers=400))
+    attacks = suite(subject, num_classes=4, random=False, examples=examples_of(model))
+    assert list(attacks)[-1] == "rays"  # after every gradient: what it alone breaks speaks against them
+    assert broken(attacks["rays"], model, images, labels) >= 0.9
+    known = attacks["rays"].neighbours
+    assert (known.moves.flatten(1).abs().amax(dim=1) <= EPS + 1e-6).all()
+    assert (known.moves != 0).flatten(1).any(dim=1).double().mean() >= 0.5
+
+
+def test_the_long_search_takes_a_share_of_many_images() -> None:
+    for name, count, share in (("standard", 1000, 0.4), ("standard", 300, 1.0), ("thorough", 10_000, 0.2)):
+        subject = Subject(
+            model=Sees(),
+            images=torch.zeros(count, 0),
+            labels=torch.zeros(0),
+            norm="l2",
+            eps=0.1,
+            budget=BUDGETS[name],
+        )
+        attacks: Any = suite(subject, num_classes=4, random=False)
+        assert attacks["rays-long"].share == share
+        assert attacks["rays-long"].queries == 10 * attacks["rays"].queries == BUDGETS[name].answers
+        assert attacks["rays"].share == 1.0
+    subject = make_subject(Sees(), "l2", 0.1, BUDGETS["quick"])
+    assert suite(subject, num_classes=4, random=False)["rays"].cost(4).forwards == 502
+    assert "rays-long" not in suite(subject, num_classes=4, random=False)
+
+
+def test_neighbours_survive_a_model_that_raises_and_are_kept(tmp_path: Path) -> None:
+    class Breaks(Decides):
+        asked = 0
+
+        def forward(self, images: Tensor) -> Tensor:
+            self.asked += 1
+            if self.asked > 3:
+                raise RuntimeError("enough")
+            return super().forward(images)
+
+    subject = make_subject(Breaks(), "linf", EPS, TINY)
+    surrogates = _Surrogates(subject, examples_of(Decides()), 4, None, True)
+    assert not surrogates.neighbours().moves.any()
+    subject = make_subject(Decides(), "linf", EPS, TINY)
+    first, again = (
+        _Surrogates(subject, examples_of(Decides()), 4, tmp_path, True).neighbours() for _ in range(2)
+    )
+    assert torch.equal(first.moves, again.moves)
+    assert (tmp_path / "moves.safetensors").exists()
 
 
 @pytest.mark.slow

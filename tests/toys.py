@@ -36,6 +36,7 @@ TINY = Budget(
     probe_steps=10,
     queries=30,
     eot=3,
+    answers=150,
 )
 
 

@@ -34,6 +34,8 @@ _HALVINGS = 2
 _ENTRIES = 7  # radii of a race
 #: A tour of all blocks that shortens the radius by less than this share ends in another start.
 _STALLED = 0.01
+#: Given up is what so many starts have brought no nearer than so many radii.
+_PATIENCE, _FAR = 4, 1.5
 _ROUNDS = 4  # of blocks between two looks at which way the border faces
 _PROBE_LENGTHS = (0.1, 0.3, 0.03)  # of the probes, as shares of the move's length; in turn
 _TURNED = 0.15  # share of the pixels that a probe turns in a box
@@ -92,8 +94,8 @@ class RaySearch(BallAttack):
     (RayS, Chen & Gu 2020). Directions begin with the given starts, what broke the nearest neighbours, images of other
     classes and random patterns. The best one is changed block by block, from large blocks to single pixels, and turned
     to where the border faces, which points asked around it tell (HopSkipJump, Chen, Jordan & Wainwright 2020). A search
-    that stalls begins again elsewhere. Scores are never read, so that neither scores nor gradients that lie can
-    mislead it.
+    that stalls begins again elsewhere, and ends early if several starts came no nearer than one and a half radii.
+    Scores are never read, so that neither scores nor gradients that lie can mislead it.
 
     Attributes:
         norm: of the ball, a name of `NORMS`.
@@ -150,7 +152,7 @@ class RaySearch(BallAttack):
             field.enter(whole, directions)
         rows, rays = torch.arange(len(images), device=images.device), whole
         for number, step in enumerate(_tours(images.shape[1:])):
-            going = torch.nonzero(~rays.broken & (rays.asked < self.queries)).squeeze(1)
+            going = torch.nonzero(rays.may_fall(self.radius) & (rays.asked < self.queries)).squeeze(1)
             if len(going) < len(rows):
                 whole.put(rows, rays)
                 rows, rays, field = rows[going], rays.take(going), field.narrow(going)
@@ -187,6 +189,7 @@ class _Rays:
         facing: which way the border faces, a mean over the looks so far.
         points: misclassified ones in the ball, where one was found; else the images.
         asked: (batch,) questions so far.
+        stalls: (batch,) how often another start was needed.
     """
 
     images: Tensor
@@ -200,7 +203,13 @@ class _Rays:
     facing: Tensor
     points: Tensor
     asked: Tensor
+    stalls: Tensor
     broken: Tensor
+
+    def may_fall(self, eps: float) -> Tensor:
+        """(batch,) not broken yet, and not hopeless: several starts have stalled at one and a half radii or more."""
+        is_far = torch.isfinite(self.best_radii) & (self.best_radii > _FAR * eps)
+        return ~self.broken & ~(is_far & (self.stalls >= _PATIENCE))
 
     def take(self, rows: Tensor) -> Self:
         return type(self)(**{field.name: getattr(self, field.name)[rows] for field in fields(self)})
@@ -225,6 +234,7 @@ def _begin(images: Tensor, labels: Tensor, draws: Draws) -> _Rays:
         facing=torch.zeros_like(images),
         points=images.clone(),
         asked=torch.zeros_like(labels),
+        stalls=torch.zeros_like(labels),
         broken=torch.zeros_like(labels, dtype=torch.bool),
     )
 
@@ -366,6 +376,7 @@ class _Field:
         """Another start: from new patterns, the best direction with some pixels turned, or other neighbours."""
         rays.radii = torch.full_like(rays.radii, math.inf)
         rays.facing = torch.zeros_like(rays.facing)
+        rays.stalls = rays.stalls + 1
         neighbours = self.attack.neighbours
         if neighbours is not None and tour % 2 == 0:
             self.enter(rays, neighbours.directions(self.norm, rays.images, rays.labels, draws))

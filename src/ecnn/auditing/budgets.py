@@ -21,6 +21,10 @@ class Budget:
         probe_steps: of the gradient attacks that diagnostics make.
         queries: of black-box attacks in diagnostics.
         eot: passes that are averaged when the model is random.
+        answers: questions per image of the search by answers alone. A tenth of them, 500 at least, goes to every image
+            that stands, and all of them to
+        searched: so many of the audited images, chosen by chance, if there are more; what diagnostics doubt is searched
+            again, on all that stand.
     """
 
     name: str
@@ -33,6 +37,8 @@ class Budget:
     probe_steps: int
     queries: int
     eot: int
+    answers: int = 500
+    searched: int = 400
 
 
 BUDGETS: dict[str, Budget] = {
@@ -42,11 +48,11 @@ BUDGETS: dict[str, Budget] = {
     ),
     "standard": Budget(
         name="standard", images=1000, steps=100, restarts=1, targets=9, autoattack=True,
-        probe_images=128, probe_steps=100, queries=1000, eot=20,
+        probe_images=128, probe_steps=100, queries=1000, eot=20, answers=10_000,
     ),
     "thorough": Budget(
         name="thorough", images=10_000, steps=200, restarts=5, targets=9, autoattack=True,
-        probe_images=512, probe_steps=200, queries=5000, eot=50,
+        probe_images=512, probe_steps=200, queries=5000, eot=50, answers=50_000, searched=2000,
     ),
 }  # fmt: skip
 

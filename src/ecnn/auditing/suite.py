@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ecnn.attacks import APGD, PGD, Attack, AutoAttack, Cost, HopSkipJump, Square, Transfer
+from ecnn.attacks import APGD, PGD, Attack, AutoAttack, Cost, Neighbours, RaySearch, Square, Transfer
 from ecnn.attacks.auto import passes_apart
+from ecnn.attacks.draws import forked_generators
 from ecnn.attacks.norms import Norm
 from ecnn.attacks.views import Aim, Averaged, View, WeakestBit
 from ecnn.auditing.adaptive import (
@@ -29,7 +30,6 @@ from ecnn.auditing.adaptive import (
     Relay,
     ScaledCrossEntropy,
     Voting,
-    Within,
     WorstMembers,
     features_of,
     gradient_lengths,
@@ -43,6 +43,7 @@ from ecnn.auditing.surrogates import (
     Examples,
     all_features,
     class_means,
+    give_answers,
     keep_or_load,
     own_state,
     rebuild_head,
@@ -62,6 +63,8 @@ _DOUBTFUL = (
 _TINY = 1e-30  # gradients this short are near the end of float32
 _PROBED = 64
 _FEATURE_TARGETS = 3
+_FEW_ANSWERS = 500
+_NEIGHBOURS = 64
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,7 +183,9 @@ def suite(
     if random:
         return attacks | {"square": maker.square()}
     attacks |= maker.relays() | maker.automatic()
-    return attacks | maker.by_classes() if in_the_dark else attacks
+    if examples is None:
+        return attacks | maker.by_classes()
+    return attacks | maker.by_classes(surrogates, imitate=in_the_dark)
 
 
 def _unseen(model: nn.Module) -> Traits:
@@ -224,6 +229,22 @@ class _Surrogates:
             )
 
         return rebuild_head(self.subject.model, self._kept(make, "head"))
+
+    def neighbours(self) -> Neighbours:
+        """Some of the examples, with the answers that the model gives and a move that breaks each, if one was found."""
+        images = self.examples.images[:_NEIGHBOURS]
+        subject, answers = self.subject, give_answers(self.subject.model, images)
+        settings = {"norm": subject.norm, "eps": subject.eps, "queries": max(1, subject.budget.queries // 2)}
+
+        def make() -> dict[str, Tensor]:
+            try:
+                with forked_generators(images.device, subject.seed):
+                    found = RaySearch(**settings).run(subject.model, images, answers, seed=subject.seed)
+            except Exception:  # whatever a model throws: neighbours only help
+                return {"moves": torch.zeros_like(images)}
+            return {"moves": found.images - images}
+
+        return Neighbours(images=images, labels=answers, moves=self._kept(make, "moves")["moves"])
 
     def student(self) -> nn.Module:
         settings = (self.subject.model, self.examples, self.num_classes, self.subject.eps, self.subject.seed)
@@ -392,13 +413,28 @@ class _Maker:
     def square(self) -> Attack:
         return Square(queries=max(1, self.budget.queries), l2_moves="turns", **self.ball)
 
-    def by_classes(self) -> dict[str, Attack]:
-        """By the model's classes alone; a walk along the border costs about samples * 2/3 * steps^1.5 questions."""
-        if self.subject.norm not in HopSkipJump.norms:
-            return {}
-        steps = max(1, round((1.5 * self.budget.queries / 50) ** (2 / 3)))
-        walk = HopSkipJump(norm=self.subject.norm, steps=steps, samples=50)
-        return {"hopskipjump": Within(attack=walk, **self.ball)}
+    def by_classes(
+        self, surrogates: _Surrogates | None = None, *, imitate: bool = False
+    ) -> dict[str, Attack]:
+        """By the model's classes alone: a search of all that stands, and a longer one, of some where they are many.
+
+        They come last: what they break that no gradient did is evidence against the gradients.
+
+        Args:
+            surrogates: gives neighbours whose fate is known; None for none.
+            imitate: begins also where an attack on a student ends.
+        """
+        known: dict[str, Any] = {} if surrogates is None else {"neighbours": surrogates.neighbours()}
+        if surrogates is not None and imitate:
+            craft = APGD(**{**self.auto, "restarts": 1}, loss="cross_entropy", keep="last")
+            known["starts"] = (Transfer(source=surrogates.student(), attack=craft),)
+        most = max(self.budget.answers, self.budget.queries)
+        few = min(most, max(_FEW_ANSWERS, most // 10))
+        attacks: dict[str, Attack] = {"rays": RaySearch(queries=few, **known, **self.ball)}
+        if few < most:
+            share = min(1.0, self.budget.searched / max(1, len(self.subject.images)))
+            attacks["rays-long"] = RaySearch(queries=most, share=share, **known, **self.ball)
+        return attacks
 
 
 def cost_of(attacks: Mapping[str, Attack], images: int, num_classes: int) -> Cost:
@@ -417,10 +453,10 @@ def estimate_cost(
     Diagnostics come on top, on `budget.probe_images` images. A model that falls early costs a small part of this.
     """
     budget = resolve_budget(budget)
-    nothing = torch.zeros(0, dtype=torch.int64)
+    images = budget.images if limit is None else limit
+    nothing = torch.zeros(images, 0)
     subject = Subject(model=model, images=nothing, labels=nothing, norm=norm, eps=0.1, budget=budget)
     attacks = suite(subject, num_classes=num_classes, random=False)
     # What only a look at the model recommends: features, a surrogate, and one more place to look.
     extra = Cost(1, 1) * (budget.steps * budget.restarts * (min(budget.targets, _FEATURE_TARGETS) + 2))
-    images = budget.images if limit is None else limit
     return cost_of(attacks, images, num_classes) + extra * images

@@ -57,10 +57,11 @@ def choose_examples(model: nn.Module, split: Split, audited: int) -> Examples:
     part = slice(audited, audited + rest) if are_true else slice(min(audited, MOST_EXAMPLES))
     images, labels = split[part]
     images = place(model, images)
-    return Examples(images, labels.to(images.device) if are_true else _answers(model, images), are_true)
+    return Examples(images, labels.to(images.device) if are_true else give_answers(model, images), are_true)
 
 
-def _answers(model: nn.Module, images: Tensor) -> Tensor:
+def give_answers(model: nn.Module, images: Tensor) -> Tensor:
+    """(image,) the model's classes of the images, batch by batch."""
     with undisturbed(model), torch.no_grad():
         return torch.cat([model(part).argmax(dim=1) for part in torch.split(images, _BATCH)])
 
@@ -154,7 +155,7 @@ def train_student(model: nn.Module, examples: Examples, num_classes: int, eps: f
     draws = Draws.of(seed, torch.arange(len(images), device=images.device))
     noise = (2 * draws.fold(1).integers(2, *images.shape[1:]) - 1).to(images.dtype)
     asked = torch.cat([images, (images + eps * noise).clamp(0, 1)])
-    answers = _answers(model, asked)
+    answers = give_answers(model, asked)
     with torch.random.fork_rng(devices=[images.device] if images.is_cuda else []):
         torch.manual_seed(seed)
         student = Student(images.shape[1], num_classes).to(images.device, images.dtype)
