@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -232,19 +233,19 @@ class _Surrogates:
 
     def neighbours(self) -> Neighbours:
         """Some of the examples, with the answers that the model gives and a move that breaks each, if one was found."""
-        images = self.examples.images[:_NEIGHBOURS]
-        subject, answers = self.subject, give_answers(self.subject.model, images)
-        settings = {"norm": subject.norm, "eps": subject.eps, "queries": max(1, subject.budget.queries // 2)}
+        images, subject = self.examples.images[:_NEIGHBOURS], self.subject
+        attack = RaySearch(norm=subject.norm, eps=subject.eps, queries=max(1, subject.budget.queries // 2))
 
         def make() -> dict[str, Tensor]:
+            answers = give_answers(subject.model, images)
             try:
                 with forked_generators(images.device, subject.seed):
-                    found = RaySearch(**settings).run(subject.model, images, answers, seed=subject.seed)
+                    moves = attack.run(subject.model, images, answers, seed=subject.seed).images - images
             except Exception:  # whatever a model throws: neighbours only help
-                return {"moves": torch.zeros_like(images)}
-            return {"moves": found.images - images}
+                moves = torch.zeros_like(images)
+            return {"images": images, "labels": answers, "moves": moves}
 
-        return Neighbours(images=images, labels=answers, moves=self._kept(make, "moves")["moves"])
+        return Neighbours(**self._kept(make, "neighbours"))
 
     def student(self) -> nn.Module:
         settings = (self.subject.model, self.examples, self.num_classes, self.subject.eps, self.subject.seed)
@@ -431,9 +432,12 @@ class _Maker:
         most = max(self.budget.answers, self.budget.queries)
         few = min(most, max(_FEW_ANSWERS, most // 10))
         attacks: dict[str, Attack] = {"rays": RaySearch(queries=few, **known, **self.ball)}
-        if few < most:
-            share = min(1.0, self.budget.searched / max(1, len(self.subject.images)))
-            attacks["rays-long"] = RaySearch(queries=most, share=share, **known, **self.ball)
+        long = RaySearch(queries=most, **known, **self.ball)
+        if few < most and len(self.subject.images) <= self.budget.searched:
+            attacks["rays-long"] = long
+        elif few < most:  # one share for every number of images, so that more of them continue fewer
+            share = min(1.0, self.budget.searched / self.budget.images)
+            attacks["rays-sample"] = dataclasses.replace(long, share=share)
         return attacks
 
 
