@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ecnn.attacks import PGD
 from ecnn.attacks.views import Averaged
-from ecnn.auditing.adaptive import Smoothed
+from ecnn.auditing.adaptive import MeanAround
 from ecnn.auditing.bpda import Passing, can_pass_through, straight_through
 from ecnn.auditing.budgets import BUDGETS
 from ecnn.auditing.layers import LayerScores, LayerVotes, survey_layers
@@ -316,7 +316,7 @@ def test_a_smoothed_view_leads_where_a_jumping_gradient_does_not() -> None:
     model = Shakes()
     images, labels = firm_images(model)
     plain = broken(PGD(**WALK), model, images, labels)
-    view = Smoothed(view="scores", pairs=8, deviation=EPS / 2)
+    view = MeanAround(view="scores", pairs=8, deviation=EPS / 2)
     assert view.passes_per_look == 17
     assert broken(PGD(on=view, **WALK), model, images, labels) > plain
 

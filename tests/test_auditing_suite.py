@@ -18,7 +18,15 @@ from ecnn.auditing.bpda import Passing, can_pass_through, straight_through
 from ecnn.auditing.budgets import BUDGETS, Budget
 from ecnn.auditing.subject import Subject
 from ecnn.auditing.suite import _Surrogates, estimate_cost, find_traits, suite
-from ecnn.auditing.surrogates import Examples, all_features, class_means, train_head, train_student
+from ecnn.auditing.surrogates import (
+    Examples,
+    all_features,
+    class_means,
+    own_state,
+    rebuild_student,
+    train_head,
+    train_student,
+)
 from ecnn.baselines import EMPIR, Ensemble
 from ecnn.codes import CodeMatrix
 from ecnn.constructions import random_code
@@ -491,9 +499,12 @@ def test_neighbours_survive_a_model_that_raises_and_are_kept(tmp_path: Path) -> 
 def test_a_student_learns_from_answers_alone() -> None:
     model = Decides()
     images, labels = firm_images(model)
-    student = train_student(model, examples_of(model), 4, EPS, seed=0)
     craft = APGD(loss="cross_entropy", steps=20, keep="last", **BALL)
-    assert broken(Transfer(source=student, attack=craft), model, images, labels) >= 0.75
+    for dense in (False, True):
+        student = train_student(model, examples_of(model), 4, EPS, seed=0, dense=dense)
+        assert broken(Transfer(source=student, attack=craft), model, images, labels) >= 0.75
+        again = rebuild_student(own_state(student))
+        assert torch.equal(again(images), student(images))
 
 
 def test_class_means_are_means_and_absent_classes_are_never_aimed_at() -> None:
@@ -679,7 +690,7 @@ def test_every_image_that_goes_through_the_model_is_counted() -> None:
     attacks = whole_suite(model)
     images, labels = contract_batch(model)
     for name, attack in attacks.items():
-        if name in ("float64", "student"):  # a copy of the model is asked, or another one
+        if name in ("float64", "student", "dense-student"):  # a copy of the model is asked, or another one
             continue
         seen = 0
 

@@ -168,7 +168,7 @@ class MeanProbability(UntargetedView):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Smoothed(WrappedView):
+class MeanAround(WrappedView):
     """The mean of another view around each point: a gradient that jumps from place to place still leads somewhere.
 
     The noise is the same for every image and in every look, in pairs of opposite sign; the point itself is among those
@@ -179,7 +179,7 @@ class Smoothed(WrappedView):
         deviation: of the noise, on the [0, 1] scale.
     """
 
-    name: str = "smoothed"
+    name: str = "mean around"
     pairs: int
     deviation: float
 

@@ -23,7 +23,7 @@ from ecnn.attacks import PGD, Draws
 from ecnn.attacks.draws import forked_generators
 from ecnn.attacks.norms import NORMS
 from ecnn.attacks.views import Averaged, View
-from ecnn.auditing.adaptive import ScaledCrossEntropy, Smoothed
+from ecnn.auditing.adaptive import MeanAround, ScaledCrossEntropy
 from ecnn.auditing.bpda import Passing, can_pass_through
 from ecnn.auditing.layers import Layer, LayerScores, LayerVotes, survey_layers
 from ecnn.auditing.opaque import (
@@ -341,12 +341,12 @@ def views_of(known: Known, num_classes: int, eps: float) -> dict[str, View]:
     """Every view worth a try, by name: where it looks, and how the gradient comes back."""
     places = _places(known.layers, num_classes)
     views: dict[str, View] = dict(places)
-    views["smoothed"] = Smoothed(view="scores", pairs=_PAIRS, deviation=eps / 2)
+    views["smoothed"] = MeanAround(view="scores", pairs=_PAIRS, deviation=eps / 2)
     if known.can_pass:
         everything: dict[str, str | View] = {"scores": "scores", **places}
         views |= {f"{name}-straight": Passing(view=view) for name, view in everything.items()}
         views["scores-straight-mod"] = Passing(view="scores", cuts_remainders=False)
-        views["smoothed-straight"] = Smoothed(view=Passing(view="scores"), pairs=_PAIRS, deviation=eps / 2)
+        views["smoothed-straight"] = MeanAround(view=Passing(view="scores"), pairs=_PAIRS, deviation=eps / 2)
     views["scores-leaky"] = Passing(view="scores", leaks=True)
     if known.dead:
         views["scores-dead"] = Passing(view="scores", dead=known.dead)

@@ -61,6 +61,7 @@ _BLIND = 0.01  # share of images without a usable gradient from which black-box 
 _DOUBTFUL = (
     0.1  # share of what the usual attacks left that another view breaks at once: then more is worth its cost
 )
+_DENSE = 3072  # numbers in an image up to which a student without convolutions is worth a try
 _TINY = 1e-30  # gradients this short are near the end of float32
 _PROBED = 64
 _FEATURE_TARGETS = 3
@@ -247,9 +248,14 @@ class _Surrogates:
 
         return Neighbours(**self._kept(make, "neighbours"))
 
-    def student(self) -> nn.Module:
-        settings = (self.subject.model, self.examples, self.num_classes, self.subject.eps, self.subject.seed)
-        return rebuild_student(self._kept(lambda: own_state(train_student(*settings)), "student"))
+    def student(self, *, dense: bool = False) -> nn.Module:
+        subject = self.subject
+
+        def make() -> dict[str, Tensor]:
+            settings = (subject.model, self.examples, self.num_classes, subject.eps, subject.seed)
+            return own_state(train_student(*settings, norm=subject.norm, dense=dense))
+
+        return rebuild_student(self._kept(make, "dense_student" if dense else "student"))
 
     def _kept(self, make: Callable[[], dict[str, Tensor]], name: str) -> dict[str, Tensor]:
         if self.folder is None:
@@ -388,6 +394,9 @@ class _Maker:
             attacks["retrained-head"] = OwnTransfer(source=surrogates.head(), attack=craft, keep=keep)
         if imitate:
             attacks["student"] = Transfer(source=surrogates.student(), attack=craft, keep=keep)
+            if surrogates.examples.images[0].numel() <= _DENSE:
+                dense = surrogates.student(dense=True)
+                attacks["dense-student"] = Transfer(source=dense, attack=craft, keep=keep)
         return attacks
 
     def relays(self) -> dict[str, Attack]:

@@ -7,7 +7,7 @@ answers for labels, so that no true label is used twice.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,7 +16,8 @@ import torch.nn.functional as F  # noqa: N812 the name everybody knows
 from torch import Tensor, nn
 
 from ecnn import files
-from ecnn.attacks import Draws
+from ecnn.attacks import PGD, Draws
+from ecnn.attacks.norms import Norm
 from ecnn.auditing.adaptive import features_of
 from ecnn.backbones import undisturbed
 from ecnn.data import Split
@@ -27,6 +28,7 @@ from ecnn.evaluation.batch import place
 MOST_EXAMPLES = 1000
 _HEAD_STEPS, _HEAD_LR = 300, 0.1
 _STUDENT_STEPS, _STUDENT_LR, _STUDENT_BATCH, _STUDENT_WIDTH = 500, 3e-3, 64, 16
+_STUDENT_ROUNDS, _STUDENT_ATTACKED, _STUDENT_COPIES, _STUDENT_QUESTIONS = 3, 500, 8, 6000
 _BATCH = 256
 
 
@@ -145,33 +147,110 @@ class Student(nn.Module):
         return scores
 
 
-def train_student(model: nn.Module, examples: Examples, num_classes: int, eps: float, seed: int) -> Student:
-    """A network trained on the answers that the model gives to the examples and to noisy copies of them.
+class DenseStudent(nn.Module):
+    """Two hidden layers: pixels in [0, 1] to scores (batch, class)."""
 
-    Papernot et al.'s (2017) substitute: it needs classes only, so that no gradient can be hidden from it. Torch's
-    generators stay as they are.
+    def __init__(self, inputs: int, num_classes: int, width: int = 8 * _STUDENT_WIDTH) -> None:
+        super().__init__()
+        self.body = nn.Sequential(
+            nn.Flatten(),
+            nn.Linear(inputs, width),
+            nn.SiLU(),
+            nn.Linear(width, width),
+            nn.SiLU(),
+            nn.Linear(width, num_classes),
+        )
+
+    def forward(self, images: Tensor) -> Tensor:
+        scores: Tensor = self.body(2 * images - 1)
+        return scores
+
+
+def train_student(
+    model: nn.Module,
+    examples: Examples,
+    num_classes: int,
+    eps: float,
+    seed: int,
+    *,
+    norm: Norm = "linf",
+    dense: bool = False,
+) -> nn.Module:
+    """A network trained on the answers that the model gives to the examples, to noisy and mixed copies of them and, in
+    rounds, to the points that attacks on the student itself lead to.
+
+    Papernot et al.'s (2017) substitute: it needs classes only, so that no gradient can be hidden from it. There it
+    must agree with the model where attacks go, so it is asked there. Torch's generators stay as they are.
+
+    Args:
+        model: asked for classes.
+        examples: clean images.
+        num_classes: of the model.
+        eps, norm: of the ball in which the student will be attacked.
+        seed: of the student and of all that it sees.
+        dense: a network without convolutions, for small images.
     """
     images = examples.images
-    draws = Draws.of(seed, torch.arange(len(images), device=images.device))
-    noise = (2 * draws.fold(1).integers(2, *images.shape[1:]) - 1).to(images.dtype)
-    asked = torch.cat([images, (images + eps * noise).clamp(0, 1)])
+    asked = _around(images, eps, seed)
     answers = give_answers(model, asked)
     with torch.random.fork_rng(devices=[images.device] if images.is_cuda else []):
         torch.manual_seed(seed)
-        student = Student(images.shape[1], num_classes).to(images.device, images.dtype)
+        student: nn.Module = (
+            DenseStudent(images[0].numel(), num_classes) if dense else Student(images.shape[1], num_classes)
+        )
+    student.to(images.device, images.dtype)
     optimiser = torch.optim.AdamW(student.parameters(), lr=_STUDENT_LR)
     generator = torch.Generator().manual_seed(seed)
+    _teach(student, optimiser, asked, answers, _STUDENT_STEPS, generator)
+    some = images[:_STUDENT_ATTACKED]
+    own = answers[: len(some)]
+    for number in range(_STUDENT_ROUNDS):
+        craft = PGD(norm=norm, eps=eps, steps=10, step_size=eps / 4, keep="last", loss="cross_entropy")
+        found = [craft.run(student, *part, seed=seed + number) for part in _pieces(some, own)]
+        points = torch.cat([part.images for part in found])
+        points = torch.cat([points, (points + some) / 2])
+        asked, answers = torch.cat([asked, points]), torch.cat([answers, give_answers(model, points)])
+        _teach(student, optimiser, asked, answers, _STUDENT_STEPS // 2, generator)
+    for parameter in student.parameters():
+        parameter.grad = None
+    return student.eval()
+
+
+def _around(images: Tensor, eps: float, seed: int) -> Tensor:
+    """The images, the same with noise of up to twice the radius, and mixed with one another, several times."""
+    asked = [images]
+    for number in range(min(_STUDENT_COPIES, max(1, _STUDENT_QUESTIONS // (2 * len(images))))):
+        draws = Draws.of(seed, torch.arange(len(images), device=images.device)).fold(number)
+        signs = (2 * draws.fold(1).integers(2, *images.shape[1:]) - 1).to(images.dtype)
+        lengths = 2 * eps * draws.fold(2).uniform(1, 1, 1, dtype=images.dtype)
+        asked.append((images + lengths * signs).clamp(0, 1))
+        others = images[draws.fold(3).integers(len(images), 1).flatten()]
+        shares = 0.6 * draws.fold(4).uniform(1, 1, 1, dtype=images.dtype)
+        asked.append((1 - shares) * images + shares * others)
+    return torch.cat(asked)
+
+
+def _pieces(images: Tensor, labels: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    yield from zip(torch.split(images, _BATCH), torch.split(labels, _BATCH), strict=True)
+
+
+def _teach(
+    student: nn.Module,
+    optimiser: torch.optim.Optimizer,
+    asked: Tensor,
+    answers: Tensor,
+    steps: int,
+    generator: torch.Generator,
+) -> None:
+    """So many steps on random batches of what the model was asked."""
     parameters = list(student.parameters())
     with torch.enable_grad():
-        for _ in range(_STUDENT_STEPS):
-            rows = torch.randint(len(asked), (_STUDENT_BATCH,), generator=generator).to(images.device)
+        for _ in range(steps):
+            rows = torch.randint(len(asked), (_STUDENT_BATCH,), generator=generator).to(asked.device)
             loss = F.cross_entropy(student(asked[rows]), answers[rows])
             for parameter, gradient in zip(parameters, torch.autograd.grad(loss, parameters), strict=True):
                 parameter.grad = gradient
             optimiser.step()
-    for parameter in parameters:
-        parameter.grad = None
-    return student.eval()
 
 
 def rebuild_head(model: nn.Module, state: dict[str, Tensor]) -> HeadOnFeatures:
@@ -183,11 +262,14 @@ def rebuild_head(model: nn.Module, state: dict[str, Tensor]) -> HeadOnFeatures:
     return head
 
 
-def rebuild_student(state: dict[str, Tensor]) -> Student:
+def rebuild_student(state: dict[str, Tensor]) -> nn.Module:
     """A student from `own_state`."""
-    first, last = state["body.0.weight"], state["body.8.weight"]
+    is_dense = "body.1.weight" in state
+    first = state["body.1.weight" if is_dense else "body.0.weight"]
+    last = state["body.5.weight" if is_dense else "body.8.weight"]
+    kind: type[DenseStudent] | type[Student] = DenseStudent if is_dense else Student
     with torch.random.fork_rng(devices=[]):  # its first weights are drawn, and thrown away
-        student = Student(first.shape[1], len(last))
+        student = kind(first.shape[1], len(last))
     student.to(first.device, first.dtype).load_state_dict(state)
     return student.eval()
 
