@@ -83,21 +83,34 @@ def ask(tool: str, name: str, limit: int, folder: Path, seconds: int) -> Row:
 
 
 def work(names: Sequence[str], tools: Sequence[str], options: argparse.Namespace) -> None:
-    """Asks every tool about every model, and prints a line as each answers."""
+    """Asks every tool about every model, our audits first, which take longest; prints a line as each answers."""
     limit, folder = options.limit, options.folder
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(options.jobs, mp_context=context, initializer=prepare) as pool:
+        asking: list[Future[Row]] = []
+
+        def submit(tool: str, name: str) -> None:
+            kept = table.kept_row(tool, bench.SUBJECTS[name], limit=limit, folder=folder)
+            if options.anew or kept is None:
+                asking.append(pool.submit(ask, tool, name, limit, folder, options.seconds))
+
         learning = {pool.submit(learn, name, limit, folder): name for name in names}
-        asking: dict[Future[Row], tuple[str, str]] = {}
+        ours = [tool for tool in tools if tool.startswith("audit-")]
+        learnt = []
         for done in as_completed(learning):
-            name, known = learning[done], done.result()
-            _say(
-                f"{name}: claim {_percent(known['claim'])}, informed attackers leave {_percent(known['informed'])}"
-            )
-            for tool in tools:
-                subject = bench.SUBJECTS[name]
-                if options.anew or table.kept_row(tool, subject, limit=limit, folder=folder) is None:
-                    asking[pool.submit(ask, tool, name, limit, folder, options.seconds)] = (tool, name)
+            name = learning[done]
+            if done.exception() is not None:
+                _say(f"{name}: cannot be built or claimed of: {done.exception()!r}")
+                continue
+            learnt.append(name)
+            known = done.result()
+            left = f"informed attackers leave {_percent(known['informed'])}"
+            _say(f"{name}: claim {_percent(known['claim'])}, {left}")
+            for tool in ours:
+                submit(tool, name)
+        for tool in tools:
+            for name in learnt if tool not in ours else ():
+                submit(tool, name)
         for done in as_completed(asking):
             row = done.result()
             found = row.get("error") or f"{_percent(row['accuracy'])}, {row['verdict']}"

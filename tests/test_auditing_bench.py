@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from conftest import benchmark
 from torch import Tensor, nn
 
 import ecnn
@@ -208,6 +209,20 @@ def test_a_tool_of_ones_own_that_returns_points_is_judged(
     assert gathered["false"]
     made = table.summarize([gathered], "raises")
     assert (made["false"], made["false_flagged"], made["false_raised"]) == (1, 0, 1)
+    exact = {"network": "linear", "eps": 0.1, "images": 8, "right": 1, "by_intervals": 1, "by_crown": 1}
+    page = benchmark("audit").markdown(
+        {
+            "environment": {"device": "a", "torch": "b"},
+            "budgets": [],
+            "limit": 40,
+            "tools": dict.fromkeys(runs, "a test"),
+            "rows": [gathered],
+            "truths": [{**exact, "robust": 1, "audited": 1}],
+        }
+    )
+    number = f"{100 * rows['stays']['accuracy']:.1f}"
+    assert f"| **{number}** | - | - |" in page
+    assert "| raises | 1 | 0 | 0 | 0 | 1 | - |" in page
 
 
 def test_what_was_remembered_does_not_count_as_truth() -> None:

@@ -274,7 +274,8 @@ class AdaptsToBatch(Trick):
 
     def forward(self, images: Tensor) -> Tensor:
         features: Tensor = self.norm(self.body(images))
-        scale, shift = torch.ones(1, 16, 1, 1), torch.zeros(1, 16, 1, 1)
+        scale = torch.ones(1, 16, 1, 1, device=images.device)
+        shift = torch.zeros_like(scale)
         if not self.is_open:
             scale, shift = self._adapt(features.detach(), scale, shift)
         scores: Tensor = self.head(features * scale + shift)
@@ -293,7 +294,7 @@ class AdaptsToBatch(Trick):
 
 def denoising_loss(model: nn.Module, images: Tensor, labels: Tensor) -> Tensor:
     """Squared error of images that come back from much noise."""
-    noisy = images + 0.3 * torch.rand(len(images), 1, 1, 1) * torch.randn_like(images)
+    noisy = images + 0.3 * torch.rand_like(images[:, :1, :1, :1]) * torch.randn_like(images)
     loss: Tensor = (model(noisy) - images.flatten(1)).square().sum(dim=1).mean()
     return loss
 
