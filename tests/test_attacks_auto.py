@@ -23,6 +23,7 @@ from ecnn.attacks.base import Attack, Target
 from ecnn.attacks.draws import Draws
 from ecnn.attacks.fab import FAB
 from ecnn.attacks.norms import NORMS, Norm, solve_capped_sum
+from ecnn.attacks.race import Race
 from ecnn.attacks.square import Square, _two_bumps, square_share
 from ecnn.constructions import random_code
 from ecnn.errors import InputError
@@ -700,3 +701,44 @@ def test_labels_that_do_not_fit_the_images() -> None:
     model, images, labels = curved_case()
     with pytest.raises(InputError, match="labels must be int64"):
         AutoAttack(norm="linf", eps=0.1).run(model, images, labels[:-1])
+
+
+# Race ----------------------------------------------------------------------------------------------------------------
+
+
+def test_a_race_finds_what_the_whole_of_apgd_finds_for_less() -> None:
+    """Against nine targets of 100 steps each, on a curved model: the same images, for a third of the passes or less."""
+    model = Curved(num_classes=10).float()
+    images = some_images(40, 3, 5, 5, dtype=torch.float32)
+    labels = model(images).argmax(dim=1)
+    race = Race(norm="linf", eps=0.012)
+    whole = APGD(norm="linf", eps=0.012, steps=100, loss="dlr", targets=9).run(model, images, labels)
+    found = race.run(model, images, labels)
+    assert 8 < int(whole.success.sum()) < 33
+    assert int((whole.success & ~found.success).sum()) <= 1
+    assert int(found.forwards.sum()) * 3 < int(whole.forwards.sum())
+    assert (found.forwards <= race.cost(10).forwards).all()
+
+
+def test_effort_in_a_race_goes_where_the_border_is_near() -> None:
+    """A linear model: images far from any border never get the last round, those just within reach are broken."""
+    model = Linear(torch.eye(5) * 2 - 1)
+    images = torch.full((3, 1, 1, 5), 0.2)
+    images[:, 0, 0, 0] = torch.tensor([0.9, 0.45, 0.39])
+    labels = torch.zeros(3, dtype=torch.int64)
+    found = Race(norm="linf", eps=0.1).run(model, images, labels)
+    assert found.success.tolist() == [False, False, True]
+    far, near, broken = found.forwards.tolist()
+    assert broken < 30 < far
+    assert near - far == 3 * 101  # three wrong classes with 100 steps
+
+
+def test_a_race_in_a_ball_without_room_holds_the_image_alone() -> None:
+    model, images, labels = curved_case()
+    assert torch.equal(Race(norm="linf", eps=0)(model, images, labels), images)
+
+
+def test_more_effort_in_a_race_means_more_steps() -> None:
+    once, twice = (Race(norm="linf", eps=0.1, effort=effort).cost(10) for effort in (1, 2))
+    assert twice.backwards == 2 * once.backwards
+    assert Race(norm="linf", eps=0.1).cost(2).backwards == 20 + 10 + 30 + 100

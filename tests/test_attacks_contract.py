@@ -30,6 +30,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "fab": {**BALL, "steps": 5},
     "square": {**BALL, "queries": 12},
     "autoattack": BALL,
+    "race": BALL,
     "cw": {"steps": 12, "search_steps": 3, "initial_constant": 1.0, "lr": 0.05},
     "member_cw": {"steps": 12, "search_steps": 3, "initial_constant": 1.0, "lr": 0.05},
     "blindspot": {"steps": 12, "search_steps": 3, "initial_constant": 1.0, "lr": 0.05},
@@ -135,7 +136,9 @@ def assert_in_the_ball(attack: Any, points: Tensor, images: Tensor, slack: float
 @pytest.mark.parametrize("name", VARIED)
 def test_what_comes_back_in_float32_of_a_whole_search(name: str, change: dict[str, Any]) -> None:
     if "keep" in change:
-        if name.startswith(("autoattack", "cw", "member_cw", "blindspot", "deepfool", "fmn", "jsma-each")):
+        if name.startswith(
+            ("autoattack", "race", "cw", "member_cw", "blindspot", "deepfool", "fmn", "jsma-each")
+        ):
             return  # they have no last iterate
         change = {**change, **({"targets": 0, "restarts": 1} if name.startswith(("pgd", "apgd")) else {})}
     model, (images, labels) = coded_model().float(), batch()
@@ -187,7 +190,7 @@ def test_every_attack_with_a_norm_knows_l1(name: str) -> None:
 
 @pytest.mark.parametrize("keep", ["best", "last"])
 @pytest.mark.parametrize("norm", ["linf", "l2", "l1"])
-@pytest.mark.parametrize("name", [name for name in IN_A_BALL if name != "autoattack"])
+@pytest.mark.parametrize("name", [name for name in IN_A_BALL if name not in ("autoattack", "race")])
 def test_a_ball_of_radius_zero_holds_the_image_alone(name: str, norm: str, keep: str) -> None:
     model, (images, labels) = coded_model(), batch(3)
     changes: dict[str, Any] = {"norm": norm, "eps": 0, "keep": keep}
@@ -350,13 +353,13 @@ def test_every_image_that_goes_through_the_model_is_counted(name: str) -> None:
 
 @pytest.mark.parametrize("name", [name for name in EVERY if name != "jsma"])
 def test_what_it_costs_is_known_beforehand(name: str) -> None:
-    """By an image that is never broken. How far JSMA goes depends on the image; HopSkipJump gives up here."""
+    """By an image that is never broken. How far JSMA goes depends on the image; HopSkipJump and Race give up here."""
     images, _ = batch(2)
     found = make(name).run(Constant(), images, torch.zeros(2, dtype=torch.int64))
     stated = make(name).cost(num_classes=5)
     assert int(found.backwards.max()) <= 1.3 * stated.backwards
     assert int(found.forwards.max()) <= 1.3 * stated.forwards + 6
-    if name != "hopskipjump":
+    if name not in ("hopskipjump", "race"):
         assert int(found.forwards.max()) >= 0.4 * stated.forwards
 
 
@@ -463,6 +466,9 @@ def test_a_quick_search_finds_the_same(name: str, device: str) -> None:
         ("autoattack", {"version": "plus"}, "version must be"),
         ("autoattack", {"keep": "last"}, "keep="),
         ("autoattack", {"on": "members"}, "one score per class"),
+        ("race", {"effort": 0}, "effort must be"),
+        ("race", {"keep": "last"}, "keep="),
+        ("race", {"on": "members"}, "one score per class"),
         ("cw", {"steps": 0}, "steps must be a whole number from 1"),
         ("cw", {"search_steps": 2.5}, "search_steps must be a whole number"),
         ("cw", {"initial_constant": 0}, "initial_constant must be a number above 0"),

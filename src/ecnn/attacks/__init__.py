@@ -11,6 +11,7 @@ from ecnn.attacks.gradient import BIM, FGSM, PGD
 from ecnn.attacks.jsma import JSMA
 from ecnn.attacks.minimal import FMN, DeepFool
 from ecnn.attacks.norms import NORMS
+from ecnn.attacks.race import Race
 from ecnn.attacks.rays import Neighbours, RaySearch
 from ecnn.attacks.square import Square
 from ecnn.attacks.transformed import TransformedPGD
@@ -25,6 +26,7 @@ ATTACKS: dict[str, type[Attack]] = {
     "fab": FAB,
     "square": Square,
     "autoattack": AutoAttack,
+    "race": Race,
     "cw": CarliniWagnerL2,
     "member_cw": MemberCarliniWagner,
     "blindspot": BlindSpot,
@@ -64,6 +66,7 @@ __all__ = [
     "NORMS",
     "Neighbours",
     "PGD",
+    "Race",
     "RandomNoise",
     "RaySearch",
     "ScoreView",

@@ -96,13 +96,17 @@ class APGD(ClimbingAttack):
         for (start, (rank, goal)), part, rows in attempts.each(settings):
             own_draws = draws.fold(start).fold(rank + 1 if self.targets else 0).take(rows)
             own_goals = None if goal is None else goal[rows]
-            attempts.keep(*self._climb(part, images[rows], labels[rows], own_goals, own_draws))
+            attempts.keep(*self.climb(part, images[rows], labels[rows], own_goals, own_draws))
         return attempts.points
 
-    def _climb(
+    def climb(
         self, target: Target, images: Tensor, labels: Tensor, goals: Tensor | None, draws: Draws
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """One start: the point kept for each image, whether it is broken, and the loss there."""
+        """One start: the point kept for each image, whether it is broken, and the loss there.
+
+        Args:
+            goals: (batch,) the wrong class of each image to move to; None moves away from the label.
+        """
         stages, norm = self._stages(), NORMS[self.norm]
         points = _state_for(self.norm).first(images, self.norm, stages[0][0], draws)
         for (radius, steps), (next_radius, _) in itertools.pairwise(stages):

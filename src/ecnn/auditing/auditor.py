@@ -109,7 +109,7 @@ def audit(
             labels, *, norm, eps, seed) -> images as `ecnn.evaluation.OwnAttack` takes it. Points outside of the ball
             do not count and are named in a finding; one that raises an error is among the attacks not made.
         batch_size: images attacked at a time, on which the memory depends; changes no result but rounding.
-        budget: "quick", "standard", "thorough", or one of your own.
+        budget: "quick", "fast", "standard", "thorough", or one of your own.
         seed: of all randomness.
         run_dir: keeps the records there under audit/, and the result as audit.json and audit.md.
         resume: goes on with what a killed audit left there; False begins anew.

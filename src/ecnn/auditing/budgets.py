@@ -25,6 +25,7 @@ class Budget:
             that stands, and all of them to
         searched: so many of the audited images, chosen by chance, if there are more; what diagnostics doubt is searched
             again, on all that stand.
+        race: whether `ecnn.attacks.Race` stands in for the APGD attacks on the scores.
     """
 
     name: str
@@ -39,12 +40,17 @@ class Budget:
     eot: int
     answers: int = 500
     searched: int = 400
+    race: bool = False
 
 
 BUDGETS: dict[str, Budget] = {
     "quick": Budget(
         name="quick", images=100, steps=30, restarts=1, targets=3, autoattack=False,
         probe_images=32, probe_steps=30, queries=200, eot=8,
+    ),
+    "fast": Budget(
+        name="fast", images=1000, steps=20, restarts=1, targets=3, autoattack=False,
+        probe_images=32, probe_steps=20, queries=100, eot=8, answers=200, race=True,
     ),
     "standard": Budget(
         name="standard", images=1000, steps=100, restarts=1, targets=9, autoattack=True,

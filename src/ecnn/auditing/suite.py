@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ecnn.attacks import APGD, PGD, Attack, AutoAttack, Cost, Neighbours, RaySearch, Square, Transfer
+from ecnn.attacks import APGD, PGD, Attack, AutoAttack, Cost, Neighbours, Race, RaySearch, Square, Transfer
 from ecnn.attacks.auto import passes_apart
 from ecnn.attacks.draws import forked_generators
 from ecnn.attacks.norms import Norm
@@ -310,9 +310,13 @@ class _Maker:
         return {PLAIN: PGD(loss="cross_entropy", **walk)}
 
     def on_scores(self) -> dict[str, Attack]:
-        attacks: dict[str, Attack] = {
-            "apgd-ce": self._standard().get("apgd-ce", APGD(loss="cross_entropy", **self.auto)),
-            "apgd-margin": APGD(loss="margin", **self.auto),
+        attacks: dict[str, Attack] = {"race": Race(**self.ball)}
+        if not self.budget.race:
+            attacks = {
+                "apgd-ce": self._standard().get("apgd-ce", APGD(loss="cross_entropy", **self.auto)),
+                "apgd-margin": APGD(loss="margin", **self.auto),
+            }
+        attacks |= {
             "scaled-ce": PGD(on=ScaledCrossEntropy(), **self.walk),
         }
         traits = self.traits
@@ -340,6 +344,8 @@ class _Maker:
         if hasattr(self.model, "decode"):
             attacks["tempered"] = PGD(on="tempered", loss="margin", **self.walk)
         attacks["linear-targets"] = APGD(on="linear", loss="margin", targets=self.targets, **self.auto)
+        if self.budget.race:
+            attacks["linear-targets"] = Race(on="linear", **self.ball)
         attacks["codewords"] = PGD(on="members", loss="margin", targets=self.targets, **self.walk)
         attacks["min-bit"] = PGD(on=WeakestBit(), targets=self.targets, **self.walk)
         return attacks
@@ -414,6 +420,8 @@ class _Maker:
         standard = self._standard()
         if standard:
             return {name: part for name, part in standard.items() if name != "apgd-ce"}
+        if self.budget.race:
+            return {"square": self.square()}
         loss: Any = "dlr" if self.num_classes >= 4 else "margin"
         return {"apgd-t": APGD(loss=loss, targets=self.targets, **self.auto), "square": self.square()}
 

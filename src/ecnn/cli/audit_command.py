@@ -39,10 +39,10 @@ def audit(
     min_accuracy: Annotated[
         float | None, typer.Option(help="The least to ask for, 0.5: exit status 1 below it.")
     ] = None,
-    budget: Annotated[str, typer.Option(help="quick, standard or thorough.")] = "standard",
+    budget: Annotated[str, typer.Option(help="quick, fast, standard or thorough.")] = "standard",
     limit: Annotated[
         int | None,
-        typer.Option(help="The first so many test images.  [default: 100, 1,000 or 10,000 by budget]"),
+        typer.Option(help="The first so many test images.  [default: 100, 1,000, 1,000 or 10,000 by budget]"),
     ] = None,
     classes: Classes = None,
     attack: Annotated[
