@@ -90,7 +90,7 @@ def train_small(spec: Spec, out: Path) -> TrainedRun:
 
 def attacked(model: nn.Module, data: Dataset, **options: Any) -> float:
     attack = PGD(norm="linf", eps=EPS, steps=10, step_size=0.02, **options)
-    return accuracy(model, data.test.take(100), attack=attack)
+    return accuracy(model, data.test.take(50), attack=attack)
 
 
 def mean_loss(model: nn.Module, images: Tensor, labels: Tensor) -> Tensor:

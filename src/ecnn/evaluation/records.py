@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -143,7 +143,10 @@ def load_evaluation(run_dir: str | os.PathLike[str]) -> Evaluation:
 
     Attacks that were run on different numbers of images are cut to the images that all of them share.
     """
-    every = read_all(run_dir)
+    return _evaluation_of(run_dir, read_all(run_dir))
+
+
+def _evaluation_of(run_dir: str | os.PathLike[str], every: Mapping[str, Outcomes]) -> Evaluation:
     if CLEAN not in every:
         raise InputError(
             f"{Path(run_dir) / FOLDER} holds no evaluation: run evaluate(..., run_dir=...) first."
@@ -179,7 +182,8 @@ def write_summary(run_dir: str | os.PathLike[str]) -> None:
     before = files.read_json(path) if path.exists() else {}
     if not isinstance(before, dict):
         raise InputError(f"{path} is not a table: move it away.")
-    every, shared = read_all(run_dir), load_evaluation(run_dir)
+    every = read_all(run_dir)
+    shared = _evaluation_of(run_dir, every)
     summary = shared.to_json()
     # The worst case and a cascade need the same images for all; an attack's own figures do not.
     summary[CLEAN] = summarise_outcomes(every[CLEAN])
