@@ -74,6 +74,7 @@ def audit(
     classes: Sequence[int] | None = None,
     attacks: Mapping[str, AnyAttack] | None = None,
     batch_size: int | None = None,
+    cluster: str | None = None,
     budget: str | Budget = "standard",
     seed: int = 0,
     run_dir: str | os.PathLike[str] | None = None,
@@ -109,6 +110,8 @@ def audit(
             labels, *, norm, eps, seed) -> images as `ecnn.evaluation.OwnAttack` takes it. Points outside of the ball
             do not count and are named in a finding; one that raises an error is among the attacks not made.
         batch_size: images attacked at a time, on which the memory depends; changes no result but rounding.
+        cluster: "ray" makes the attacks on batches as tasks of a Ray cluster, as `evaluate` does; the rest of the audit
+            stays in this process, and the result is that of one process.
         budget: "quick", "fast", "standard", "thorough", or one of your own.
         seed: of all randomness.
         run_dir: keeps the records there under audit/, and the result as audit.json and audit.md.
@@ -136,7 +139,7 @@ def audit(
     )
     with nullcontext() if run_dir is None else files.locked(run_dir, "audit"):
         deployment, findings = examine(deployment, subject)
-        request = _Request(split, folder, resume, progress, attacks, classes, batch_size)
+        request = _Request(split, folder, resume, progress, attacks, classes, batch_size, cluster)
         found = _audit(dataclasses.replace(subject, model=deployment.fresh()), deployment, request)
         if found.staged.late is not None:
             deployment, late = _ask_otherwise(deployment, found.staged.late)
@@ -162,6 +165,7 @@ class _Request:
     own: Mapping[str, AnyAttack] | None
     classes: Sequence[int] | None
     batch_size: int | None
+    cluster: str | None
 
 
 @dataclass(frozen=True)
@@ -187,6 +191,7 @@ def _audit(subject: Subject, deployment: Deployment, request: _Request) -> _Foun
             resume=request.resume,
             progress=request.progress,
             batch_size=request.batch_size,
+            cluster=request.cluster,
         )
         stages.make(join_own(attacks, request.own, subject))
         staged = stages.result()

@@ -73,6 +73,7 @@ class Stages:
         resume: goes on with the records there; False begins anew.
         progress: called as progress(done, total, note).
         batch_size: images attacked at a time; None for what suits the device.
+        cluster: where batches are attacked, as `evaluate` takes it.
     """
 
     def __init__(
@@ -85,6 +86,7 @@ class Stages:
         resume: bool,
         progress: Progress | None,
         batch_size: int | None = None,
+        cluster: str | None = None,
     ) -> None:
         self.subject, self.split, self.deployment = subject, split, deployment
         self.evaluation: Evaluation | None = None
@@ -98,6 +100,7 @@ class Stages:
             "batch_size": batch_size or _BATCH.get(subject.images.device.type, _BATCH["cpu"]),
             "run_dir": folder,
             "progress": progress,
+            "cluster": cluster,
         }
 
     def make(self, attacks: Mapping[str, Attack]) -> float:

@@ -13,6 +13,7 @@ from ecnn.cli.options import (
     NORM_HELP,
     BatchSize,
     Classes,
+    Cluster,
     Device,
     DryRun,
     ImageSize,
@@ -64,6 +65,7 @@ def audit(
         Path | None, typer.Option(help="Keep records, audit.json, audit.md and audit.png there, and resume.")
     ] = None,
     resume: Resume = True,
+    cluster: Cluster = None,
     device: Device = "auto",
     dry_run: DryRun = False,
     as_json: JsonFlag = False,
@@ -95,6 +97,8 @@ def audit(
     if dry_run:
         return 0
     with telling_if_finished(out, "audit.json"), ecnn.progress_bar("auditing") as progress:
-        found = pipeline.audit_run(made, out=out, resume=resume, batch_size=batch_size, progress=progress)
+        found = pipeline.audit_run(
+            made, out=out, resume=resume, batch_size=batch_size, cluster=cluster, progress=progress
+        )
     typer.echo(json.dumps(found.to_dict()) if as_json else found.markdown(), nl=as_json)
     return found.exit_code

@@ -13,6 +13,7 @@ from ecnn.cli.options import (
     NORM_HELP,
     BatchSize,
     Classes,
+    Cluster,
     Device,
     DryRun,
     ImageSize,
@@ -67,6 +68,7 @@ def evaluate(
     ] = None,
     save_images: Annotated[Path | None, typer.Option(help="Write the attacked images to this .npz.")] = None,
     resume: Resume = True,
+    cluster: Cluster = None,
     device: Device = "auto",
     dry_run: DryRun = False,
     as_json: JsonFlag = False,
@@ -111,6 +113,7 @@ def evaluate(
             out=out,
             save_images=save_images,
             resume=resume,
+            cluster=cluster,
             progress=progress,
         )
     typer.echo(json.dumps(found.to_json()) if as_json else found.table())

@@ -27,6 +27,13 @@ Classes = Annotated[
 BatchSize = Annotated[
     int | None, typer.Option(help="Images at a time, which decides the memory; changes no result.")
 ]
+Cluster = Annotated[
+    str | None,
+    typer.Option(
+        help="ray: batches of images are tasks of the Ray cluster that RAY_ADDRESS names, or of a local one; the same "
+        "outcomes."
+    ),
+]
 NORM_HELP = "linf, l2 or l1."
 Resume = Annotated[bool, typer.Option(help="Go on with what --out holds.")]
 DryRun = Annotated[

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -34,6 +34,7 @@ from ecnn.evaluation.batch import (
     place,
     run_attack,
 )
+from ecnn.evaluation.cluster import RayTasks
 from ecnn.evaluation.inputs import Images, read_images
 from ecnn.evaluation.outcomes import Outcomes, join
 from ecnn.evaluation.provenance import Fingerprint, describe, describe_environment, now
@@ -65,6 +66,7 @@ def evaluate(
     save_images: bool = False,
     watch: Watcher | None = None,
     after: Evaluation | None = None,
+    cluster: str | None = None,
     progress: Progress | None = None,
 ) -> Evaluation:
     """What becomes of each of the first images of a split under each attack, and of the same images left alone.
@@ -103,6 +105,8 @@ def evaluate(
             kept there as with save_images. In a cascade only those that it broke: the others come back as they are.
         after: goes on from an earlier evaluation of the same model and images: what it found is taken over, and a
             cascade begins with what its attacks left.
+        cluster: "ray" computes batches as tasks of the Ray cluster that RAY_ADDRESS names, or of a local one (extra
+            `cluster`). The batches are the same, and so are the outcomes; smaller ones keep more workers busy.
         progress: called as progress(done, total, note).
     """
     jobs = _plan(attacks, eps, seed)
@@ -130,6 +134,7 @@ def evaluate(
         watch=watch,
         progress=progress,
         total=(1 + len(jobs)) * len(chosen),
+        tasks=None if cluster is None else RayTasks(cluster, place(model, chosen[:1][0]).device),
     )
     with (
         nullcontext() if run_dir is None else files.locked(run_dir, "evaluation"),
@@ -182,6 +187,28 @@ def _has_eps(attack: Any) -> bool:
     )
 
 
+@dataclass(frozen=True)
+class _Answer:
+    """What a task of a cluster found on a batch; `undone`, `made` and `reason` are those of `_Evaluator`."""
+
+    parts: list[Outcomes]
+    memory: list[tuple[np.ndarray, np.ndarray]]
+    undone: list[int]
+    made: int
+    reason: str
+
+
+def _attempt_there(
+    evaluator: _Evaluator, job: _Job, positions: np.ndarray, about: dict[str, Any], made: int
+) -> _Answer:
+    """Computes a batch in another process, by an evaluator that was sent there."""
+    evaluator.environment = describe_environment(place(evaluator.model, evaluator.chosen[:1][0]).device)
+    evaluator.memory, evaluator.undone, evaluator.made, evaluator.reason = [], [], made, ""
+    with undisturbed(evaluator.model), without_tf32():
+        parts = evaluator._attempt(job, positions, about)
+    return _Answer(parts, evaluator.memory, evaluator.undone, evaluator.made - made, evaluator.reason)
+
+
 class _NotMadeError(Exception):
     """An attack could not be made on a batch; the text is the first line of the reason."""
 
@@ -197,6 +224,8 @@ class _Evaluator:
         total: images times jobs, of which `done` are done.
         clean: outcomes of the images as they are, once they are known.
         memory: positions and attacked images of the job under way, where no run_dir keeps them.
+        tasks: of a cluster, which compute batches; None computes them here.
+        sent: what the tasks know, and for which clean outcomes.
         undone, made, reason: of the job under way: positions that it could not be made on, how many images it was, and
             why not.
     """
@@ -212,6 +241,8 @@ class _Evaluator:
     watch: Watcher | None
     progress: Progress | None
     total: int
+    tasks: RayTasks | None = None
+    sent: tuple[Outcomes | None, Any] | None = None
     done: int = 0
     clean: Outcomes | None = None
     memory: list[tuple[np.ndarray, np.ndarray]] = field(default_factory=list)
@@ -257,10 +288,13 @@ class _Evaluator:
         missing = self._missing(job, wanted, found)
         self.done += len(self.chosen) - len(missing)
         self._report(job, wanted, found)
-        for start in range(0, len(missing), self.batch_size):
-            positions = missing[start : start + self.batch_size]
+        batches = [
+            missing[start : start + self.batch_size] for start in range(0, len(missing), self.batch_size)
+        ]
+        attempts = self._attempt_here if self.tasks is None or len(batches) < 2 else self._attempt_elsewhere
+        for positions, parts in zip(batches, attempts(job, batches, about), strict=True):
             # Later parts come first: of an image in two parts the first is kept.
-            found = [*self._attempt(job, positions, about), *found]
+            found = [*parts, *found]
             self.done += len(positions)
             self._report(job, wanted, found)
         if self.undone and not self.made:
@@ -311,6 +345,52 @@ class _Evaluator:
         part = self.clean.take(rest)
         about = {**about, "started": now(), "finished": now(), "environments": [self.environment]}
         return [dataclasses.replace(part, name=job.name, forwards=0 * part.forwards, about=about)]
+
+    def _attempt_here(
+        self, job: _Job, batches: Sequence[np.ndarray], about: dict[str, Any]
+    ) -> Iterator[list[Outcomes]]:
+        for positions in batches:
+            yield self._attempt(job, positions, about)
+
+    def _attempt_elsewhere(
+        self, job: _Job, batches: Sequence[np.ndarray], about: dict[str, Any]
+    ) -> Iterator[list[Outcomes]]:
+        """The same by tasks of the cluster, all batches at once; what is kept is kept here.
+
+        When an attack is given up depends on the batches before. A task knows of none, so that a batch on which it
+        could not make the attack is tried again here, unless it is the first.
+        """
+        assert self.tasks is not None
+        if self.sent is None or self.sent[0] is not self.clean:
+            blank: dict[str, Any] = {"run_dir": None, "progress": None, "watch": None, "tasks": None}
+            mine = dataclasses.replace(self, **blank, sent=None, memory=[], undone=[])
+            self.sent = (self.clean, self.tasks.send(mine))
+        before = self.made
+        given = [(job, positions, about, before) for positions in batches]
+        answers: Iterator[_Answer] = self.tasks.call(_attempt_there, self.sent[1], given)
+        for positions, answer in zip(batches, answers, strict=True):
+            is_first = self.made == before and not self.undone
+            is_hopeless = not self.made and len(self.undone) >= _HOPELESS
+            if is_hopeless or (answer.undone and not is_first):
+                yield self._attempt(job, positions, about)
+                continue
+            self.made, self.undone = self.made + answer.made, self.undone + answer.undone
+            self.reason = answer.reason or self.reason
+            self._keep_answer(job, answer)
+            yield answer.parts
+
+    def _keep_answer(self, job: _Job, answer: _Answer) -> None:
+        """Keeps what a task found, as `_keep` does with what is found here."""
+        records = self._records(job)
+        if records is None:
+            self.memory += answer.memory
+            return
+        whole = join(answer.parts) if answer.parts else None
+        for index, points in answer.memory:
+            assert whole is not None
+            records.add_images(whole.take(np.isin(whole.index, index)), torch.tensor(points))
+        for part in answer.parts:
+            records.add_part(part)
 
     def _attempt(self, job: _Job, positions: np.ndarray, about: dict[str, Any]) -> list[Outcomes]:
         """The outcomes of a batch; where the attack cannot be made on all of it, those of its halves.

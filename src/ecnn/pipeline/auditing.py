@@ -88,6 +88,7 @@ def audit_run(
     out: AnyPath | None = None,
     resume: bool = True,
     batch_size: int | None = None,
+    cluster: str | None = None,
     progress: Progress | None = None,
 ) -> Audit:
     """Audits what was planned.
@@ -95,10 +96,12 @@ def audit_run(
     Args:
         out: where records, audit.json, audit.md and audit.png go; None keeps nothing.
         resume: goes on with what an earlier audit left there.
+        batch_size, cluster: as `ecnn.audit` takes them.
     """
     options: dict[str, Any] = {**asdict(made.table), "limit": made.images, "run_dir": out, "resume": resume}
     del options["data"]  # those are in made.split
     options |= {"classes": made.classes, "attacks": made.attacks, "batch_size": batch_size}
+    options["cluster"] = cluster
     lock = nullcontext() if out is None else files.locked(out, "audit")
     with runs.kept_in(out, resume=resume), lock, suitable_threads(made.model, made.split):
         found = audit(made.model, made.split, progress=progress, **options)

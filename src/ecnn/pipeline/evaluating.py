@@ -185,6 +185,7 @@ def evaluate_run(
     out: AnyPath | None = None,
     save_images: AnyPath | None = None,
     resume: bool = True,
+    cluster: str | None = None,
     progress: Progress | None = None,
 ) -> Evaluation:
     """Makes the attacks that were planned, on the first `data.test_limit` test images.
@@ -192,6 +193,7 @@ def evaluate_run(
     Args:
         out: where outcomes are kept, image by image; None keeps nothing.
         save_images: an .npz to write the attacked images to.
+        cluster: as `ecnn.evaluate` takes it.
     """
     with (
         runs.kept_in(out, resume=resume),
@@ -211,6 +213,7 @@ def evaluate_run(
                 resume=resume,
                 save_images=save_images is not None,
                 batch_size=BATCH_SIZE if batch_size is None else batch_size,
+                cluster=cluster,
                 progress=progress,
             )
             for (limit, eps), attacks in made.attacks.items()

@@ -11,10 +11,10 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 
 from ecnn import files
-from ecnn.errors import InputError
+from ecnn.evaluation.cluster import CLUSTERS as CLUSTERS
+from ecnn.evaluation.cluster import connect_ray
 from ecnn.pipeline.reproducing import Task
 
-CLUSTERS = ("ray",)
 #: Runs commands; each answers with its exit status and all that it wrote.
 Runner = Callable[[Sequence[Sequence[str]]], list[tuple[int, str]]]
 
@@ -95,14 +95,7 @@ def _run_here(commands: Sequence[Sequence[str]], jobs: int) -> list[tuple[int, s
 
 
 def _ray_runner(jobs: int) -> Runner:
-    try:
-        import ray
-    except ImportError as error:
-        raise InputError('--cluster ray needs Ray: pip install "ecnn[cluster]".') from error
-    if not ray.is_initialized():
-        address = os.environ.get("RAY_ADDRESS")
-        local = {} if address else {"num_cpus": jobs, "include_dashboard": False}
-        ray.init(address=address, log_to_driver=False, **local)
+    ray = connect_ray(jobs)
     has_gpus = ray.cluster_resources().get("GPU", 0) > 0
     remote = ray.remote(num_cpus=1, num_gpus=1 if has_gpus else 0)(run_command)
 
