@@ -664,3 +664,75 @@ def test_attacks_of_a_cascade_and_attacks_around_another() -> None:
 def test_no_attacks_no_findings_to_fear() -> None:
     clean = outcomes("clean", np.ones(3, dtype=bool), 0)
     assert all(finding.level == "ok" for finding in read_evidence(Evaluation(clean, {})))
+
+
+# ---- the border, and the power of checks
+
+
+class OverOtherScores(nn.Module):
+    """The answer of one network, laid over the scores of another."""
+
+    def __init__(self, height: float = 12.0) -> None:
+        super().__init__()
+        self.height, self.network, self.other = height, network(adversarial=True), network()
+
+    def forward(self, images: Tensor) -> Tensor:
+        answers = F.one_hot(self.network(images).argmax(dim=1), 10)
+        scores: Tensor = self.height * answers + self.other(images.flip(3))
+        return scores
+
+
+def test_scores_that_do_not_explain_the_answers_keep_their_margin_at_the_border() -> None:
+    lying = check("border", OverOtherScores(height=60.0))
+    assert lying.level == "alarm"
+    assert lying.evidence["kept_their_margin"] == lying.evidence["images"] > 15
+    assert lying.evidence["margin_left"][1] > 0.8
+    hard = check("border", Changed(after=lambda scores: F.one_hot(scores.argmax(dim=1), 10).float()))
+    assert hard.level == "alarm"
+    assert hard.evidence["margin_left"] == [1, 1, 1]
+
+
+def test_scores_of_honest_networks_have_lost_their_margin_at_the_border() -> None:
+    for model in (network(adversarial=True), Linear()):
+        found = check("border", model, eps=0.02)
+        assert found.level == "ok"
+        assert found.evidence["margin_left"][2] < 1e-4
+    rounded = check(
+        "border", Changed(network(adversarial=True), before=lambda images: (3 * images).round() / 3)
+    )
+    assert rounded.level == "ok"
+    assert 1e-4 < rounded.evidence["margin_left"][1] < 0.3
+    constant = CHECKS["border"](make_subject(Changed(after=lambda scores: 0 * scores - torch.arange(10.0))))
+    assert constant.kind == "nothing_to_attack"
+
+
+def test_checks_look_at_what_stands() -> None:
+    subject = replace(make_subject(network(), images=40), budget=replace(BUDGET, probe_images=16))
+    stood = torch.arange(40) % 2 == 0
+    looked = subject.standing_first(stood)
+    assert looked.stood is not None
+    assert looked.stood[:16].sum() == 12
+    assert torch.equal(looked.images[:12], subject.images[stood][:12])
+    assert torch.equal(looked.images[12:16], subject.images[~stood][:4])
+    assert sorted(looked.labels.tolist()) == sorted(subject.labels.tolist())
+    nothing_fell = subject.standing_first(torch.ones(40, dtype=torch.bool))
+    assert torch.equal(nothing_fell.images, subject.images)
+
+
+def test_fewer_images_that_stood_the_suite_sound_an_alarm() -> None:
+    """Four of 24 images are too few among all of them, at 2 %, and too many among those that stood the suite."""
+    subject = make_subject(network(adversarial=True), images=40)
+    rows = torch.nonzero(network(adversarial=True)(subject.images).argmax(dim=1) == subject.labels).squeeze(
+        1
+    )[:24]
+    assert len(rows) == 24
+    subject = replace(subject, images=subject.images[rows], labels=subject.labels[rows])
+    broken = torch.arange(24) < 4
+    assert not probe_of(subject).breaks_too_much(broken, 0.02)
+    assert probe_of(subject).breaks_too_much(torch.arange(24) < 5, 0.02)
+    known = probe_of(subject.standing_first(torch.ones(24, dtype=torch.bool)))
+    assert known.breaks_too_much(broken, 0.02)
+    assert not known.breaks_too_much(torch.arange(24) < 3, 0.02)
+    # Of a random model it is chance what stood.
+    flickering = replace(subject, model=Changed(network(adversarial=True), before=noisy))
+    assert not probe_of(flickering.standing_first(torch.ones(24, dtype=torch.bool))).stood.any()

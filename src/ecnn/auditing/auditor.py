@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from torch import nn
 
 from ecnn import files
@@ -270,7 +271,8 @@ def _find(
     kept = _kept_findings(folder, identity, answers) if resume else None
     if kept is not None:
         return kept
-    found = [_plain(finding) for finding in (*_flags(subject), *diagnose(subject, progress=progress))]
+    looked_at = subject.standing_first(torch.from_numpy(evaluation.survivors()))
+    found = [_plain(finding) for finding in (*_flags(subject), *diagnose(looked_at, progress=progress))]
     if folder is not None:
         found_values = [finding.to_dict() for finding in found]
         values = {"identity": identity, "answers": answers, "findings": found_values}

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor, nn
 
 from ecnn.attacks.norms import NORMS, Norm
@@ -23,6 +24,7 @@ class Subject:
         eps: radius on the [0, 1] scale.
         budget: how much may be asked.
         seed: of all randomness.
+        stood: (image,) whether the attacks of the audit have left it; None before they were made.
     """
 
     model: nn.Module
@@ -32,7 +34,21 @@ class Subject:
     eps: float
     budget: Budget
     seed: int = 0
+    stood: Tensor | None = None
 
     def __post_init__(self) -> None:
         check_choice("norm", self.norm, NORMS)
         parse_eps(self.eps, most=NORMS[self.norm].longest)
+
+    def standing_first(self, stood: Tensor) -> Subject:
+        """The same with the images that stood in front, but for a quarter of those that checks look at.
+
+        What stands decides the audited accuracy, so that checks should look there. The rest explains what a claim that
+        was measured otherwise owes to which attack.
+        """
+        left, fell = (torch.nonzero(part).squeeze(1) for part in (stood, ~stood))
+        most = self.budget.probe_images - min(len(fell), self.budget.probe_images // 4)
+        order = torch.cat([left[:most], fell, left[most:]]).to(self.images.device)
+        return replace(
+            self, images=self.images[order], labels=self.labels[order], stood=stood.to(order.device)[order]
+        )

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from ecnn.auditing.diagnostics.binarization import check_binarization
+from ecnn.auditing.diagnostics.border import check_border
 from ecnn.auditing.diagnostics.evidence import read_evidence
 from ecnn.auditing.diagnostics.gradients import (
     check_differentiable,
@@ -52,6 +53,7 @@ CHECKS: dict[str, Callable[[Subject], Finding]] = {
     "zero_gradients": check_zero_gradients,
     "gradient_direction": check_gradient_direction,
     "unstable_loss": check_unstable_loss,
+    "border": check_border,
     "loss_path": check_loss_path,
     "last_iterate": check_last_iterate,
     "incomplete_optimization": check_incomplete_optimization,

@@ -20,6 +20,7 @@ from ecnn.attacks.gradient import PGD
 from ecnn.attacks.images import per_image
 from ecnn.attacks.norms import NORMS
 from ecnn.attacks.views import SCORES, Aim, Look, Loss, View, score_loss
+from ecnn.auditing.diagnostics.statistics import STOOD_TOLERANCE, exceeds
 from ecnn.auditing.findings import Finding, note
 from ecnn.auditing.subject import Subject
 from ecnn.backbones import full_precision, undisturbed, without_tf32
@@ -102,6 +103,8 @@ class Probe:
         self.images = subject.images[: subject.budget.probe_images].detach()
         self.labels = subject.labels[: subject.budget.probe_images]
         self.rows = torch.arange(len(self.images), device=self.images.device)
+        stood = torch.zeros(len(self.images), dtype=torch.bool) if subject.stood is None else subject.stood
+        self._stood = stood[: len(self.images)].cpu()
         self._spent = [0, 0]  # by attacks that count for themselves
         self._ask(subject.model)
         self.raw = self
@@ -168,6 +171,16 @@ class Probe:
     def num_right(self) -> int:
         """How many images an attack can break."""
         return int(self.right.sum())
+
+    @property
+    def stood(self) -> Tensor:
+        """(image,) right, and left so by the suite; none if that is unknown or a matter of chance; on the CPU."""
+        return self.right & self._stood if self.raw is self else torch.zeros_like(self.right)
+
+    def breaks_too_much(self, broken: Tensor, tolerance: float) -> bool:
+        """Whether an attack breaks more of the images, or of those that the suite left, than is tolerated."""
+        left, n = int((broken & self.stood).sum()), int(self.stood.sum())
+        return exceeds(int(broken.sum()), self.num_right, tolerance) or exceeds(left, n, STOOD_TOLERANCE)
 
     @cached_property
     def margin_walk(self) -> Walk:

@@ -116,7 +116,7 @@ def check_steps(probe: Probe) -> Finding:
     doubled = probe.broken_by(probe.pgd(probe.eps, steps=2 * probe.budget.probe_steps), probe.standing)
     evidence["broken_by_twice_the_steps"] = more = int(doubled.sum())
     advice = "Attack with more steps, until twice as many change nothing."
-    if exceeds(more, n, TOLERANCE):
+    if probe.breaks_too_much(doubled, TOLERANCE):
         claim = f"PGD has not converged: twice the steps break another {percent(more, n)}."
         return alarm(claim, evidence, advice)
     claim = f"PGD broke {percent(late, n)} only in the second half of its steps."
@@ -188,7 +188,8 @@ def _alarm_if_more_fall(
     *_, (name, broken) = facts.items()
     gained, n = int(broken.sum()), probe.num_right
     evidence = {"images": n, **facts, name: gained}
-    is_alarm = exceeds(gained, n, tolerance)
+    evidence |= {"stood": int(probe.stood.sum()), "broken_that_stood": int((broken & probe.stood).sum())}
+    is_alarm = probe.breaks_too_much(broken, tolerance)
     return alarm_if(is_alarm, claim.format(percent(gained, n)), evidence, advice, otherwise=fine)
 
 

@@ -18,6 +18,11 @@ TOLERANCE = 0.05
 DOMINATED_TOLERANCE = 0.02
 
 
+#: The same among images that stood the whole suite: one of them that a single simple attack breaks is a miss of the
+#: suite, and of an honest model next to none does. Of 32 such images 4 are an alarm, of 96 6.
+STOOD_TOLERANCE = 0.01
+
+
 def tail_probability(count: int, n: int, rate: float) -> float:
     """Chance of `count` or more among n images if each has the chance `rate` by itself (exact binomial)."""
     if count <= 0:
