@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import copy
+import importlib
+import sys
+import types
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -10,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from ecnn.attacks import PGD
-from ecnn.attacks.speed.quick_copy import quick_copy
-from ecnn.backbones import ConvUnit, ResNet, without_tf32
+from ecnn.attacks.speed.quick_copy import _use_tensor_cores, quick_copy
+from ecnn.backbones import ConvUnit, ResNet, without_batch_norms, without_tf32
 from ecnn.codes import load_code
 from ecnn.model import ECNN
 from ecnn.models import MODELS
@@ -167,3 +171,71 @@ def test_a_quick_attack_finds_what_an_ordinary_one_finds() -> None:
     ]
     assert float((found[0].success == found[1].success).double().mean()) > 0.97
     assert torch.equal(model(found[1].images).argmax(dim=1) != labels, found[1].success)
+
+
+class StubKernel:
+    """Stands in for a kernel of Triton's: notes what is compiled ahead and what is started."""
+
+    def __init__(self) -> None:
+        self.ahead: list[Any] = []
+        self.started: list[Any] = []
+
+    def warmup(self, *arguments: Any, grid: Any, **options: Any) -> None:
+        self.ahead.append(self.compiled_for(arguments, options))
+
+    def __getitem__(self, grid: Any) -> Any:
+        return lambda *arguments, **options: self.started.append(self.compiled_for(arguments, options))
+
+    @staticmethod
+    def compiled_for(arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        """Triton compiles for options, for numbers that are 1 and for those that 16 divides; not for `total`."""
+        numbers = arguments[6:]
+        return tuple((number == 1, number % 16 == 0) for number in numbers), tuple(sorted(options.items()))
+
+
+def test_kernels_are_compiled_before_they_are_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each that a pass and its gradient start has been compiled ahead, once, and nothing else. Triton is a stub."""
+    kernel, name = StubKernel(), "ecnn.attacks.speed.tensor_cores"
+    triton, language = types.ModuleType("triton"), types.ModuleType("triton.language")
+    stubs: dict[str, Any] = {
+        "jit": lambda **options: lambda function: kernel,
+        "cdiv": lambda one, other: -(-one // other),
+        "next_power_of_2": lambda number: 1 << (number - 1).bit_length(),
+        "language": language,
+    }
+    for key, value in stubs.items():
+        setattr(triton, key, value)
+    language.constexpr = int  # type: ignore[attr-defined]
+    for module in (triton, language):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    monkeypatch.setitem(sys.modules, name, None)
+    monkeypatch.delitem(sys.modules, name)
+    tensor_cores = importlib.import_module(name)
+    monkeypatch.setattr(tensor_cores.QuickConvolution, "fits", lambda layer: type(layer) is nn.Conv2d)
+    model = without_batch_norms(ResNet(5, depth=14, width=4).eval())
+    _use_tensor_cores(model)
+    images = torch.rand(3, 3, 16, 16)
+    count = tensor_cores.compile_ahead(model, images)
+    assert count == len(kernel.ahead) == len(set(kernel.ahead)) > 10
+    assert not kernel.started
+    assert tensor_cores.compile_ahead(model, images) == 0
+    points = images.requires_grad_(True)
+    torch.autograd.grad(model(points).sum(), points)
+    assert len(kernel.started) > count
+    assert set(kernel.started) == set(kernel.ahead)
+
+
+@pytest.mark.gpu
+def test_later_passes_compile_nothing() -> None:
+    """After the kernels were compiled ahead, batches of several sizes start no compiler."""
+    tensor_cores = pytest.importorskip("ecnn.attacks.speed.tensor_cores")
+    model = quick_copy(ResNet(5, depth=8, width=8).cuda().eval(), "float32")
+    images = torch.rand(37, 3, 28, 28, device="cuda")
+    tensor_cores.compile_ahead(model, images)
+    caches = tensor_cores._convolve.device_caches[torch.cuda.current_device()]
+    before = len(caches[0])
+    for rows in (37, 16, 5, 1):
+        points = images[:rows].clone().requires_grad_(True)
+        torch.autograd.grad(model(points).sum(), points)
+    assert len(caches[0]) == before > 0

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ecnn.attacks.draws import Draws, forked_generators
 from ecnn.attacks.images import check_pixels, per_image
 from ecnn.attacks.norms import NORMS, Norm
-from ecnn.attacks.speed.quick_copy import quick_copy
+from ecnn.attacks.speed.quick_copy import prepare, quick_copy
 from ecnn.attacks.speed.replay import Recorder, Values, run_in_pieces
 from ecnn.attacks.views import Aim, Look, View
 from ecnn.backbones import full_precision, undisturbed, without_tf32
@@ -388,6 +388,7 @@ class Attack:
         if not self.quick:
             return Target(model, len(images), images.device, self.precision)
         copy, run = quick_copy(model, self.precision), Recorder() if images.is_cuda else run_in_pieces
+        prepare(copy, images)
         return Target(copy, len(images), images.device, self.precision, run, judge=model)
 
     def _run(self, model: nn.Module, images: Tensor, labels: Tensor, draws: Draws) -> Attacked:

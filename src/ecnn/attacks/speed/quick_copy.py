@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ecnn.backbones import ConvUnit, without_batch_norms
 
@@ -24,6 +24,14 @@ def quick_copy(model: nn.Module, precision: str) -> nn.Module:
     elif importlib.util.find_spec("triton") is not None:
         _use_tensor_cores(quick)
     return quick
+
+
+def prepare(model: nn.Module, images: Tensor) -> None:
+    """Makes the first passes over a quick copy as fast as later ones: kernels are compiled before they are needed."""
+    if any(type(module).__name__ == "QuickConvolution" for module in model.modules()):
+        from ecnn.attacks.speed.tensor_cores import compile_ahead
+
+        compile_ahead(model, images)
 
 
 def _use_tensor_cores(model: nn.Module) -> None:

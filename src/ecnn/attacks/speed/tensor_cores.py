@@ -8,6 +8,9 @@ where cuDNN's float32 differs by 3e-7, and for narrow networks they come in half
 # ruff: noqa: N803 capitals are what Triton users give to values that are known when a kernel is compiled
 from __future__ import annotations
 
+import os
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -21,8 +24,13 @@ _PLACES, _DEPTH = 128, 16  # of a tile
 _WARPS, _STAGES = 4, 4
 _LARGEST_INDEX = 2**31 - 1
 
+#: One kernel: what Triton compiles it for, and the arguments with which to ask for it.
+_Kernels = dict[tuple[Any, ...], tuple[tuple[int, ...], dict[str, Any]]]
+#: What `compile_ahead` has asked for already, in this process.
+_known: set[tuple[Any, ...]] = set()
 
-@triton.jit
+
+@triton.jit(do_not_specialize=["total"])  # which is another for every batch
 def _convolve(  # type: ignore[no-untyped-def]
     source,  # (image, y, x, in channel)
     outputs,  # of the ReLU whose gradient the source is, as the source; anything when not MASKED
@@ -91,13 +99,59 @@ def _convolve(  # type: ignore[no-untyped-def]
     )
 
 
+def compile_ahead(model: nn.Module, images: Tensor) -> int:
+    """Compiles the kernels that passes over these images and their gradients will start; how many were new.
+
+    All at a time: one after the other, as they are met, they take most of a second each, and a ResNet-20 has twenty.
+    Triton keeps them on disk, so that the next process finds them there. What cannot be compiled here is left to the
+    launch that needs it.
+
+    Args:
+        model: the copy that a search asks, with its `QuickConvolution`.
+        images: the batch that it is asked about first.
+    """
+    new = {key: kernel for key, kernel in _kernels_of(model, images[:1]).items() if key not in _known}
+    _known.update(new)
+    if len(new) > 1:
+        with ThreadPoolExecutor(min(len(new), os.cpu_count() or 1)) as pool:
+            list(pool.map(lambda kernel: _compile(images.device, *kernel), new.values()))
+    return len(new)
+
+
+def _kernels_of(model: nn.Module, images: Tensor) -> _Kernels:
+    """The kernels of a pass and its gradient, found by one in which they are noted and not started."""
+    found: _Kernels = {}
+    layers = [module for module in model.modules() if isinstance(module, QuickConvolution)]
+    for layer in layers:  # not a setting of this module: gradients are computed in another thread
+        layer.noted = found
+    try:
+        with suppress(Exception), torch.enable_grad():  # a search will say what is wrong with the model
+            points = images.detach().clone().requires_grad_(True)
+            torch.autograd.grad(model(points).float().sum(), points)
+    finally:
+        for layer in layers:
+            layer.noted = None
+    return found
+
+
+def _compile(device: torch.device, numbers: tuple[int, ...], options: dict[str, Any]) -> None:
+    with suppress(Exception), torch.cuda.device(device):
+        tables = [torch.float32] * 5
+        _convolve.warmup(*tables, *numbers, grid=(1,), **options)
+
+
 class QuickConvolution(nn.Module):
     """The convolution, and the ReLU after it if asked, with gradients in its input alone; weights are copied.
 
     Args:
         convolution: one that `fits`.
         relu: whether a ReLU follows.
+
+    Attributes:
+        noted: where launches note the kernel that they would have started, instead of starting it; None starts them.
     """
+
+    noted: _Kernels | None = None
 
     def __init__(self, convolution: nn.Conv2d, *, relu: bool) -> None:
         super().__init__()
@@ -168,6 +222,13 @@ class QuickConvolution(nn.Module):
             "num_warps": _WARPS,
             "num_stages": _STAGES,
         }
+        options |= {"IN": source.shape[1], "OUT": out_channels}
+        numbers = (total, *size, *source.shape[2:])
+        if self.noted is not None:
+            # Triton compiles anew for numbers that are 1 and for those that 16 divides.
+            kinds = tuple((number == 1, number % 16 == 0) for number in numbers[1:])
+            self.noted[(source.device, kinds, *options.items())] = (numbers, options)
+            return result.zero_()
         anything = source
         _convolve[grid](
             source,
@@ -175,11 +236,7 @@ class QuickConvolution(nn.Module):
             weight,
             anything if bias is None else bias,
             result,
-            total,
-            *size,
-            *source.shape[2:],
-            IN=source.shape[1],
-            OUT=out_channels,
+            *numbers,
             **options,
         )
         return result
