@@ -58,7 +58,7 @@ codebook: $(READY)
 	$(BIN)/python tools/make_codebook.py
 
 bench: $(READY)
-	for name in annealing training baselines estimators attacks fast audit serving; do $(BIN)/python benchmarks/$$name.py --quick || exit 1; done
+	for name in annealing training baselines estimators attacks fast scale audit serving; do $(BIN)/python benchmarks/$$name.py --quick || exit 1; done
 
 # The browser tests take these pictures in every run and leave them in out/pictures: here of the demo, for README.
 pictures: demo

@@ -1,0 +1,269 @@
+"""Larger networks: a ResNet-18 and a WRN-28-10 on CIFAR-10, audited beside AutoAttack.
+
+Run: python benchmarks/scale.py [--device cuda] [--networks resnet18 wrn28_10] [--minutes 5] [--images 1000]
+[--budget fast standard] [--weights FOLDER] [--root data] [--out FOLDER]
+[--quick: tiny widths, random images, seconds, to out/quick]
+Each network is first trained adversarially (PGD with 7 steps at 8/255, bfloat16 on CUDA) for --minutes on the training
+images, or read from --weights/NAME.safetensors, which a training run leaves there. How far a few minutes go is printed
+with the clean accuracy: what is compared is two tools on the same network, not the network with published ones. A
+network that has not been trained says nothing, so that --minutes 0 without weights only times: its row is marked.
+Then: seconds, images forwarded and verdicts of the audit at each budget and of AutoAttack, memory at its peak. Writes
+scale.json and scale.md beside this file, or into --out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F  # noqa: N812 the name everybody knows
+from fast import Count
+from torch import Tensor, nn
+
+import ecnn
+from ecnn import files, runs
+from ecnn.attacks import PGD, AutoAttack
+from ecnn.auditing import audit
+from ecnn.backbones import Normalized, without_tf32
+from ecnn.data import Dataset, Split
+
+HERE = Path(__file__).parent
+EPS, STEP = 8 / 255, 2 / 255
+MEAN, STD = (0.4914, 0.4822, 0.4465), (0.2471, 0.2435, 0.2616)
+Row = dict[str, Any]
+
+
+class Block(nn.Module):
+    """Two convolutions beside a shortcut, with batch norm and ReLU before each (He et al. 2016)."""
+
+    def __init__(self, before: int, after: int, stride: int) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.BatchNorm2d(before), nn.BatchNorm2d(after)
+        self.conv1 = nn.Conv2d(before, after, 3, stride=stride, padding=1, bias=False)
+        self.conv2 = nn.Conv2d(after, after, 3, padding=1, bias=False)
+        self.shortcut = None
+        if stride != 1 or before != after:
+            self.shortcut = nn.Conv2d(before, after, 1, stride=stride, bias=False)
+
+    def forward(self, maps: Tensor) -> Tensor:
+        active = F.relu(self.norm1(maps))
+        kept = maps if self.shortcut is None else self.shortcut(active)
+        change = self.conv2(F.relu(self.norm2(self.conv1(active))))
+        result: Tensor = kept + change
+        return result
+
+
+class Residual(nn.Module):
+    """Stacks of blocks, each after the first at half the size; pixels normalised inside.
+
+    Args:
+        widths: channels of each stack.
+        blocks: in each stack.
+        stem: channels of the first convolution.
+    """
+
+    def __init__(self, widths: list[int], blocks: int, stem: int) -> None:
+        super().__init__()
+        layers: list[nn.Module] = [nn.Conv2d(3, stem, 3, padding=1, bias=False)]
+        before = stem
+        for number, width in enumerate(widths):
+            for block in range(blocks):
+                layers.append(Block(before, width, 2 if number and not block else 1))
+                before = width
+        self.body = nn.Sequential(*layers, nn.BatchNorm2d(before), nn.ReLU())
+        self.head = nn.Linear(before, 10)
+        for module in self.modules():
+            if isinstance(module, nn.Conv2d):
+                nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+
+    def forward(self, images: Tensor) -> Tensor:
+        scores: Tensor = self.head(self.body(images).mean(dim=(2, 3)))
+        return scores
+
+
+def build(name: str, *, tiny: bool) -> nn.Module:
+    """ResNet-18 (11.2 million parameters) or WRN-28-10 (36.5 million)."""
+    widths, blocks, stem = {
+        "resnet18": ([64, 128, 256, 512], 2, 64),
+        "wrn28_10": ([160, 320, 640], 4, 16),
+    }[name]
+    if tiny:
+        widths, blocks, stem = [4 * (number + 1) for number in range(len(widths))], 1, 4
+    return Normalized(Residual(widths, blocks, stem), MEAN, STD)
+
+
+def train(model: nn.Module, split: Split, minutes: float, device: str) -> int:
+    """Adversarial training for so long, the learning rate rising and falling once; how many steps were made."""
+    images, labels = split.images.to(device), split.labels.to(device)
+    half = device.startswith("cuda")
+    attack = PGD(norm="linf", eps=EPS, steps=7, step_size=STEP, loss="cross_entropy", keep="last")
+    optimiser = torch.optim.SGD(model.parameters(), lr=0.0, momentum=0.9, weight_decay=5e-4, nesterov=True)
+    noise = torch.Generator(device).manual_seed(0)
+    started, steps, size = time.perf_counter(), 0, min(512, len(labels))
+    while (share := (time.perf_counter() - started) / (60 * minutes)) < 1:
+        for group in optimiser.param_groups:
+            group["lr"] = 0.2 * min(share / 0.2, (1 - share) / 0.8)
+        rows = torch.randint(0, len(labels), (size,), device=device, generator=noise)
+        batch = shift(images[rows].float() / 255, noise)
+        with torch.autocast(device.split(":")[0], dtype=torch.bfloat16, enabled=half):
+            crafted = attack(model, batch, labels[rows], generator=noise)
+            model.train()
+            loss = F.cross_entropy(model(crafted), labels[rows])
+        optimiser.zero_grad(set_to_none=True)
+        torch.autograd.backward(loss)
+        optimiser.step()
+        steps += 1
+        if steps % 100 == 0:
+            sys.stderr.write(f"step {steps}, {100 * share:.0f} % of the time, loss {float(loss):.3f}\n")
+    return steps
+
+
+def shift(images: Tensor, noise: torch.Generator) -> Tensor:
+    """The batch moved by up to four pixels and mirrored or not, all of it alike."""
+    across, down, mirrored = (
+        int(number) for number in torch.randint(0, 9, (3,), device=images.device, generator=noise)
+    )
+    padded = F.pad(images, (4, 4, 4, 4))[
+        :, :, down : down + images.shape[2], across : across + images.shape[3]
+    ]
+    return padded.flip(3) if mirrored % 2 else padded
+
+
+def prepare(name: str, data: Dataset, options: argparse.Namespace) -> tuple[nn.Module, str]:
+    """The network, and in a few words where its weights come from."""
+    torch.manual_seed(0)
+    model = build(name, tiny=options.quick).to(options.device)
+    if options.device.startswith("cuda"):
+        model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    path = options.weights / f"{name}.safetensors"
+    if path.exists():
+        tensors, header = files.read_tensors(path)
+        model.load_state_dict(tensors)
+        return model.eval(), str(header.get("training", "given weights"))
+    if options.minutes <= 0:
+        return model.eval(), "untrained: only its times mean something"
+    steps = train(model, data.train, options.minutes, options.device)
+    words = f"{steps} steps of adversarial training in {options.minutes:g} minutes"
+    tensors = {key: value.contiguous() for key, value in model.state_dict().items()}
+    files.write_tensors(path, tensors, {"training": words})
+    return model.eval(), words
+
+
+def examine(name: str, data: Dataset, options: argparse.Namespace) -> list[Row]:
+    """AutoAttack and the audits of one network."""
+    model, training = prepare(name, data, options)
+    images, labels = (part.to(options.device) for part in data.test[: options.images])
+    with torch.no_grad(), without_tf32():
+        clean = torch.cat([model(part).argmax(dim=1) for part in torch.split(images, 250)]) == labels
+    rows, stands = [], None
+    for tool in ("AutoAttack", *options.budget):
+        if images.is_cuda:
+            torch.cuda.reset_peak_memory_stats()
+        started = time.perf_counter()
+        if tool == "AutoAttack":
+            version: Any = "apgd-ce" if options.quick else "standard"
+            attack = AutoAttack(norm="linf", eps=EPS, version=version, quick=True)
+            parts = [attack.run(model, *part, index=place) for place, part in batches(images, labels)]
+            own = np.concatenate([(~part.success).cpu().numpy() for part in parts])
+            forwarded, verdict = sum(int(part.forwards.sum()) for part in parts), ""
+        else:
+            with Count(model, images) as counted:
+                found = audit(model, data.test, norm="linf", eps=EPS, limit=len(labels), budget=tool)
+            own, forwarded, verdict = np.array(found.broken_by) == -1, counted.images, found.verdict
+        stands = own if stands is None else stands
+        row = {
+            "network": name,
+            "parameters": sum(parameter.numel() for parameter in model.parameters()),
+            "training": training,
+            "tool": tool if tool == "AutoAttack" else f"audit, {tool}",
+            "images": len(labels),
+            "clean": int(clean.sum()),
+            "robust": int(own.sum()),
+            "missed": int((own & ~stands).sum()),
+            "gained": int((~own & stands).sum()),
+            "verdict": verdict,
+            "forwarded": forwarded,
+            "seconds": time.perf_counter() - started,
+            "gigabytes": torch.cuda.max_memory_allocated() / 2**30 if images.is_cuda else None,
+        }
+        sys.stderr.write(f"{row}\n")
+        rows.append(row)
+    return rows
+
+
+def batches(images: Tensor, labels: Tensor) -> list[tuple[Tensor, tuple[Tensor, Tensor]]]:
+    places = torch.arange(len(labels), device=labels.device)
+    return [(place, (images[place], labels[place])) for place in torch.split(places, 500)]
+
+
+def read_data(options: argparse.Namespace) -> Dataset:
+    if options.quick:
+        noise = torch.Generator().manual_seed(0)
+        images = torch.randint(0, 256, (40, 3, 16, 16), dtype=torch.uint8, generator=noise)
+        split = Split(images, torch.arange(40) % 10)
+        return Dataset(name="random", train=split, val=split, test=split, class_names=tuple("abcdefghij"))
+    return ecnn.load_data("cifar10", root=options.root)
+
+
+def markdown(everything: dict[str, Any]) -> str:
+    lines = [
+        "# Larger networks",
+        "",
+        "`python benchmarks/scale.py`: networks trained adversarially for a few minutes on the machine that audits",
+        "them, so that what is compared is the tools on the same network, Linf 8/255. missed: images that stand, and",
+        "do not under AutoAttack (ours); gained: the reverse.",
+    ]
+    for device, result in everything.items():
+        facts = result["environment"]
+        lines += ["", f"## {facts['device']} ({device}), torch {facts['torch']}", ""]
+        lines += [
+            "| network | training | tool | images | clean | robust | missed | gained | forwarded | seconds | GiB |"
+        ]
+        lines += ["|---|---|---|" + "---:|" * 8]
+        for row in result["rows"]:
+            memory = "" if row["gigabytes"] is None else f"{row['gigabytes']:.1f}"
+            network = f"{row['network']}, {row['parameters'] / 1e6:.1f} M"
+            lines.append(
+                f"| {network} | {row['training']} | {row['tool']} | {row['images']} | {row['clean']} "
+                f"| {row['robust']} | {row['missed']} | {row['gained']} | {row['forwarded']:,} "
+                f"| {row['seconds']:.1f} | {memory} |"
+            )
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument(
+        "--networks", nargs="+", choices=["resnet18", "wrn28_10"], default=["resnet18", "wrn28_10"]
+    )
+    parser.add_argument("--minutes", type=float, default=5.0, help="of training, each network; 0 trains none")
+    parser.add_argument("--images", type=int, default=1000)
+    parser.add_argument("--budget", nargs="+", default=["fast"], help="of the audits")
+    parser.add_argument("--weights", type=Path, default=Path("out/scale"))
+    parser.add_argument("--root", default="data")
+    parser.add_argument("--out", type=Path, default=HERE)
+    parser.add_argument("--quick", action="store_true", help="tiny, to out/quick: does it run?")
+    options = parser.parse_args()
+    if options.quick:
+        options.minutes, options.images, options.networks = 0.02, 6, ["resnet18"]
+        options.weights = options.out = Path("out/quick")
+        options.budget = []
+    path = options.out / "scale.json"
+    everything = files.read_json(path) if path.exists() else {}
+    result = everything.setdefault(torch.device(options.device).type, {})
+    result["environment"], result["rows"] = runs.environment(), []
+    data = read_data(options)
+    for name in options.networks:
+        result["rows"] += examine(name, data, options)
+        files.write_json(path, everything)
+    files.write_text(path.with_suffix(".md"), markdown(everything))
+
+
+if __name__ == "__main__":
+    main()
