@@ -15,6 +15,8 @@ import torch
 import toys
 from torch import Tensor, nn
 
+from ecnn.attacks.draws import Draws
+from ecnn.attacks.norms import NORMS
 from ecnn.auditing import Audit, Subject, audit
 from ecnn.auditing.deployed import (
     Deployment,
@@ -275,9 +277,6 @@ def test_points_that_break_no_deployed_copy_break_nothing() -> None:
 
 @pytest.mark.parametrize(("norm", "eps"), [("linf", 0.0301), ("l2", 0.15), ("l1", 0.9)])
 def test_rounded_points_are_bytes_in_the_ball(norm: Any, eps: float) -> None:
-    from ecnn.attacks.draws import Draws
-    from ecnn.attacks.norms import NORMS
-
     subject = dataclasses.replace(make_subject(Linear()), norm=norm, eps=eps)
     draws = Draws.of(1, torch.arange(len(subject.images)))
     points = NORMS[norm].random(subject.images, eps, draws)

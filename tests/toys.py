@@ -37,13 +37,14 @@ TINY = Budget(
     queries=30,
     eot=3,
     answers=150,
+    turns=0,
 )
 
 
 def shorten_audits(patch: pytest.MonkeyPatch) -> None:
     """Makes budgets with a name so small that every attack and diagnostic runs in a second: for what comes after."""
     few: dict[str, Any] = {"images": 8, "steps": 2, "targets": 2, "autoattack": False}
-    few |= {"probe_images": 4, "probe_steps": 2, "queries": 8, "eot": 2}
+    few |= {"probe_images": 4, "probe_steps": 2, "queries": 8, "eot": 2, "turns": 1}
     for name in ("quick", "standard"):
         patch.setitem(BUDGETS, name, dataclasses.replace(BUDGETS[name], **few))
 

@@ -32,6 +32,7 @@ from ecnn.attacks.views import (
     members_of,
     score_loss,
 )
+from ecnn.auditing.averaging import MeanOfPasses
 from ecnn.backbones import full_precision, undisturbed
 from ecnn.checks import check_count
 from ecnn.codes import CodeMatrix
@@ -387,6 +388,38 @@ class InDouble(BallAttack):
         part.model = copy.deepcopy(target.judge).double()
         points = self.attack.search(part, images.double(), labels, draws)
         return NORMS[self.norm].project(points.to(images.dtype), images, self.radius)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OnMean(BallAttack):
+    """Another attack, searching on the mean of several passes over a random model, drawn from the same seeds.
+
+    Attributes:
+        norm, eps: of the ball, the attack's own.
+        attack: one with a ball.
+        passes: how many.
+        seed: of the passes.
+    """
+
+    attack: Attack
+    passes: int
+    seed: int = 0
+
+    def cost(self, num_classes: int) -> Cost:
+        return self.attack.cost(num_classes) * self.passes
+
+    def search(self, target: Target, images: Tensor, labels: Tensor, draws: Draws) -> Tensor:
+        part = target.narrow(torch.arange(len(images)))
+        part.model = MeanOfPasses(target.model, self.passes, self.seed)
+        before = target.forwards, target.backwards
+        points = self.attack.search(part, images, labels, draws)
+        asked = (
+            after - earlier
+            for after, earlier in zip((target.forwards, target.backwards), before, strict=True)
+        )
+        rows = torch.arange(len(images)) if target._rows is None else target._rows
+        target.count(*((self.passes - 1) * count[rows] for count in asked))
+        return points
 
 
 @dataclass(frozen=True, kw_only=True)

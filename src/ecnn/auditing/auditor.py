@@ -16,7 +16,6 @@ import torch
 from torch import nn
 
 from ecnn import files
-from ecnn.attacks import Attack
 from ecnn.attacks.auto import examine as examine_as_autoattack
 from ecnn.attacks.base import Target, read_model
 from ecnn.attacks.draws import forked_generators
@@ -36,7 +35,9 @@ from ecnn.auditing.diagnostics import diagnose, read_evidence
 from ecnn.auditing.diagnostics.sanity import grey_radius
 from ecnn.auditing.findings import Finding, alarm, note
 from ecnn.auditing.own import AnyAttack, join_own, notes_on_request
+from ecnn.auditing.power import Power
 from ecnn.auditing.report import AUDIT_VERSION, Audit, Verdict
+from ecnn.auditing.responses import Responses, settle, take_turns
 from ecnn.auditing.smoothing import Smoothed
 from ecnn.auditing.stages import Staged, make_stages
 from ecnn.auditing.subject import Subject
@@ -177,35 +178,64 @@ class _Found:
     is_random: bool
     findings: list[Finding]
     certified: Certificate | None = None
+    power: Power | None = None
 
 
 def _audit(subject: Subject, deployment: Deployment, request: _Request) -> _Found:
     """All attacks and all diagnostics on a subject whose model is a copy."""
     with undisturbed(subject.model), without_tf32():
-        attacks, is_random = _choose_attacks(subject, request.split, request.folder, request.resume)
+        num_classes = read_model(subject.model, subject.images[:2]).shape[1]
+        is_random = find_traits(subject.model, subject.images[:_FLAGGED], num_classes).is_random
+        examples = choose_examples(subject.model, request.split, len(subject.images))
+        kept: dict[str, Any] = {"folder": request.folder, "resume": request.resume}
         stages = make_stages(
             subject,
             request.split,
             deployment,
             is_random=is_random,
-            folder=request.folder,
-            resume=request.resume,
             progress=request.progress,
             batch_size=request.batch_size,
             cluster=request.cluster,
+            **kept,
         )
+        attacks = suite(subject, num_classes=num_classes, random=is_random, examples=examples, **kept)
         stages.make(join_own(attacks, request.own, subject))
         staged = stages.result()
         if staged.late is not None:
             return _Found(staged, is_random, [])
         found = _find(subject, staged.evaluation, request.folder, request.resume, request.progress)
+        doubts = [finding.name for finding in (*_read(subject, staged, is_random), *found) if finding.is_open]
+        responses = Responses(subject, num_classes, is_random, examples, request.folder, request.resume)
+        turns = take_turns(responses, stages, doubts)
+        power = stages.power(turns)
+        staged = stages.result()
+        if staged.late is not None:
+            return _Found(staged, is_random, [])
         certified = _certify(subject, is_random)
-    # One pass of a random model is no evidence.
+    findings = [
+        *staged.findings,
+        *_read(subject, staged, is_random),
+        *_contradictions(subject, staged, certified),
+        *notes_on_request(staged.evaluation, request.classes, request.own),
+    ]
+    missed = power.missed
+    is_answered = missed is not None and missed <= RESOLUTION and power.has_flattened and power.agrees
+    findings = [
+        settle(finding, is_answered=is_answered, facts=power.to_dict()) for finding in (*findings, *found)
+    ]
+    return _Found(staged, is_random, findings, certified, power)
+
+
+def _read(subject: Subject, staged: Staged, is_random: bool) -> list[Finding]:
+    """What the outcomes say, and what the attacks met. One pass of a random model is no evidence."""
     evidence = [] if is_random else read_evidence(staged.evaluation)
-    trouble = [*_failures(staged), *_nan_gradients(staged), *_precision(subject), *_wide_ball(subject)]
-    trouble += _contradictions(subject, staged, certified)
-    trouble += notes_on_request(staged.evaluation, request.classes, request.own)
-    return _Found(staged, is_random, [*staged.findings, *evidence, *trouble, *found], certified)
+    return [
+        *evidence,
+        *_failures(staged),
+        *_nan_gradients(staged),
+        *_precision(subject),
+        *_wide_ball(subject),
+    ]
 
 
 def _ask_otherwise(deployment: Deployment, late: Late) -> tuple[Deployment, Finding]:
@@ -214,19 +244,6 @@ def _ask_otherwise(deployment: Deployment, late: Late) -> tuple[Deployment, Find
     if late == "stateful":
         return dataclasses.replace(deployment, forgets=True), named(stateful(evidence), late)
     return deployment.alone(), named(batch_dependent(evidence), late)
-
-
-def _choose_attacks(
-    subject: Subject, split: Split, folder: Path | None, resume: bool
-) -> tuple[dict[str, Attack], bool]:
-    """The suite that this model needs, and whether the model is random."""
-    num_classes = read_model(subject.model, subject.images[:2]).shape[1]
-    is_random = find_traits(subject.model, subject.images[:_FLAGGED], num_classes).is_random
-    examples = choose_examples(subject.model, split, len(subject.images))
-    attacks = suite(
-        subject, num_classes=num_classes, random=is_random, examples=examples, folder=folder, resume=resume
-    )
-    return attacks, is_random
 
 
 def _certify(subject: Subject, is_random: bool) -> Certificate | None:
@@ -292,6 +309,7 @@ def judge(
     *,
     claim: float | None = None,
     min_accuracy: float | None = None,
+    answered: Sequence[str] = (),
 ) -> tuple[Verdict, str]:
     """The verdict on what an audit found, and a sentence that says why.
 
@@ -300,6 +318,7 @@ def judge(
         alarms: names of the findings that say attacks are fooled. Where nothing stands they have nothing to hide, and
             a claim of nothing cannot be too high.
         claim, min_accuracy: as `audit` takes them.
+        answered: names of findings that said so, until the attacks made for them had converged.
     """
     low, high = _interval(accuracy, images)
     found = f"the audit finds {_percent(accuracy)} (95 %: {_percent(low)} to {_percent(high)})"
@@ -319,9 +338,10 @@ def judge(
             f"{said}: too few images to tell whether it is {_percent(asked)} or five points less. "
             f"{_images_to_tell(asked, accuracy):,} images would do if they go the same way."
         )
-    return "trustworthy" if claim is None else "believable", (
-        f"{said}, and nothing says that the attacks were fooled."
-    )
+    why = "nothing says that the attacks were fooled"
+    if answered:
+        why = f"the attacks made for what was doubted ({', '.join(answered)}) have converged"
+    return "trustworthy" if claim is None else "believable", f"{said}, and {why}."
 
 
 def _images_to_tell(asked: float, accuracy: float) -> int:
@@ -364,7 +384,12 @@ def _conclude(
     staged, findings = found.staged, [*deployed, *found.findings]
     accuracy, images = float(staged.right.mean()), len(staged.right)
     alarms = [finding.name for finding in findings if finding.is_open]
-    verdict, reason = judge(accuracy, images, alarms, claim=claim, min_accuracy=min_accuracy)
+    answered = [finding.name for finding in findings if "converged" in finding.evidence]
+    verdict, reason = judge(
+        accuracy, images, alarms, claim=claim, min_accuracy=min_accuracy, answered=answered
+    )
+    if verdict in ("believable", "trustworthy") and found.power is not None:
+        reason = f"{reason} {found.power.sentence()}"
     return Audit(
         verdict=verdict,
         reason=reason,
@@ -389,6 +414,7 @@ def _conclude(
         environment=staged.environment,
         audit_version=AUDIT_VERSION,
         certified=found.certified,
+        power=found.power,
     )
 
 

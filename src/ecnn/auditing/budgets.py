@@ -26,6 +26,7 @@ class Budget:
         searched: so many of the audited images, chosen by chance, if there are more; what diagnostics doubt is searched
             again, on all that stand.
         race: whether `ecnn.attacks.Race` stands in for the APGD attacks on the scores.
+        turns: how often the effort is doubled at most, on what stands, where diagnostics doubt; 0 never doubles it.
     """
 
     name: str
@@ -41,6 +42,7 @@ class Budget:
     answers: int = 500
     searched: int = 400
     race: bool = False
+    turns: int = 2
 
 
 BUDGETS: dict[str, Budget] = {
@@ -50,15 +52,15 @@ BUDGETS: dict[str, Budget] = {
     ),
     "fast": Budget(
         name="fast", images=1000, steps=20, restarts=1, targets=3, autoattack=False,
-        probe_images=32, probe_steps=20, queries=100, eot=8, answers=200, race=True,
+        probe_images=32, probe_steps=20, queries=100, eot=8, answers=200, race=True, turns=1,
     ),
     "standard": Budget(
         name="standard", images=1000, steps=100, restarts=1, targets=9, autoattack=True,
-        probe_images=128, probe_steps=100, queries=1000, eot=20, answers=10_000,
+        probe_images=128, probe_steps=100, queries=1000, eot=20, answers=10_000, turns=3,
     ),
     "thorough": Budget(
         name="thorough", images=10_000, steps=200, restarts=5, targets=9, autoattack=True,
-        probe_images=512, probe_steps=200, queries=5000, eot=50, answers=50_000, searched=2000,
+        probe_images=512, probe_steps=200, queries=5000, eot=50, answers=50_000, searched=2000, turns=3,
     ),
 }  # fmt: skip
 

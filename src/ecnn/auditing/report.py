@@ -11,13 +11,14 @@ from typing import Any, Literal, get_args
 from ecnn import files
 from ecnn.auditing.certificates import Certificate, read_certificate
 from ecnn.auditing.findings import Finding
+from ecnn.auditing.power import Power, read_power
 from ecnn.checks import check_choice
 from ecnn.errors import InputError
 from ecnn.evaluation.intervals import Interval
 
 FORMAT, VERSION = "ecnn-audit", 2
 #: Of the suite and the diagnostics, raised by hand whenever an audit becomes stronger: then audited values may fall.
-AUDIT_VERSION = 1
+AUDIT_VERSION = 2
 Verdict = Literal["believable", "trustworthy", "not believable", "below minimum", "inconclusive"]
 EXIT_CODES: dict[str, int] = {
     "believable": 0,
@@ -75,6 +76,7 @@ class Audit:
         environment: where.
         audit_version: `AUDIT_VERSION` of the audit that found this.
         certified: what is proven, so that certified <= truth <= audited; None where nothing is.
+        power: what the attacks can be trusted to have found; None of audits before version 2.
     """
 
     verdict: Verdict
@@ -98,6 +100,7 @@ class Audit:
     environment: str
     audit_version: int = AUDIT_VERSION
     certified: Certificate | None = None
+    power: Power | None = None
 
     def __post_init__(self) -> None:
         check_choice("verdict", self.verdict, get_args(Verdict))
@@ -115,6 +118,11 @@ class Audit:
         if self.claimed is None:
             return f"{_percent(self.accuracy)} under attack, {self.verdict}"
         return self.verdict
+
+    @property
+    def missed(self) -> float | None:
+        """Share of the images that the attacks may have missed, at 95 %; None where it is not known."""
+        return None if self.power is None else self.power.missed
 
     @property
     def exit_code(self) -> int:
@@ -144,6 +152,7 @@ class Audit:
         values["findings"] = [finding.to_dict() for finding in self.findings]
         values["stages"] = [dataclasses.asdict(stage) for stage in self.stages]
         values["interval"], values["broken_by"] = list(self.interval), list(self.broken_by)
+        values["power"] = None if self.power is None else self.power.to_dict()
         values["certified"] = None if self.certified is None else self.certified.to_dict()
         return {"format": FORMAT, "version": VERSION, "exit_code": self.exit_code, **values}
 
@@ -166,11 +175,21 @@ class Audit:
             *([] if self.min_accuracy is None else [f"| asked for | {_percent(self.min_accuracy)} |"]),
             f"| **audited** | **{_percent(self.accuracy)}** (95 %: {_percent(low)} to {_percent(high)}) |",
             *([] if self.certified is None else [_certified_line(self.certified)]),
+            *(
+                []
+                if self.missed is None
+                else [f"| may be lower by what was missed | {100 * self.missed:.1f} points |"]
+            ),
             f"| plain attack alone | {_percent(self.plain_accuracy)} |",
             f"| without an attack | {_percent(self.clean_accuracy)} |",
             "",
             f"{self.images} images, {self.norm} ball of radius {self.eps:.6g}, budget {self.budget}, seed {self.seed}."
             f"{draws}",
+            *(
+                []
+                if self.power is None or self.power.sentence() in self.reason
+                else ["", self.power.sentence()]
+            ),
         ]
         if self.explanation:
             lines += ["", "## What explains the difference", ""]
@@ -242,7 +261,8 @@ def load_audit(path: str | os.PathLike[str]) -> Audit:
         values = {**values, "min_accuracy": None, "claimed": values.get("claimed") if was_given else None}
     wanted = {field.name for field in dataclasses.fields(Audit)}
     try:
-        kept = {name: values[name] for name in wanted - {"audit_version", "certified"}}
+        kept = {name: values[name] for name in wanted - {"audit_version", "certified", "power"}}
+        kept["power"] = read_power(values.get("power"))
         kept["certified"] = read_certificate(values.get("certified"))
         kept["audit_version"] = int(values.get("audit_version", 1))  # the first was not written down
         kept["stages"] = tuple(Stage(**stage) for stage in values["stages"])

@@ -16,8 +16,10 @@ from ecnn.attacks import Attack
 from ecnn.attacks.draws import forked_generators
 from ecnn.attacks.images import per_image
 from ecnn.auditing.deployed import Deployment, Late, confirm, named
+from ecnn.auditing.diagnostics.evidence import asks_answers_alone
 from ecnn.auditing.diagnostics.statistics import TOLERANCE, exceeds
 from ecnn.auditing.findings import Finding, note, ok
+from ecnn.auditing.power import Power, Turns
 from ecnn.auditing.report import Stage
 from ecnn.auditing.subject import Subject
 from ecnn.backbones import undisturbed
@@ -29,6 +31,7 @@ from ecnn.evaluation.results import STANDS, WRONG
 from ecnn.progress import Progress
 
 _BATCH = {"cpu": 256, "cuda": 1024}
+_RETRIED = 48  # images that gradients broke and that answers alone are tried on
 _FINAL = 1_000_003  # a stream of passes that no stage has seen
 
 
@@ -90,7 +93,7 @@ class Stages:
     ) -> None:
         self.subject, self.split, self.deployment = subject, split, deployment
         self.evaluation: Evaluation | None = None
-        self.plain = ""
+        self.attacks: dict[str, Attack] = {}
         if folder is not None and not resume:
             _discard(folder)
         self.settings: dict[str, Any] = {
@@ -103,9 +106,31 @@ class Stages:
             "cluster": cluster,
         }
 
-    def make(self, attacks: Mapping[str, Attack]) -> float:
-        """Makes the attacks in their order, each on what is left, and returns how many images' worth they broke."""
+    def make(self, attacks: Mapping[str, Attack], *, seed: int | None = None) -> float:
+        """Makes the attacks in their order, each on what is left, and returns how many images' worth they broke.
+
+        Args:
+            seed: of their randomness; the subject's if not given.
+        """
         raise NotImplementedError
+
+    def standing(self) -> float:
+        """How many images' worth are left."""
+        raise NotImplementedError
+
+    def proven(self) -> list[str]:
+        """Names of the attacks that have broken images, the one that broke most first."""
+        made = [stage for stage in self.result().stages if stage.broken > 0]
+        return [stage.name for stage in sorted(made, key=lambda stage: -stage.broken)]
+
+    def power(self, turns: Turns) -> Power:
+        """How much the attacks so far may have missed."""
+        raise NotImplementedError
+
+    def _evaluate(self, attacks: Mapping[str, Attack], seed: int | None, **settings: Any) -> Evaluation:
+        self.attacks |= attacks
+        settings = {**self.settings, **({} if seed is None else {"seed": seed}), **settings}
+        return evaluate(self.subject.model, self.split, attacks, after=self.evaluation, **settings)
 
     def result(self) -> Staged:
         """What is left now."""
@@ -140,22 +165,54 @@ class _Cascade(Stages):
         self.full, self.rounded = np.zeros((2, len(self.points)), dtype=bool)
         self.late: Late | None = None
 
-    def make(self, attacks: Mapping[str, Attack]) -> float:
-        self.plain = self.plain or next(iter(attacks))
+    def make(self, attacks: Mapping[str, Attack], *, seed: int | None = None) -> float:
         before = None if self.evaluation is None else self.evaluation.survivors()
-        found = evaluate(
-            self.subject.model,
-            self.split,
-            attacks,
-            cascade=True,
-            watch=self._remember,
-            after=self.evaluation,
-            **self.settings,
-        )
+        found = self._evaluate(attacks, seed, cascade=True, watch=self._remember)
         made = {name: outcomes for name, outcomes in found.outcomes.items() if outcomes.attacked.any()}
         self.evaluation = self._confirm(dataclasses.replace(found, outcomes=made))
         before = found.clean.robust if before is None else before
         return float((before & ~self.evaluation.survivors()).sum())
+
+    def standing(self) -> float:
+        assert self.evaluation is not None
+        return float(self.evaluation.survivors().sum())
+
+    def power(self, turns: Turns) -> Power:
+        """By giving some of the images that gradients broke to the attacks that ask for none."""
+        evaluation = self.evaluation
+        assert evaluation is not None
+        blind = {name for name, found in evaluation.outcomes.items() if asks_answers_alone(found)}
+        broken_by = np.array([*evaluation.outcomes, ""], dtype=object)[evaluation.broken_by.clip(min=STANDS)]
+        alone = np.isin(broken_by, sorted(blind))
+        fell = evaluation.broken_by >= 0
+        shuffled = np.random.default_rng(self.subject.seed).permutation(np.flatnonzero(fell & ~alone))
+        rows = torch.from_numpy(np.sort(shuffled[:_RETRIED]))
+        found_again = self._retry([self.attacks[name] for name in evaluation.outcomes if name in blind], rows)
+        return Power(
+            images=len(fell),
+            standing=self.standing(),
+            broken=int(fell.sum()),
+            retried=len(rows) if blind else 0,
+            found_again=found_again,
+            alone=int(alone.sum()),
+            effort=turns.effort,
+            doubling=turns.doubling,
+        )
+
+    def _retry(self, attacks: list[Attack], rows: Tensor) -> int:
+        """How many of the images at least one of the attacks breaks."""
+        subject, left = self.subject, rows
+        for attack in attacks:
+            if not len(left):
+                break
+            here = left.to(subject.images.device)
+            settings: dict[str, Any] = {"seed": subject.seed, "index": left}
+            try:
+                found = attack.run(subject.model, subject.images[here], subject.labels[here], **settings)
+            except Exception:  # noqa: S112 whatever a model throws: then it has found nothing again
+                continue
+            left = left[~found.success.cpu()]
+        return len(rows) - len(left)
 
     def _remember(self, found: Outcomes, points: Tensor) -> None:
         broken = torch.from_numpy(found.broken)
@@ -202,7 +259,7 @@ class _Cascade(Stages):
             right=evaluation.survivors().astype(float),
             right_when_clean=clean.robust.astype(float),
             # Where the first attack could not be made, nothing lies between it and the clean images.
-            right_when_plain=outcomes.get(self.plain, clean).robust.astype(float),
+            right_when_plain=outcomes.get(next(iter(self.attacks)), clean).robust.astype(float),
             evaluation=evaluation,
             findings=self._findings(evaluation),
             late=self.late,
@@ -261,20 +318,46 @@ class _MeanOverPasses(Stages):
         self.worst = self.subject.images.cpu().float()
         self.clean = self.after_plain = self.left = self._right_share(self.worst, 0, self.subject.budget.eot)
         self.broken_by = np.where(self.clean < 0.5, WRONG, STANDS)
+        self.fell: dict[str, np.ndarray] = {}
         self.stages: list[Stage] = []
 
-    def make(self, attacks: Mapping[str, Attack]) -> float:
+    def make(self, attacks: Mapping[str, Attack], *, seed: int | None = None) -> float:
         self.names += attacks
-        before = self.left
-        self.evaluation = evaluate(
-            self.subject.model, self.split, attacks, watch=self._take, after=self.evaluation, **self.settings
+        is_first = self.evaluation is None
+        before = 0.0 if is_first else float(self._final().sum())
+        self.evaluation = self._evaluate(attacks, seed, watch=self._take)
+        return float(self.clean.sum() - self.left.sum()) if is_first else before - float(self._final().sum())
+
+    def standing(self) -> float:
+        return float(self.left.sum())
+
+    def power(self, turns: Turns) -> Power:
+        """All attacks are made on all images, so that nothing need be tried again."""
+        assert self.evaluation is not None
+        right, either = self.clean >= 0.5, np.zeros((2, len(self.clean)), dtype=bool)
+        for name, fell in self.fell.items():
+            either[int(asks_answers_alone(self.evaluation.outcomes[name]))] |= fell & right
+        gradients, answers = either
+        return Power(
+            images=len(right),
+            standing=float(self._final().sum()),
+            broken=int((gradients | answers).sum()),
+            retried=int(gradients.sum()),
+            found_again=int((gradients & answers).sum()),
+            alone=int((answers & ~gradients).sum()),
+            effort=turns.effort,
+            doubling=turns.doubling,
         )
-        return float((before - self.left).sum())
+
+    def _final(self) -> np.ndarray:
+        """(image,) share of new passes that are right at the worst point so far."""
+        return self._right_share(self.worst, None, 2 * self.subject.budget.eot)
 
     def _take(self, found: Outcomes, points: Tensor) -> None:
         """Judges what an attack made of the images (image, channel, height, width), on the CPU."""
         shares = self._right_share(points, 1 + self.names.index(found.name), self.subject.budget.eot)
         self.after_plain = shares if found.name == self.names[0] else self.after_plain
+        self.fell[found.name] = shares < 0.5
         self.worst = torch.where(per_image(torch.from_numpy(shares < self.left), points), points, self.worst)
         before, self.left = self.left, np.minimum(self.left, shares)
         newly = (self.broken_by == STANDS) & (self.left < 0.5)
@@ -288,7 +371,7 @@ class _MeanOverPasses(Stages):
         return Staged(
             stages=tuple(self.stages),
             broken_by=self.broken_by,
-            right=self._right_share(self.worst, None, 2 * self.subject.budget.eot),
+            right=self._final(),
             right_when_clean=self.clean,
             right_when_plain=self.after_plain,
             evaluation=self.evaluation,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from ecnn.auditing.adaptive import (
     LogScores,
     MeanMembers,
     MeanProbability,
+    OnMean,
     OwnTransfer,
     Relay,
     ScaledCrossEntropy,
@@ -183,7 +184,7 @@ def suite(
         in_the_dark = in_the_dark or found.share >= _DOUBTFUL
         attacks |= maker.by_surrogates(surrogates, imitate=in_the_dark or random, random=random)
     if random:
-        return attacks | {"square": maker.square()}
+        return attacks | {"square": maker.averaged_square()}
     attacks |= maker.relays() | maker.automatic()
     if examples is None:
         return attacks | maker.by_classes()
@@ -430,6 +431,11 @@ class _Maker:
 
     def square(self) -> Attack:
         return Square(queries=max(1, self.budget.queries), l2_moves="turns", **self.ball)
+
+    def averaged_square(self) -> Attack:
+        """On the mean over a few passes, and on when it is wrong: what only just breaks these breaks no others."""
+        passes, square = max(4, self.budget.eot // 4), replace(self.square(), early_exit=False)
+        return OnMean(attack=square, passes=passes, seed=self.subject.seed, keep="last", **self.ball)
 
     def by_classes(
         self, surrogates: _Surrogates | None = None, *, imitate: bool = False

@@ -93,7 +93,8 @@ def audit(
         attacks=attack or (),
     )
     more = f" and {', '.join(made.attacks)}" if made.attacks else ""
-    typer.echo(f"at most {made.cost} for {made.images:,} images, and diagnostics{more}", err=True)
+    cost = f"at most {made.cost} for {made.images:,} images, and diagnostics{more}; answers to alarms come on top"
+    typer.echo(cost, err=True)
     if dry_run:
         return 0
     with telling_if_finished(out, "audit.json"), ecnn.progress_bar("auditing") as progress:

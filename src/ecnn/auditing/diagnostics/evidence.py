@@ -62,11 +62,8 @@ def _broken_by(evaluation: Evaluation) -> Finding:
 
 def _black_box(evaluation: Evaluation) -> Finding:
     """Alarm where attacks without gradients broke images that no gradient attack did."""
-    views = {name: _view_of(outcomes) for name, outcomes in evaluation.outcomes.items()}
-    asked = {name: bool((outcomes.backwards != 0).any()) for name, outcomes in evaluation.outcomes.items()}
-    # A surrogate's gradients may be the model's own, so that it is on neither side.
-    blind = {name for name in asked if not asked[name] and views[name] != "surrogate"}
-    seeing = [name for name in asked if asked[name]]
+    blind = {name for name, outcomes in evaluation.outcomes.items() if asks_answers_alone(outcomes)}
+    seeing = [name for name, outcomes in evaluation.outcomes.items() if (outcomes.backwards != 0).any()]
     n = int(evaluation.clean.robust.sum())
     alone = evaluation.survivors(seeing) & ~evaluation.survivors(sorted(blind))
     count = int(alone.sum())
@@ -76,6 +73,11 @@ def _black_box(evaluation: Evaluation) -> Finding:
         advice = "Gradients mislead on this model: find what masks them, and attack with more queries."
         return alarm(claim, evidence, advice)
     return ok("Attacks without gradients break nothing that matters beyond gradient attacks.", evidence)
+
+
+def asks_answers_alone(outcomes: Outcomes) -> bool:
+    """Whether an attack asked for no gradient, neither the model's nor that of a surrogate, which may be its own."""
+    return not bool((outcomes.backwards != 0).any()) and _view_of(outcomes) != "surrogate"
 
 
 def _views(evaluation: Evaluation) -> Finding:

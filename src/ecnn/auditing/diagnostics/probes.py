@@ -20,6 +20,7 @@ from ecnn.attacks.gradient import PGD
 from ecnn.attacks.images import per_image
 from ecnn.attacks.norms import NORMS
 from ecnn.attacks.views import SCORES, Aim, Look, Loss, View, score_loss
+from ecnn.auditing.averaging import MeanOfPasses
 from ecnn.auditing.diagnostics.statistics import STOOD_TOLERANCE, exceeds
 from ecnn.auditing.findings import Finding, note
 from ecnn.auditing.subject import Subject
@@ -31,7 +32,6 @@ _GROUP = 128
 #: The steps of a walk add up to this many radii, so that it can cross the ball and come back (Madry et al. 2018).
 _REACH = 2.5
 _STREAM = 29
-_MOST_PASSES = 10_007  # streams of two seeds do not meet
 #: Two passes differ by less in float32, whatever the order of summation (AutoAttack's flag uses the same figure).
 _DIFFERENCE = 1e-4
 
@@ -60,31 +60,6 @@ class Walk:
     blind: Tensor
     broken: Tensor
     last: Tensor
-
-
-class MeanOfPasses(nn.Module):
-    """The mean of several passes over a random model, drawn from the same seeds every time: a function again.
-
-    Compared with each other, two single passes differ by what was drawn; two of these means do not. So a check of
-    gradients and losses asks what it is meant to ask, and takes no noise for masking.
-
-    Args:
-        model: the random model.
-        passes: how many.
-        seed: of the first.
-    """
-
-    def __init__(self, model: nn.Module, passes: int, seed: int) -> None:
-        super().__init__()
-        self.model, self.passes, self.seed = model, passes, seed
-
-    def forward(self, images: Tensor) -> Tensor:
-        total: Any = 0
-        for number in range(self.passes):
-            with forked_generators(images.device, self.seed * _MOST_PASSES + number):
-                total = total + full_precision(self.model(images)) / self.passes
-        mean: Tensor = total
-        return mean
 
 
 class Probe:

@@ -1,0 +1,176 @@
+"""Answers to what diagnostics doubt: the attacks for its mechanism, with twice the effort, until nothing more falls."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Sequence
+from functools import cached_property
+from pathlib import Path
+
+from ecnn.attacks import Attack
+from ecnn.auditing.budgets import Budget
+from ecnn.auditing.findings import Finding
+from ecnn.auditing.power import FLAT, Turns
+from ecnn.auditing.search import Found, search
+from ecnn.auditing.stages import Stages
+from ecnn.auditing.subject import Subject
+from ecnn.auditing.suite import Traits, _Maker, _Surrogates, find_traits
+from ecnn.auditing.surrogates import Examples
+
+_BLIND = ("proven", "passing", "layers", "surrogates", "answers", "relays")
+_WRONG = ("proven", "layers", "surrogates", "answers", "relays")
+_UNFINISHED = ("proven", "climbs", "relays", "answers")
+#: From the name of an alarm to the groups of attacks that answer it, in their order; any other gets the first.
+RESPONSES: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(("differentiable", "zero_gradients", "loss_path", "nan_gradients", "saturation"), _BLIND),
+    **dict.fromkeys(("gradient_direction", "black_box", "black_box_suite", "noise", "one_step"), _WRONG),
+    **dict.fromkeys(("steps", "restarts", "last_iterate", "unstable_loss", "attacks_not_made"), _UNFINISHED),
+}
+#: How many of the attacks that broke most are made again.
+_PROVEN = 3
+#: What is made once more, with twice the effort, where nothing is doubted: to see whether it has flattened.
+_ONCE_MORE = {False: "apgd-margin", True: "eot-margin"}
+#: Findings that no attack can answer: the model was not judged as it is deployed, or a proof says otherwise.
+UNANSWERABLE = ("stateful", "copies", "certificate_contradicted")
+
+
+class Responses:
+    """Turns of attacks on what stands.
+
+    Args:
+        subject: what is audited.
+        num_classes: scores per image.
+        is_random: whether its passes differ.
+        examples: clean images to make surrogates of.
+        folder, resume: as `suite` takes them.
+    """
+
+    def __init__(
+        self,
+        subject: Subject,
+        num_classes: int,
+        is_random: bool,
+        examples: Examples,
+        folder: Path | None,
+        resume: bool,
+    ) -> None:
+        self.subject, self.num_classes, self.is_random = subject, num_classes, is_random
+        self.examples, self.folder, self.resume = examples, folder, resume
+
+    @cached_property
+    def _traits(self) -> Traits:
+        return find_traits(self.subject.model, self.examples.images, self.num_classes)
+
+    @cached_property
+    def _surrogates(self) -> _Surrogates:
+        return _Surrogates(self.subject, self.examples, self.num_classes, self.folder, self.resume)
+
+    @cached_property
+    def _found(self) -> Found:
+        return search(
+            self.subject,
+            self.examples.images,
+            self.num_classes,
+            is_random=self.is_random,
+            folder=self.folder,
+            resume=self.resume,
+        )
+
+    def attacks(self, doubts: Iterable[str], effort: int, proven: Sequence[str] = ()) -> dict[str, Attack]:
+        """The attacks that answer these alarms, each with that many times the effort of the budget.
+
+        Where nothing is doubted, one attack of the suite.
+
+        Args:
+            doubts: names of alarms.
+            effort: a power of two.
+            proven: names of attacks that have broken images of this model, the best first.
+        """
+        subject = dataclasses.replace(self.subject, budget=enlarged(self.subject.budget, effort))
+        maker = _Maker(subject, self.num_classes, self._traits)
+        groups = self._random_groups(maker) if self.is_random else self._groups(maker)
+        wanted = list(dict.fromkeys(group for doubt in doubts for group in RESPONSES.get(doubt, _BLIND)))
+        attacks: dict[str, Attack] = {}
+        if not wanted:
+            every = maker.averaged() if self.is_random else maker.on_scores()
+            attacks = _named(every, _ONCE_MORE[self.is_random])
+        if "proven" in wanted:
+            known: dict[str, Attack] = {}
+            for make in (*groups.values(), maker.plain):
+                known |= make()
+            attacks |= {name: known[name] for name in proven[:_PROVEN] if name in known}
+        for group in wanted:
+            attacks |= groups[group]() if group in groups else {}
+        return {f"{name}-x{effort}": attack for name, attack in attacks.items()}
+
+    def _groups(self, maker: _Maker) -> dict[str, Callable[[], dict[str, Attack]]]:
+        def layers() -> dict[str, Attack]:
+            return maker.where_found(self._found, random=False)
+
+        return {
+            "passing": lambda: _named(maker.on_scores(), "straight-through"),
+            "layers": lambda: {
+                name: part for name, part in layers().items() if not name.endswith("-targets")
+            },
+            "surrogates": lambda: _named(
+                maker.by_surrogates(self._surrogates, imitate=True, random=False), "student"
+            ),
+            "climbs": lambda: _named(maker.on_scores(), "apgd-margin"),
+            "answers": lambda: {"square": maker.square()} | maker.by_classes(self._surrogates, imitate=True),
+            "relays": maker.relays,
+            # Of these only what has proven itself is made again.
+            "scores": maker.on_scores,
+            "targets": lambda: layers() | maker.automatic(),
+            "members": lambda: maker.on_members() | maker.on_votes(),
+        }
+
+    def _random_groups(self, maker: _Maker) -> dict[str, Callable[[], dict[str, Attack]]]:
+        return {
+            "climbs": lambda: _named(maker.averaged(), "eot-margin"),
+            "passing": lambda: _named(maker.averaged(), "eot-straight-through"),
+            "layers": lambda: maker.where_found(self._found, random=True),
+            "answers": lambda: {"square": maker.averaged_square()},
+            "scores": maker.averaged,
+        }
+
+
+def _named(attacks: dict[str, Attack], name: str) -> dict[str, Attack]:
+    return {name: attacks[name]} if name in attacks else {}
+
+
+def enlarged(budget: Budget, effort: int) -> Budget:
+    """The budget with that many times the steps, questions and passes; what has fixed settings makes way."""
+    return dataclasses.replace(
+        budget,
+        steps=budget.steps * effort,
+        queries=budget.queries * effort,
+        answers=budget.answers * effort,
+        eot=budget.eot * effort,
+        autoattack=False,
+        race=False,
+    )
+
+
+def take_turns(responses: Responses, stages: Stages, doubts: Iterable[str]) -> Turns:
+    """Doubles the effort on what stands, until a turn breaks next to nothing or the budget's turns are over.
+
+    Args:
+        doubts: names of the open alarms; if there are none, one attack is made once more.
+    """
+    images, broken, turn = len(responses.subject.images), None, 0
+    doubts = list(doubts)
+    while turn < responses.subject.budget.turns and stages.standing() > 0:
+        turn += 1
+        proven = [name.split("-x")[0] for name in stages.proven()]
+        attacks = responses.attacks(doubts, 2**turn, list(dict.fromkeys(proven)))
+        broken = stages.make(attacks, seed=responses.subject.seed + turn)
+        if broken <= FLAT * images:
+            break
+    return Turns(turn, broken)
+
+
+def settle(finding: Finding, *, is_answered: bool, facts: dict[str, object]) -> Finding:
+    """The finding; an open alarm with its answer where the attacks for its mechanism have converged."""
+    if not finding.is_open or not is_answered or finding.name in UNANSWERABLE or finding.kind == "dynamic":
+        return finding
+    return dataclasses.replace(finding, evidence={**finding.evidence, "answered": True, "converged": facts})
