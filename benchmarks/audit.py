@@ -206,7 +206,7 @@ def _line(row: Row, tools: Sequence[str]) -> str:
 def _evidence(row: Row, tool: str) -> str:
     said = row["tools"][tool]
     broken = ", ".join(f"{name} {count:.4g}" for name, count in said.get("broken_by", {}).items())
-    alarms = said.get("error") or ", ".join(said["alarms"])
+    alarms = said.get("error") or ", ".join(said.get("alarms", []))
     return f"| {row['name']} | {alarms} | {broken} | {said['seconds']:.0f} |"
 
 

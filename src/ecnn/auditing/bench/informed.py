@@ -36,6 +36,8 @@ def informed_accuracy(
         (PGD(loss="margin", **climb), opened),
         (PGD(loss="cross_entropy", **climb), opened),
         (APGD(steps=50, loss="dlr", targets=9, **common), opened),
+        (PGD(loss="margin", steps=60, step_size=eps / 4, restarts=5, **common), opened),
+        (PGD(loss="margin", steps=40, step_size=eps / 8, targets=9, **common), opened),
         (PGD(steps=40, step_size=eps / 8, restarts=3, **common), model),
         (Square(queries=1000, **common), model),
     ]

@@ -20,7 +20,7 @@ from ecnn.data import Dataset
 
 EPS = 0.1
 #: Changes when a network, its training or a trick does, so that weights of an older one are not loaded.
-VERSION = "1"
+VERSION = "2"
 
 Half = Literal["first", "second"]
 Make = Callable[[Dataset], nn.Module]

@@ -126,8 +126,10 @@ def gather(subjects: Iterable[Subject], tools: Iterable[str], *, limit: int, fol
 
 
 def _said(row: Row) -> Row:
+    """What is worth keeping of a row, without what is empty."""
     kept = ("accuracy", "verified", "verdict", "alarms", "broken_by", "error", "seconds")
-    return {name: row[name] for name in kept if name in row}
+    said = {name: row[name] for name in kept if row.get(name) not in (None, [], {})}
+    return said | {"seconds": round(row["seconds"], 2)}
 
 
 def summarize(rows: Sequence[Row], tool: str) -> Row:

@@ -40,7 +40,7 @@ class Threshold(Trick):
     """Whether a feature is above zero."""
 
     def forward(self, features: Tensor) -> Tensor:
-        return self.hide((features > 0).to(features.dtype), torch.sigmoid(2 * features))
+        return self.hide((features > 0).to(features.dtype), torch.sigmoid(30 * features))
 
 
 class Smoothed(Trick):
