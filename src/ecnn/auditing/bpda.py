@@ -31,13 +31,14 @@ from ecnn.auditing.soft_values import (
     soft_equal,
     soft_ranks,
     soft_scatter,
+    soft_sign,
     soft_step,
     table_slope,
 )
 from ecnn.backbones import full_precision
 
-_STEPS: tuple[str, ...] = ("round", "floor", "ceil", "trunc", "fix", "sign", "sgn", "heaviside")
-_STEPS += ("round_", "floor_", "ceil_", "trunc_", "sign_")
+_STEPS = ("round", "floor", "ceil", "trunc", "fix", "round_", "floor_", "ceil_", "trunc_")
+_SIGNS = ("sign", "sgn", "heaviside", "sign_")
 _COMPARISONS = {"gt": 1.0, "ge": 1.0, "lt": -1.0, "le": -1.0, "greater": 1.0, "greater_equal": 1.0}
 _COMPARISONS |= {"less": -1.0, "less_equal": -1.0}
 _EQUALITIES = {"eq": 1.0, "ne": -1.0, "not_equal": -1.0}
@@ -171,6 +172,8 @@ class StraightThrough(TorchFunctionMode):
             return lambda: first.clone()
         if name in _LEAVING:
             return lambda: self._leave(func, first, args, kwargs)
+        if name in _SIGNS:
+            return lambda: pass_gradient(func(first.detach().clone(), *args[1:], **kwargs), soft_sign(first))
         if name in _STEPS:
             return lambda: pass_gradient(func(first.detach().clone(), *args[1:], **kwargs), first)
         if name in _QUOTIENTS or (name in ("div", "divide") and kwargs.get("rounding_mode")):

@@ -6,7 +6,7 @@ learnt to do the same (a fitted surrogate). Values stay those of the model.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,8 +17,9 @@ from torch import Tensor, nn
 from ecnn.attacks.base import raw_gradient
 from ecnn.attacks.views import Aim, Look, WrappedView, find_view
 from ecnn.auditing.bpda import straight_through
+from ecnn.auditing.soft_values import pass_gradient
 
-_STEPS, _LR, _BATCH, _WIDTH = 400, 3e-3, 64, 128
+_STEPS, _LR, _BATCH, _WIDTH, _CHANNELS = 400, 3e-3, 64, 128, 16
 _MOST_NUMBERS = 20_000  # of a row on either side of a bridge
 _PROBED = 8
 _ALIKE = 0.5  # cosine from which something of the size of an image is one
@@ -106,7 +107,7 @@ class Skipping(WrappedView):
             calls += 1
             if calls != self.call:
                 return None
-            return (_as_if_made_of(images, given[0]), *given[1:])
+            return (self._connect(images, given[0]), *given[1:])
 
         handle = model.get_submodule(self.module).register_forward_pre_hook(replace)
         try:
@@ -115,12 +116,29 @@ class Skipping(WrappedView):
             handle.remove()
         return look
 
+    def _connect(self, images: Tensor, made: Tensor) -> Tensor:
+        """What was made of the images, with their gradient."""
+        with torch._C.DisableTorchFunction():
+            return pass_gradient(made, self._stand_in(images, made))
 
-def _as_if_made_of(images: Tensor, made: Tensor) -> Tensor:
-    """What was made, with the gradient of the images in its shape."""
-    soft = _in_form(images, made)
-    with torch._C.DisableTorchFunction():
-        return made.detach() + (soft - soft.detach())
+    def _stand_in(self, images: Tensor, made: Tensor) -> Tensor:
+        return _in_form(images, made)
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class SkippingBy(Skipping):
+    """`Skipping` with the gradient of a network that has learnt what stands before the module.
+
+    Attributes:
+        bridge: that network, from images to what the module is given.
+    """
+
+    name: str = "skipping, fitted"
+    bridge: nn.Module
+
+    def _stand_in(self, images: Tensor, made: Tensor) -> Tensor:
+        soft: Tensor = self.bridge(images)
+        return soft.view(made.shape)
 
 
 def _in_form(images: Tensor, made: Tensor) -> Tensor:
@@ -221,6 +239,98 @@ class Bridge(nn.Module):
         return (self.standard(rows) * self.spread + self.level).view(len(rows), *self.after)
 
 
+class ImageBridge(nn.Module):
+    """A small convolutional network that makes of images what an opaque part makes of them: a filter, a codec.
+
+    Args:
+        channels: of the images.
+        size: height and width of what is made.
+    """
+
+    def __init__(self, channels: int, size: tuple[int, ...]) -> None:
+        super().__init__()
+        self.size = tuple(size)
+        self.straight = nn.Conv2d(channels, channels, 5, padding=2)
+        self.body = nn.Sequential(
+            nn.Conv2d(channels, _CHANNELS, 5, padding=2),
+            nn.SiLU(),
+            nn.Conv2d(_CHANNELS, _CHANNELS, 3, padding=1),
+            nn.SiLU(),
+            nn.Conv2d(_CHANNELS, channels, 3, padding=1),
+        )
+
+    @classmethod
+    def restore(cls, size: tuple[int, ...], state: dict[str, Tensor]) -> ImageBridge:
+        """The bridge with these weights."""
+        weight = state["straight.weight"]
+        with torch.random.fork_rng(devices=[]):  # its first weights are drawn, and thrown away
+            bridge = cls(weight.shape[1], size)
+        bridge.to(weight.device, weight.dtype).load_state_dict(state)
+        return bridge.requires_grad_(False).eval()
+
+    def forward(self, images: Tensor) -> Tensor:
+        if tuple(images.shape[2:]) != self.size:
+            images = F.interpolate(images, size=self.size, mode="bilinear", align_corners=False)
+        made: Tensor = images + self.straight(images) + self.body(images)
+        return made
+
+
+def fit_image_bridge(model: nn.Module, place: ImageInput, points: Tensor, seed: int) -> ImageBridge | None:
+    """A network that has learnt what stands before an inner module; None if that is not given pictures.
+
+    Args:
+        place: the module.
+        points: (image, channel, height, width) clean, noisy and attacked images.
+        seed: of the weights and of the order of examples.
+    """
+    made = torch.cat([_given_to(model, place, part) for part in torch.split(points, _BATCH)])
+    if made.ndim != 4 and made[0].numel() == points[0].numel():
+        made = made.view(points.shape)
+    if made.ndim != 4 or made.shape[1] != points.shape[1]:
+        return None
+    with torch.random.fork_rng(devices=[points.device] if points.is_cuda else []):
+        torch.manual_seed(seed)
+        bridge = ImageBridge(points.shape[1], tuple(made.shape[2:])).to(points.device, points.dtype)
+    _train(bridge, bridge, points, made, seed)
+    return bridge
+
+
+def _given_to(model: nn.Module, place: ImageInput, images: Tensor) -> Tensor:
+    """What an inner module is given in the call in question."""
+    heard: list[Tensor] = []
+
+    def hear(module: nn.Module, given: tuple[Any, ...]) -> None:
+        if given and isinstance(given[0], Tensor) and _is_like(given[0], images):
+            heard.append(given[0].detach())
+
+    handle = model.get_submodule(place.module).register_forward_pre_hook(hear)
+    try:
+        with torch.no_grad():
+            model(images)
+    finally:
+        handle.remove()
+    return heard[place.call - 1]
+
+
+def _train(
+    network: nn.Module, ask: Callable[[Tensor], Tensor], rows: Tensor, goal: Tensor, seed: int
+) -> None:
+    """Fits a network to what is to be made of rows, by least squares; it ends in eval mode, frozen."""
+    parameters = list(network.parameters())
+    optimiser = torch.optim.AdamW(parameters, lr=_LR)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.enable_grad():
+        for _ in range(_STEPS):
+            chosen = torch.randint(len(rows), (_BATCH,), generator=generator).to(rows.device)
+            loss = F.mse_loss(ask(rows[chosen]), goal[chosen])
+            for parameter, gradient in zip(parameters, torch.autograd.grad(loss, parameters), strict=True):
+                parameter.grad = gradient
+            optimiser.step()
+    for parameter in parameters:
+        parameter.grad = None
+    network.requires_grad_(False).eval()
+
+
 def fit_bridges(model: nn.Module, points: Tensor, seed: int, dead: tuple[str, ...] = ()) -> dict[str, Bridge]:
     """A bridge over each opaque part that the images cross, by its key, fitted to what it does at the points.
 
@@ -253,21 +363,8 @@ def _fit(before: Tensor, after: Tensor, seed: int) -> Bridge:
     bridge.scale.copy_(rows.std(dim=0, correction=0).clamp_min(1e-3 * float(rows.abs().max()) + 1e-12))
     bridge.level.copy_(wanted.mean(dim=0))
     bridge.spread.copy_(wanted.std(dim=0, correction=0).clamp_min(1e-3 * float(wanted.abs().max()) + 1e-12))
-    goal = (wanted - bridge.level) / bridge.spread
-    parameters = list(bridge.parameters())
-    optimiser = torch.optim.AdamW(parameters, lr=_LR)
-    generator = torch.Generator().manual_seed(seed)
-    with torch.enable_grad():
-        for _ in range(_STEPS):
-            chosen = torch.randint(len(rows), (_BATCH,), generator=generator).to(rows.device)
-            loss = F.mse_loss(bridge.standard(rows[chosen]), goal[chosen])
-            for parameter, gradient in zip(parameters, torch.autograd.grad(loss, parameters), strict=True):
-                parameter.grad = gradient
-            optimiser.step()
-    for parameter in parameters:
-        parameter.grad = None
-        parameter.requires_grad_(False)
-    return bridge.eval()
+    _train(bridge, bridge.standard, rows, (wanted - bridge.level) / bridge.spread, seed)
+    return bridge
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

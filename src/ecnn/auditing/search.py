@@ -8,10 +8,13 @@ attacks have left. A model that leaves none is not searched, and one where no vi
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import itertools
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +32,14 @@ from ecnn.auditing.layers import Layer, LayerScores, LayerVotes, survey_layers
 from ecnn.auditing.opaque import (
     Bridge,
     Bridged,
+    ImageBridge,
     ImageInput,
     Skipping,
+    SkippingBy,
     find_dead_modules,
     find_image_inputs,
     fit_bridges,
+    fit_image_bridge,
 )
 from ecnn.auditing.subject import Subject
 from ecnn.errors import InputError
@@ -51,6 +57,7 @@ _DIRECT, _READ, _MOST = (
 )  # layers with a score per class, readings of others, and views to attack in earnest
 _TRIAL_PASSES = 4
 _PAIRS = 4
+_INPUTS = 2
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -106,7 +113,7 @@ def set_scene(subject: Subject, examples: Tensor, num_classes: int, *, is_random
     images, labels = subject.images[:_TRIED], subject.labels[:_TRIED]
     views: tuple[str | View, ...] = ("scores", ScaledCrossEntropy())
     usual = [_walk(subject, view, _STEPS, ends=True) for view in views]
-    ends = [attack.run(subject.model, images, labels, seed=subject.seed).images for attack in usual]
+    ends = [_or_else(partial(_made, subject, attack), images) for attack in usual]
     right = [_right(subject, part, labels, is_random=is_random) for part in (images, *ends)]
     standing = torch.stack(right).all(dim=0)
     rows = standing.nonzero().flatten()[:_ASKED]
@@ -125,6 +132,12 @@ def set_scene(subject: Subject, examples: Tensor, num_classes: int, *, is_random
         points=points[order.to(points.device)],
         asked=len(images),
     )
+
+
+def _made(subject: Subject, attack: PGD) -> Tensor:
+    """Where an attack on the first images ends."""
+    images, labels = subject.images[:_TRIED], subject.labels[:_TRIED]
+    return attack.run(subject.model, images, labels, seed=subject.seed).images
 
 
 def _walk(subject: Subject, view: str | View, steps: int, *, passes: int = 1, ends: bool = False) -> PGD:
@@ -195,6 +208,7 @@ class Known:
         bridges: stand-ins for its opaque parts.
         dead: modules where the signal dies.
         inputs: modules that are given images made of the model's own.
+        fitted: by module, a network that has learnt what stands before it.
         can_pass: whether it hides derivatives that can be passed.
     """
 
@@ -202,6 +216,7 @@ class Known:
     bridges: dict[str, Bridge]
     dead: tuple[str, ...]
     inputs: list[ImageInput]
+    fitted: dict[str, ImageBridge]
     can_pass: bool
 
     def tensors(self) -> dict[str, Tensor]:
@@ -213,6 +228,8 @@ class Known:
                 kept[f"{layer.key}|weight"], kept[f"{layer.key}|bias"] = layer.weight, layer.bias
         for key, bridge in self.bridges.items():
             kept |= {f"{key}|{name}": value for name, value in bridge.state_dict().items()}
+        for module, fitted in self.fitted.items():
+            kept |= {f"before {module}|{name}": value for name, value in fitted.state_dict().items()}
         return {name: value.contiguous() for name, value in kept.items()}
 
     def settings(self) -> dict[str, Any]:
@@ -222,6 +239,7 @@ class Known:
             "bridges": list(self.bridges),
             "dead": list(self.dead),
             "inputs": [[place.module, place.call] for place in self.inputs],
+            "fitted": {module: list(bridge.size) for module, bridge in self.fitted.items()},
             "can_pass": self.can_pass,
         }
 
@@ -234,13 +252,17 @@ class Known:
             layers.append(
                 Layer(key, explains, sign, tensors.get(f"{key}|weight"), tensors.get(f"{key}|bias"))
             )
-        bridges = {}
-        for key in settings["bridges"]:
-            own = {name.split("|")[1]: value for name, value in tensors.items() if name.split("|")[0] == key}
-            bridges[key] = Bridge.restore(key, own)
+
+        def own(key: str) -> dict[str, Tensor]:
+            return {name.split("|")[1]: value for name, value in tensors.items() if name.split("|")[0] == key}
+
         return cls(
             layers=layers,
-            bridges=bridges,
+            bridges={key: Bridge.restore(key, own(key)) for key in settings["bridges"]},
+            fitted={
+                module: ImageBridge.restore(tuple(size), own(f"before {module}"))
+                for module, size in settings["fitted"].items()
+            },
             dead=tuple(settings["dead"]),
             inputs=[ImageInput(*place) for place in settings["inputs"]],
             can_pass=settings["can_pass"],
@@ -269,10 +291,14 @@ def search(
     kept = None if folder is None else (folder / "search.safetensors", folder / "search.json")
     if kept is not None and resume and all(path.exists() for path in kept):
         return _kept(kept, num_classes, subject.eps, subject.images.device)
-    known = Known(layers=[], bridges={}, dead=(), inputs=[], can_pass=False)
+    known = Known(layers=[], bridges={}, dead=(), inputs=[], fitted={}, can_pass=False)
     found = Found(views={}, broken={}, standing=0, asked=0)
     if not len(subject.images):
         return found
+    # A model that remembers what it was asked shall not remember this.
+    subject = dataclasses.replace(
+        subject, model=_or_else(lambda: copy.deepcopy(subject.model), subject.model)
+    )
     scene = set_scene(subject, examples, num_classes, is_random=is_random)
     if len(scene.labels):
         known = find_out(scene)
@@ -303,7 +329,7 @@ def _kept(kept: tuple[Path, Path], num_classes: int, eps: float, device: torch.d
 
 def find_out(scene: Scene) -> Known:
     """Listens at every layer, and looks for where the signal dies. What cannot be found out is left out."""
-    model, points = scene.model, scene.points
+    model, points, seed = scene.model, scene.points, scene.subject.seed
     few = scene.images[:8]
     moved = NORMS[scene.subject.norm].random(
         few, scene.subject.eps, Draws.of(scene.subject.seed, torch.arange(len(few), device=few.device))
@@ -311,9 +337,18 @@ def find_out(scene: Scene) -> Known:
     layers = _or_else(lambda: survey_layers(model, points, scene.num_classes), [])
     dead = _or_else(lambda: find_dead_modules(model, few, moved), ())
     bridges = _or_else(lambda: _fit_twice(scene, dead), {})
-    inputs = _or_else(lambda: find_image_inputs(model, few), [])
+    inputs = _or_else(lambda: find_image_inputs(model, few), [])[:_INPUTS]
+    fitted = {
+        place.module: _or_else(partial(fit_image_bridge, model, place, points, seed), None)
+        for place in inputs
+    }
     return Known(
-        layers=layers, bridges=bridges, dead=dead, inputs=inputs, can_pass=can_pass_through(model, few[:4])
+        layers=layers,
+        bridges=bridges,
+        dead=dead,
+        inputs=inputs,
+        fitted={module: bridge for module, bridge in fitted.items() if bridge is not None},
+        can_pass=can_pass_through(model, few[:4]),
     )
 
 
@@ -355,11 +390,16 @@ def views_of(known: Known, num_classes: int, eps: float) -> dict[str, View]:
         best = next(iter(places.items()), None)
         if best is not None:
             views[f"{best[0]}-bridged"] = Bridged(view=best[1], bridges=known.bridges, dead=known.dead)
-    for place in known.inputs[:3]:
+    for place in known.inputs:
         around: dict[str, Any] = {"module": place.module, "call": place.call}
         views[f"scores-from-{place.module}"] = Skipping(view="scores", **around)
         inner: View = Passing(view="scores", dead=known.dead)
         views[f"scores-straight-from-{place.module}"] = Skipping(view=inner, **around)
+        if place.module in known.fitted:
+            around["bridge"] = known.fitted[place.module]
+            views[f"scores-fitted-from-{place.module}"] = SkippingBy(view="scores", **around)
+            views[f"scores-straight-fitted-from-{place.module}"] = SkippingBy(view=inner, **around)
+            del around["bridge"]
         for name, view in itertools.islice(places.items(), 2):
             views[f"{name}-from-{place.module}"] = Skipping(view=view, **around)
     return views

@@ -73,6 +73,11 @@ def soft_step(value: Any, bound: Any, sign: float) -> Tensor:
     return torch.sigmoid(lead / (_SOFTNESS * _width(lead)))
 
 
+def soft_sign(value: Tensor) -> Tensor:
+    """A sign as a tanh: what is far from changing sides counts less."""
+    return torch.tanh(value / _width(value))
+
+
 def soft_equal(value: Any, other: Any, sign: float) -> Tensor:
     """Equality as a peak that falls on both sides; inequality, with sign -1, as a dip."""
     apart = (value - other).abs()
