@@ -36,6 +36,8 @@ _COMPANY = 31
 _APART, _APART_IN_HALF = 1e-3, 3e-2
 #: A margin within this share of the spread of the scores is a tie, decided by the order of summation.
 _TIE = 1e-5
+#: How much farther a point is taken that rounding takes back.
+_REACHES = (1.0, 1.05, 1.2, 1.5, 2.0, 4.0)
 _STREAM = 53
 _SOURCE = "deployment: a fresh copy, one image at a time"
 _FULL = 256  # images of a full batch
@@ -339,7 +341,8 @@ class Confirmation:
     Attributes:
         holds: (point,) whether it is misclassified there too.
         full: (point,) the same in full, shuffled batches.
-        rounded: (point,) the same when the point is rounded to 8 bits; None where the images are no bytes.
+        rounded: (point,) the same when the point, or one farther on, is rounded to 8 bits; None where the images are no
+            bytes.
         late: what an attack has changed since the examination, or what only its points show; None if nothing.
     """
 
@@ -377,6 +380,26 @@ def confirm(
             rounded = _is_broken(_scores(deployment, subject, round_points(subject, points, there)), labels)
         late = None if deployment.trouble else _what_came_late(deployment, subject, holds, full)
     return Confirmation(holds=holds, full=full, rounded=rounded, late=late)
+
+
+def _broken_when_rounded(
+    deployment: Deployment, subject: Subject, points: Tensor, rows: Tensor, labels: Tensor
+) -> np.ndarray:
+    """(point,) whether it, or one farther on in the same direction, is misclassified when rounded to 8 bits.
+
+    Attacks stop as soon as an image falls, so near to the border that rounding alone can take most points back.
+    """
+    images = subject.images[rows.to(subject.images.device)]
+    broken = np.zeros(len(points), dtype=bool)
+    for reach in _REACHES:
+        left = torch.from_numpy(np.flatnonzero(~broken)).to(points.device)
+        if not len(left):
+            break
+        here = images[left]
+        farther = NORMS[subject.norm].project(here + reach * (points[left] - here), here, subject.eps)
+        scores = _scores(deployment, subject, round_points(subject, farther, here))
+        broken[left.cpu().numpy()] = _is_broken(scores, labels[left])
+    return broken
 
 
 def _what_came_late(

@@ -11,10 +11,10 @@ from ecnn.attacks import Attack
 from ecnn.auditing.budgets import Budget
 from ecnn.auditing.findings import Finding
 from ecnn.auditing.power import FLAT, Turns
-from ecnn.auditing.search import Found, search
+from ecnn.auditing.search import Found
 from ecnn.auditing.stages import Stages
 from ecnn.auditing.subject import Subject
-from ecnn.auditing.suite import Traits, _Maker, _Surrogates, find_traits
+from ecnn.auditing.suite import Traits, _Maker, _Surrogates, find_places, find_traits
 from ecnn.auditing.surrogates import Examples
 
 _BLIND = ("proven", "passing", "layers", "surrogates", "answers", "relays")
@@ -23,7 +23,9 @@ _UNFINISHED = ("proven", "climbs", "relays", "answers")
 #: From the name of an alarm to the groups of attacks that answer it, in their order; any other gets the first.
 RESPONSES: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("differentiable", "zero_gradients", "loss_path", "nan_gradients", "saturation"), _BLIND),
-    **dict.fromkeys(("gradient_direction", "black_box", "black_box_suite", "noise", "one_step"), _WRONG),
+    **dict.fromkeys(
+        ("gradient_direction", "black_box", "black_box_suite", "noise", "one_step", "border"), _WRONG
+    ),
     **dict.fromkeys(("steps", "restarts", "last_iterate", "unstable_loss", "attacks_not_made"), _UNFINISHED),
 }
 #: How many of the attacks that broke most are made again.
@@ -67,11 +69,11 @@ class Responses:
 
     @cached_property
     def _found(self) -> Found:
-        return search(
+        return find_places(
             self.subject,
-            self.examples.images,
+            self.examples,
             self.num_classes,
-            is_random=self.is_random,
+            random=self.is_random,
             folder=self.folder,
             resume=self.resume,
         )
@@ -95,9 +97,9 @@ class Responses:
             every = maker.averaged() if self.is_random else maker.on_scores()
             attacks = _named(every, _ONCE_MORE[self.is_random])
         if "proven" in wanted:
-            known: dict[str, Attack] = {}
-            for make in (*groups.values(), maker.plain):
-                known |= make()
+            known = maker.plain()
+            for group in ("scores", "targets", "layers", "members", "relays"):
+                known |= groups[group]() if group in groups else {}
             attacks |= {name: known[name] for name in proven[:_PROVEN] if name in known}
         for group in wanted:
             attacks |= groups[group]() if group in groups else {}

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -179,7 +180,7 @@ def suite(
     attacks |= maker.averaged() if random else maker.on_scores() | maker.on_members() | maker.on_votes()
     if examples is not None:
         surrogates = _Surrogates(subject, examples, num_classes, folder, resume)
-        found = search(subject, examples.images, num_classes, is_random=random, folder=folder, resume=resume)
+        found = find_places(subject, examples, num_classes, random=random, folder=folder, resume=resume)
         attacks |= maker.where_found(found, random=random)
         in_the_dark = in_the_dark or found.share >= _DOUBTFUL
         attacks |= maker.by_surrogates(surrogates, imitate=in_the_dark or random, random=random)
@@ -189,6 +190,32 @@ def suite(
     if examples is None:
         return attacks | maker.by_classes()
     return attacks | maker.by_classes(surrogates, imitate=in_the_dark)
+
+
+_MADE: WeakKeyDictionary[Subject, dict[str, Any]] = WeakKeyDictionary()
+
+
+def once(subject: Subject, name: str, make: Callable[[], Any]) -> Any:
+    """What is made of a subject, made when it is first asked for: the suite and answers to doubts share it."""
+    made = _MADE.setdefault(subject, {})
+    if name not in made:
+        made[name] = make()
+    return made[name]
+
+
+def find_places(
+    subject: Subject,
+    examples: Examples,
+    num_classes: int,
+    *,
+    random: bool,
+    folder: Path | None,
+    resume: bool,
+) -> Found:
+    """The places that `search` finds, once."""
+    settings: dict[str, Any] = {"is_random": random, "folder": folder, "resume": resume}
+    found: Found = once(subject, "places", lambda: search(subject, examples.images, num_classes, **settings))
+    return found
 
 
 def _unseen(model: nn.Module) -> Traits:
@@ -259,6 +286,10 @@ class _Surrogates:
         return rebuild_student(self._kept(make, "dense_student" if dense else "student"))
 
     def _kept(self, make: Callable[[], dict[str, Tensor]], name: str) -> dict[str, Tensor]:
+        kept: dict[str, Tensor] = once(self.subject, name, lambda: self._made(make, name))
+        return kept
+
+    def _made(self, make: Callable[[], dict[str, Tensor]], name: str) -> dict[str, Tensor]:
         if self.folder is None:
             return make()
         path, device = self.folder / f"{name}.safetensors", self.examples.images.device
