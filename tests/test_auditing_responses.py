@@ -203,6 +203,7 @@ def test_turns_go_on_until_nothing_moves(
 def test_effort_is_doubled_and_every_check_has_a_response(split: Split, responses: Responses) -> None:
     twice = enlarged(BUDGET, 2)
     assert (twice.steps, twice.queries, twice.eot) == (2 * BUDGET.steps, 2 * BUDGET.queries, 2 * BUDGET.eot)
+    assert (twice.answers, twice.searched > 10**6) == (2 * BUDGET.answers, True)  # on all that stand
     assert set(RESPONSES) <= set(CHECKS) | {"black_box_suite", "nan_gradients", "attacks_not_made"}
     unknown = responses.attacks(["a check of tomorrow"], 2)
     assert "square-x2" in unknown

@@ -21,8 +21,8 @@ class Budget:
         probe_steps: of the gradient attacks that diagnostics make.
         queries: of black-box attacks in diagnostics.
         eot: passes that are averaged when the model is random.
-        answers: questions per image of the search by answers alone. A tenth of them, 500 at least, goes to every image
-            that stands, and all of them to
+        answers: questions per image of the search by answers alone. A tenth of them, 1,000 at least, goes to every
+            image that stands, and all of them to
         searched: so many of the audited images, chosen by chance, if there are more; what diagnostics doubt is searched
             again, on all that stand.
         race: whether `ecnn.attacks.Race` stands in for the APGD attacks on the scores.
@@ -39,7 +39,7 @@ class Budget:
     probe_steps: int
     queries: int
     eot: int
-    answers: int = 500
+    answers: int = 1000
     searched: int = 400
     race: bool = False
     turns: int = 2
@@ -48,7 +48,7 @@ class Budget:
 BUDGETS: dict[str, Budget] = {
     "quick": Budget(
         name="quick", images=100, steps=30, restarts=1, targets=3, autoattack=False,
-        probe_images=32, probe_steps=30, queries=200, eot=8,
+        probe_images=32, probe_steps=30, queries=200, eot=8, answers=1000,
     ),
     "fast": Budget(
         name="fast", images=1000, steps=20, restarts=1, targets=3, autoattack=False,

@@ -28,6 +28,7 @@ RESPONSES: dict[str, tuple[str, ...]] = {
     ),
     **dict.fromkeys(("steps", "restarts", "last_iterate", "unstable_loss", "attacks_not_made"), _UNFINISHED),
 }
+_ALL = 2**31  # images: where there is doubt, the long search by answers takes all that stand
 #: How many of the attacks that broke most are made again.
 _PROVEN = 3
 #: What is made once more, with twice the effort, where nothing is doubted: to see whether it has flattened.
@@ -147,6 +148,7 @@ def enlarged(budget: Budget, effort: int) -> Budget:
         steps=budget.steps * effort,
         queries=budget.queries * effort,
         answers=budget.answers * effort,
+        searched=_ALL,
         eot=budget.eot * effort,
         autoattack=False,
         race=False,

@@ -67,7 +67,7 @@ _DENSE = 3072  # numbers in an image up to which a student without convolutions 
 _TINY = 1e-30  # gradients this short are near the end of float32
 _PROBED = 64
 _FEATURE_TARGETS = 3
-_FEW_ANSWERS = 500
+_FEW_ANSWERS = 1000
 _NEIGHBOURS = 64
 
 
