@@ -388,7 +388,7 @@ def _conclude(
     verdict, reason = judge(
         accuracy, images, alarms, claim=claim, min_accuracy=min_accuracy, answered=answered
     )
-    if verdict in ("believable", "trustworthy") and found.power is not None:
+    if found.power is not None:
         reason = f"{reason} {found.power.sentence()}"
     return Audit(
         verdict=verdict,

@@ -185,11 +185,6 @@ class Audit:
             "",
             f"{self.images} images, {self.norm} ball of radius {self.eps:.6g}, budget {self.budget}, seed {self.seed}."
             f"{draws}",
-            *(
-                []
-                if self.power is None or self.power.sentence() in self.reason
-                else ["", self.power.sentence()]
-            ),
         ]
         if self.explanation:
             lines += ["", "## What explains the difference", ""]

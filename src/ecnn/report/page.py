@@ -151,16 +151,9 @@ def _verdict(contents: RunContents) -> Html:
         "div",
         element("strong", _sentence_case(audit.headline)),
         element("p", audit.reason),
-        element("p", f"{facts}{_missed(audit)}", class_="quiet"),
+        element("p", facts, class_="quiet"),
         class_=f"verdict {_tone(audit)}",
     )
-
-
-def _missed(audit: Audit) -> str:
-    """What the attacks may have missed, unless the verdict's reason says so already."""
-    if audit.power is None or audit.power.sentence() in audit.reason:
-        return ""
-    return f" {audit.power.sentence()}"
 
 
 def _tone(audit: Audit) -> str:
