@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from toys import TINY, coded_model
 
-from ecnn.attacks import APGD, PGD, Attack, AutoAttack, Cost, HopSkipJump, Transfer
+from ecnn.attacks import APGD, PGD, Attack, AutoAttack, Cost, HopSkipJump, Race, Transfer
 from ecnn.attacks.views import SCORES, Aim, Averaged, Look, View, WeakestBit
 from ecnn.auditing import adaptive
 from ecnn.auditing.bpda import Passing, can_pass_through, straight_through
@@ -737,6 +737,21 @@ def test_any_number_of_classes(num_classes: int, norm: Any) -> None:
         found = attack.run(model, images, labels)
         distance = (found.images - images).flatten(1).norm(dim=1, p=2 if norm == "l2" else float("inf"))
         assert distance.max() <= 0.1 + 1e-6
+
+
+def test_the_fast_suite_costs_at_most_a_fifth_of_autoattack() -> None:
+    """For an image that nothing breaks, whatever it has: a race stands in for AutoAttack, on scores and on members."""
+    nothing = torch.zeros(0, dtype=torch.int64)
+    whole = AutoAttack(**BALL).cost(10)
+    for model, least in ((Sees(10), ["race"]), (coded_model(), ["race", "linear-targets"])):
+        subject = Subject(model=model, images=nothing, labels=nothing, budget=BUDGETS["fast"], **BALL)
+        attacks = suite(subject, num_classes=10, random=False)
+        assert [name for name, attack in attacks.items() if isinstance(attack, Race)] == least
+        assert not {"apgd-ce", "apgd-margin", "apgd-t", "fab-t"} & set(attacks)
+        assert list(attacks)[:2] == ["pgd-ce", "race"]
+        assert sum(attack.cost(10).forwards for attack in attacks.values()) * 4 < whole.forwards
+        if least == ["race"]:
+            assert estimate_cost(model, "fast", 1, 10, norm="linf").forwards * 5 < whole.forwards
 
 
 def test_an_attribute_called_code_makes_no_member() -> None:
