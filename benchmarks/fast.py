@@ -59,14 +59,14 @@ class Count:
             hook.remove()
 
     def __enter__(self) -> Count:
-        self._hook = self._order[0].register_forward_pre_hook(self._add)
+        def add(module: nn.Module, given: Any) -> None:  # a function, which a copy of the model shares
+            self.images += len(given[0])
+
+        self._hook = self._order[0].register_forward_pre_hook(add)
         return self
 
     def _note(self, module: nn.Module, given: Any) -> None:
         self._order.append(module)
-
-    def _add(self, module: nn.Module, given: Any) -> None:
-        self.images += len(given[0])
 
     def __exit__(self, *error: object) -> None:
         self._hook.remove()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,7 @@ from ecnn.attacks.fab import FAB
 from ecnn.attacks.norms import NORMS, Norm, solve_capped_sum
 from ecnn.attacks.race import Race
 from ecnn.attacks.square import Square, _two_bumps, square_share
+from ecnn.attacks.views import ScoreView
 from ecnn.constructions import random_code
 from ecnn.errors import InputError
 from ecnn.model import ECNN
@@ -731,6 +733,29 @@ def test_effort_in_a_race_goes_where_the_border_is_near() -> None:
     far, near, broken = found.forwards.tolist()
     assert broken < 30 < far
     assert near - far == 3 * 101  # three wrong classes with 100 steps
+
+
+@dataclass(frozen=True)
+class Enlarged(ScoreView):
+    """Scores a thousand times as large as the model's, as logits are before a decoder that saturates."""
+
+    def read(self, model: nn.Module, images: Tensor) -> tuple[Tensor, Tensor | None]:
+        scores: Tensor = model(images)
+        return 1000 * scores, scores.detach()
+
+
+def test_hope_is_measured_where_the_race_looks() -> None:
+    """Which images get the last round depends on the share of the margin that is left, not on the scale of the view."""
+    model = Linear(torch.eye(5) * 2 - 1)
+    images = torch.full((2, 1, 1, 5), 0.2)
+    images[:, 0, 0, 0] = torch.tensor([0.9, 0.45])
+    labels = torch.zeros(2, dtype=torch.int64)
+    counts = [
+        Race(norm="linf", eps=0.1, on=on).run(model, images, labels).forwards
+        for on in ("scores", Enlarged(name="enlarged"))
+    ]
+    assert torch.equal(*counts)
+    assert counts[0][1] - counts[0][0] == 3 * 101
 
 
 def test_a_race_in_a_ball_without_room_holds_the_image_alone() -> None:

@@ -12,7 +12,8 @@ from ecnn.attacks.apgd import APGD
 from ecnn.attacks.attempts import best_wrong_classes
 from ecnn.attacks.base import BallAttack, Cost, Target
 from ecnn.attacks.draws import Draws
-from ecnn.attacks.views import Loss, View, find_score_view
+from ecnn.attacks.norms import NORMS
+from ecnn.attacks.views import Aim, Loss, View, find_score_view, find_view
 from ecnn.checks import check_count
 from ecnn.errors import InputError
 
@@ -39,7 +40,7 @@ class Race(BallAttack):
         norm: of the ball, a name of `NORMS`.
         eps: radius on the [0, 1] scale, or a fraction such as "8/255".
         on: where it looks, "scores", "linear", "tempered" or another `ScoreView`.
-        effort: factor of all steps.
+        effort: factor of all steps; in L1 they are twice as many.
     """
 
     has_last_iterate: ClassVar[bool] = False
@@ -54,28 +55,32 @@ class Race(BallAttack):
         if self.keep == "last":
             raise InputError('Race keeps what breaks an image: keep="last" has no meaning here.')
 
+    @property
+    def _factor(self) -> int:
+        """Of all steps: twice as many where APGD begins in wider balls."""
+        return self.effort * (2 if NORMS[self.norm].is_sparse else 1)
+
     def cost(self, num_classes: int) -> Cost:
         """As for an image that comes near the border; most are given up before the last round."""
         most = num_classes - 1
         steps = [_FIRST_STEPS]
         for classes, length in (*_ROUNDS, (_LAST_CLASSES, _LAST_STEPS)):
             steps += [length] * min(classes, most)
-        total = sum(steps) * self.effort
+        total = sum(steps) * self._factor
         return Cost(3 + total + len(steps), total)
 
     def search(self, target: Target, images: Tensor, labels: Tensor, draws: Draws) -> Tensor:
         if self.radius == 0 or not len(images):
             return images.clone()
         draws = draws.fold(_STREAM)
-        scores = target.scores(images)
+        clean = target.look(find_view(self.on), images, Aim(labels, None, "margin"))
+        scores = target.scores(images) if clean.scores is None else clean.scores
         state = _Race(target, images, labels, draws, early_exit=self._drops_rows)
         state.climb(self._climber("margin", _FIRST_STEPS), None)
         classes = best_wrong_classes(scores, labels, _ROUNDS[0][0])
         for count, steps in _ROUNDS:
             classes = state.race(self._climber("margin", steps), classes[:, :count])
-        wrong = scores.scatter(1, labels[:, None], -torch.inf).amax(dim=1)
-        clean = scores.gather(1, labels[:, None]).squeeze(1) - wrong
-        state.give_up(state.losses < -_NEAR * clean)
+        state.give_up(state.losses < _NEAR * clean.losses)
         last = self._climber("dlr" if scores.shape[1] >= 4 else "margin", _LAST_STEPS)
         state.race(last, classes[:, :_LAST_CLASSES])
         return state.points
@@ -84,7 +89,7 @@ class Race(BallAttack):
         return APGD(
             norm=self.norm,
             eps=self.eps,
-            steps=steps * self.effort,
+            steps=steps * self._factor,
             loss=loss,
             on=self.on,
             early_exit=self._drops_rows,

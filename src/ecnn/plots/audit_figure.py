@@ -73,9 +73,9 @@ def _draw_steps(axes: Axes, audit: Audit, steps: list[tuple[str, float]], colour
         if asked is not None:
             axes.axvline(100 * asked, color=ACCENT, lw=1.6, ls=(0, (4, 2)), zorder=3, label=label)
     if audit.certified is not None:
-        axes.axvline(
-            100 * audit.certified.accuracy, color=INK, lw=1.6, ls=(0, (1, 1.5)), zorder=3, label="certified"
-        )
+        proven = 100 * audit.certified.accuracy
+        axes.axvline(proven, color="white", lw=3.2, zorder=3)  # so that the dots are seen on dark bars
+        axes.axvline(proven, color=INK, lw=1.8, ls=(0, (1, 1.2)), zorder=3, label="certified")
     quiet = len(audit.stages) + 1 - len(steps)
     others = f"  ({quiet} more attack{'s' if quiet > 1 else ''} broke nothing)" if quiet else ""
     axes.set(yticks=places, yticklabels=names, xlim=(0, 106), xlabel=f"accuracy left, %{others}")
