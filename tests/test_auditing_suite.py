@@ -16,6 +16,7 @@ from ecnn.attacks.views import SCORES, Aim, Averaged, Look, View, WeakestBit
 from ecnn.auditing import adaptive
 from ecnn.auditing.bpda import Passing, can_pass_through, straight_through
 from ecnn.auditing.budgets import BUDGETS, Budget
+from ecnn.auditing.deployed import OneAtATime
 from ecnn.auditing.subject import Subject
 from ecnn.auditing.suite import _Surrogates, estimate_cost, find_traits, suite
 from ecnn.auditing.surrogates import (
@@ -469,6 +470,8 @@ def test_the_long_search_takes_a_share_of_many_images() -> None:
         assert attacks[long].share == share
         assert attacks[long].queries == 10 * attacks["rays"].queries == BUDGETS[name].answers
         assert attacks["rays"].share == 1.0
+    alone = make_subject(OneAtATime(Sees(), torch.zeros(0, 1, 8, 8)), "l2", 0.1, BUDGETS["standard"])
+    assert list(suite(alone, num_classes=4, random=False))[-1] == "rays"  # the long one would take hours
     subject = make_subject(Sees(), "l2", 0.1, BUDGETS["quick"])
     assert suite(subject, num_classes=4, random=False)["rays"].cost(4).forwards == 1002
     assert list(suite(subject, num_classes=4, random=False))[-1] == "rays"

@@ -40,6 +40,7 @@ from ecnn.auditing.adaptive import (
 )
 from ecnn.auditing.bpda import Passing, can_pass_through
 from ecnn.auditing.budgets import Budget, resolve_budget
+from ecnn.auditing.deployed import OneAtATime
 from ecnn.auditing.search import Found, search
 from ecnn.auditing.subject import Subject
 from ecnn.auditing.surrogates import (
@@ -485,6 +486,7 @@ class _Maker:
             known["starts"] = (Transfer(source=surrogates.student(), attack=craft),)
         most = max(self.budget.answers, self.budget.queries)
         few = min(most, max(_FEW_ANSWERS, most // 10))
+        most = few if isinstance(self.model, OneAtATime) else most  # each question costs a pass of its own
         attacks: dict[str, Attack] = {"rays": RaySearch(queries=few, **known, **self.ball)}
         long = RaySearch(queries=most, **known, **self.ball)
         if few < most and len(self.subject.images) <= self.budget.searched:
