@@ -89,7 +89,10 @@ class Responses:
             effort: a power of two.
             proven: names of attacks that have broken images of this model, the best first.
         """
-        subject = dataclasses.replace(self.subject, budget=enlarged(self.subject.budget, effort))
+        budget = enlarged(self.subject.budget, effort)
+        if self.is_random:  # twice the passes are twice the effort
+            budget = dataclasses.replace(budget, steps=self.subject.budget.steps)
+        subject = dataclasses.replace(self.subject, budget=budget)
         maker = _Maker(subject, self.num_classes, self._traits)
         groups = self._random_groups(maker) if self.is_random else self._groups(maker)
         wanted = list(dict.fromkeys(group for doubt in doubts for group in RESPONSES.get(doubt, _BLIND)))
