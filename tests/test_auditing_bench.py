@@ -25,7 +25,7 @@ from ecnn.objectives import MemberObjective, predicted_classes
 
 COUNT = 60
 #: Trained in about a second each.
-SMALL = ["one_hot_answer", "remembers_questions", "reversed_by_a_hook"]
+SMALL = ["one_hot_answer", "remembers_questions"]
 
 
 @cache

@@ -54,11 +54,11 @@ def row_path(tool: str, subject: Subject, *, limit: int, folder: Path) -> Path:
 
 
 def kept_row(tool: str, subject: Subject, *, limit: int, folder: Path) -> Row | None:
-    """The row that an earlier run left, if the model and the audit are still the same."""
+    """The row that an earlier run left, if the model is still the same, and the audit where it is one."""
     path = row_path(tool, subject, limit=limit, folder=folder)
     row: Row = files.read_json(path) if path.exists() else {}
-    is_current = row.get("version") == VERSION and row.get("audit_version") == AUDIT_VERSION
-    return row if is_current else None
+    is_same_tool = not tool.startswith("audit-") or row.get("audit_version") == AUDIT_VERSION
+    return row if row.get("version") == VERSION and is_same_tool else None
 
 
 def examine(tool: Tool, subject: Subject, data: Dataset, *, limit: int, folder: Path) -> Row:
