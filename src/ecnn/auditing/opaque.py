@@ -21,6 +21,7 @@ from ecnn.auditing.soft_values import pass_gradient
 
 _STEPS, _LR, _BATCH, _WIDTH, _CHANNELS = 400, 3e-3, 64, 128, 16
 _MOST_NUMBERS = 20_000  # of a row on either side of a bridge
+_PIXELS = 8192  # in a batch
 _PROBED = 8
 _ALIKE = 0.5  # cosine from which something of the size of an image is one
 
@@ -319,9 +320,11 @@ def _train(
     parameters = list(network.parameters())
     optimiser = torch.optim.AdamW(parameters, lr=_LR)
     generator = torch.Generator().manual_seed(seed)
+    # A large image has many examples of what a filter does.
+    batch = max(2, min(_BATCH, _PIXELS // rows[0].numel()))
     with torch.enable_grad():
         for _ in range(_STEPS):
-            chosen = torch.randint(len(rows), (_BATCH,), generator=generator).to(rows.device)
+            chosen = torch.randint(len(rows), (batch,), generator=generator).to(rows.device)
             loss = F.mse_loss(ask(rows[chosen]), goal[chosen])
             for parameter, gradient in zip(parameters, torch.autograd.grad(loss, parameters), strict=True):
                 parameter.grad = gradient

@@ -44,12 +44,9 @@ from ecnn.auditing.opaque import (
 from ecnn.auditing.subject import Subject
 from ecnn.errors import InputError
 
-_TRIED, _ASKED = (
-    128,
-    48,
-)  # images that the usual attacks try, and of those that stand how many the search takes
+_TRIED, _ASKED = 128, 48  # most images for the usual attacks, and most of those that stand for the search
 _STEPS = 15
-_FEW_STEPS, _FEW, _KEPT = 8, 24, 10  # the first trial of every view, and how many of them get the second
+_FEW_STEPS, _KEPT = 8, 10  # the first trial of every view, on half of the images, and how many get the second
 _DIRECT, _READ, _MOST = (
     4,
     3,
@@ -110,13 +107,14 @@ class Found:
 
 def set_scene(subject: Subject, examples: Tensor, num_classes: int, *, is_random: bool) -> Scene:
     """Tries the usual attacks on the first images, and gathers what they leave."""
-    images, labels = subject.images[:_TRIED], subject.labels[:_TRIED]
+    tried = _number_tried(subject)
+    images, labels = subject.images[:tried], subject.labels[:tried]
     views: tuple[str | View, ...] = ("scores", ScaledCrossEntropy())
     usual = [_walk(subject, view, _STEPS, ends=True) for view in views]
     ends = [_or_else(partial(_made, subject, attack), images) for attack in usual]
     right = [_right(subject, part, labels, is_random=is_random) for part in (images, *ends)]
     standing = torch.stack(right).all(dim=0)
-    rows = standing.nonzero().flatten()[:_ASKED]
+    rows = standing.nonzero().flatten()[: min(_ASKED, tried // 2)]
     clean = torch.cat([examples[:256], images])
     draws = Draws.of(subject.seed, torch.arange(len(clean), device=clean.device))
     norm = NORMS[subject.norm]
@@ -134,9 +132,14 @@ def set_scene(subject: Subject, examples: Tensor, num_classes: int, *, is_random
     )
 
 
+def _number_tried(subject: Subject) -> int:
+    return min(_TRIED, 2 * subject.budget.probe_images)
+
+
 def _made(subject: Subject, attack: PGD) -> Tensor:
     """Where an attack on the first images ends."""
-    images, labels = subject.images[:_TRIED], subject.labels[:_TRIED]
+    tried = _number_tried(subject)
+    images, labels = subject.images[:tried], subject.labels[:tried]
     return attack.run(subject.model, images, labels, seed=subject.seed).images
 
 
@@ -173,7 +176,7 @@ def _right(subject: Subject, images: Tensor, labels: Tensor, *, is_random: bool)
 
 def try_views(scene: Scene, views: Mapping[str, View]) -> Found:
     """Tries every view for a few steps, and takes the best, then the best for what that leaves, and so on."""
-    promising = _try_each(scene, views, _FEW_STEPS, _FEW)
+    promising = _try_each(scene, views, _FEW_STEPS, -(-len(scene.labels) // 2))
     best = sorted(promising, key=lambda name: -int(promising[name].sum()))[:_KEPT]
     fallen = _try_each(scene, {name: views[name] for name in best}, _STEPS, len(scene.labels))
     left = torch.ones(len(scene.labels), dtype=torch.bool, device=scene.labels.device)
