@@ -453,6 +453,28 @@ def test_answers_alone_are_asked_whatever_the_gradient_says() -> None:
     assert (known.moves != 0).flatten(1).any(dim=1).double().mean() >= 0.5
 
 
+class Trembles(Decides):
+    """The same decision of an image with noise: no gradient, and no two passes alike."""
+
+    def forward(self, images: Tensor) -> Tensor:
+        return super().forward(images + 0.02 * torch.randn_like(images))
+
+
+def test_answers_alone_of_a_random_model() -> None:
+    """By the class of the mean over passes, and so far beyond the border that other passes are wrong too."""
+    model, (images, labels) = Trembles(), firm_images(Decides())
+    subject = make_subject(model, "linf", EPS, dataclasses.replace(TINY, answers=400))
+    attacks = suite(subject, num_classes=4, random=True)
+    torch.manual_seed(0)
+    found = attacks["rays"].run(model, images, labels)
+    assert (found.images - images).abs().max() <= EPS + 1e-6
+    with torch.no_grad():
+        right = [model(found.images).argmax(dim=1) == labels for _ in range(20)]
+        at_first = [model(images).argmax(dim=1) == labels for _ in range(20)]
+    assert torch.stack(at_first).double().mean() >= 0.9
+    assert torch.stack(right).double().mean() <= 0.1
+
+
 def test_the_long_search_takes_a_share_of_many_images() -> None:
     cases: list[tuple[str, int, str, float]] = [
         ("standard", 1000, "rays-sample", 0.4),

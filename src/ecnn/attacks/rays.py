@@ -40,6 +40,7 @@ _ROUNDS = 4  # of blocks between two looks at which way the border faces
 _PROBE_LENGTHS = (0.1, 0.3, 0.03)  # of the probes, as shares of the move's length; in turn
 _TURNED = 0.15  # share of the pixels that a probe turns in a box
 _KICK = 0.2  # share of the pixels that another start from the best direction turns
+_DEEP = 0.5  # of the radius: where keep="last" looks, so that it ends deep on the wrong side
 _LARGE = 1e3  # a direction times this is longer than any ball
 
 
@@ -97,6 +98,9 @@ class RaySearch(BallAttack):
     that stalls begins again elsewhere, and ends early if several starts came no nearer than one and a half radii.
     Scores are never read, so that neither scores nor gradients that lie can mislead it.
 
+    keep="last" searches half of the ball and goes on in the direction that was found to its edge, as far beyond the
+    border as it can: for models that answer by chance near the border.
+
     Attributes:
         norm: of the ball, a name of `NORMS`.
         eps: radius on the [0, 1] scale, or a fraction such as "8/255".
@@ -152,15 +156,17 @@ class RaySearch(BallAttack):
             field.enter(whole, directions)
         rows, rays = torch.arange(len(images), device=images.device), whole
         for number, step in enumerate(_tours(images.shape[1:])):
-            going = torch.nonzero(rays.may_fall(self.radius) & (rays.asked < self.queries)).squeeze(1)
+            going = torch.nonzero(rays.may_fall(field.eps) & (rays.asked < self.queries)).squeeze(1)
             if len(going) < len(rows):
                 whole.put(rows, rays)
                 rows, rays, field = rows[going], rays.take(going), field.narrow(going)
             if not len(rows):
                 break
             field.advance(rays, step, Draws(rays.keys).fold(2 + number))
-        ends = field.at(whole, whole.best_directions, torch.full_like(whole.radii, self.radius))
-        return torch.where(per_image(whole.broken, ends), whole.points, ends)
+        fell = per_image(whole.broken, images)
+        moves = torch.where(fell, (whole.points - images) / _DEEP, whole.best_directions)
+        ends = field.at(whole, moves, torch.full_like(whole.radii, self.radius))
+        return ends if self.keep == "last" else torch.where(fell, whole.points, ends)
 
     def _first_directions(
         self, target: Target, images: Tensor, labels: Tensor, draws: Draws
@@ -296,7 +302,7 @@ class _Field:
 
     def __init__(self, attack: RaySearch, target: Target) -> None:
         self.attack, self.target = attack, target
-        self.norm, self.eps = attack.norm, attack.radius
+        self.norm, self.eps = attack.norm, attack.radius * (_DEEP if attack.keep == "last" else 1)
 
     def narrow(self, rows: Tensor) -> _Field:
         """The same for some of the images, by position."""

@@ -135,7 +135,7 @@ class Responses:
             "climbs": lambda: _named(maker.averaged(), "eot-margin"),
             "passing": lambda: _named(maker.averaged(), "eot-straight-through"),
             "layers": lambda: maker.where_found(self._found, random=True),
-            "answers": lambda: {"square": maker.averaged_square()},
+            "answers": lambda: {"square": maker.averaged_square(), "rays": maker.averaged_rays()},
             "scores": maker.averaged,
         }
 

@@ -68,7 +68,7 @@ _DENSE = 3072  # numbers in an image up to which a student without convolutions 
 _TINY = 1e-30  # gradients this short are near the end of float32
 _PROBED = 64
 _FEATURE_TARGETS = 3
-_FEW_ANSWERS = 1000
+_FEW_ANSWERS, _FEW_RANDOM_ANSWERS = 1000, 500
 _NEIGHBOURS = 64
 
 
@@ -186,7 +186,7 @@ def suite(
         in_the_dark = in_the_dark or found.share >= _DOUBTFUL
         attacks |= maker.by_surrogates(surrogates, imitate=in_the_dark or random, random=random)
     if random:
-        return attacks | {"square": maker.averaged_square()}
+        return attacks | {"square": maker.averaged_square(), "rays": maker.averaged_rays()}
     attacks |= maker.relays() | maker.automatic()
     if examples is None:
         return attacks | maker.by_classes()
@@ -468,6 +468,12 @@ class _Maker:
         """On the mean over a few passes, and on when it is wrong: what only just breaks these breaks no others."""
         passes, square = max(2, self.budget.eot // 4), replace(self.square(), early_exit=False)
         return OnMean(attack=square, passes=passes, seed=self.subject.seed, keep="last", **self.ball)
+
+    def averaged_rays(self) -> Attack:
+        """By the classes of the mean over a few passes; every image is attacked, so that the search is short."""
+        passes, queries = max(4, self.budget.eot // 4), min(_FEW_RANDOM_ANSWERS, self.budget.answers)
+        rays = RaySearch(queries=queries, keep="last", **self.ball)
+        return OnMean(attack=rays, passes=passes, seed=self.subject.seed, keep="last", **self.ball)
 
     def by_classes(
         self, surrogates: _Surrogates | None = None, *, imitate: bool = False
