@@ -288,3 +288,31 @@ def test_a_preset_is_printed_and_recorded(file: Path, tmp_path: Path) -> None:
         "jsma": "jsma",
         "fgsm": "fgsm-linf",
     }
+
+
+class Counting(nn.Module):
+    """Remembers the largest batch that it or a copy of it was asked about."""
+
+    largest = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body = nn.Sequential(
+            nn.Conv2d(3, 4, 3, stride=2), nn.ReLU(), nn.AdaptiveAvgPool2d(2), nn.Flatten()
+        )
+        self.head = nn.Linear(16, 100)
+
+    def forward(self, images: Tensor) -> Tensor:
+        Counting.largest = max(Counting.largest, len(images))
+        scores: Tensor = self.head(self.body(images))
+        return scores
+
+
+def test_an_audit_asks_about_no_more_images_at_once_than_it_may() -> None:
+    model, images = Counting(), torch.rand(40, 3, 16, 16, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        labels = torch.cat([model(part).argmax(dim=1) for part in torch.split(images, 5)])
+    Counting.largest = 0
+    ecnn.audit(model, (images, labels), norm="linf", eps=1e-5, budget=TINY, limit=20, batch_size=8)
+    assert Counting.largest == 8

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ecnn.attacks.draws import Draws, forked_generators
-from ecnn.attacks.images import check_pixels, per_image
+from ecnn.attacks.images import at_once, check_pixels, per_image
 from ecnn.attacks.norms import NORMS, Norm
 from ecnn.attacks.speed.quick_copy import prepare, quick_copy
 from ecnn.attacks.speed.replay import Recorder, Values, run_in_pieces
@@ -368,18 +368,18 @@ class Attack:
     ) -> Attacked:
         images = images.detach()
         index = torch.arange(len(images), device=images.device) if index is None else index.to(images.device)
-        try:
-            with without_tf32():
-                return self._run(model, images, labels, Draws.of(seed, index))
-        except torch.cuda.OutOfMemoryError:
-            if len(images) == 1:
-                raise
-        torch.cuda.empty_cache()
-        half = len(images) // 2
-        parts = [
-            self._run_in_memory(model, images[part], labels[part], seed, index[part])
-            for part in (slice(half), slice(half, None))
-        ]
+        most = at_once(len(images))
+        if len(images) <= most:
+            try:
+                with without_tf32():
+                    return self._run(model, images, labels, Draws.of(seed, index))
+            except torch.cuda.OutOfMemoryError:
+                if len(images) == 1:
+                    raise
+            torch.cuda.empty_cache()
+            most = (len(images) + 1) // 2
+        pieces = zip(*(torch.split(values, most) for values in (images, labels, index)), strict=True)
+        parts = [self._run_in_memory(model, *piece[:2], seed, piece[2]) for piece in pieces]
         names = [name for name in Attacked.__annotations__ if name != "nan_gradients"]
         joined = {name: torch.cat([getattr(part, name) for part in parts]) for name in names}
         return Attacked(**joined, nan_gradients=sum(part.nan_gradients for part in parts))

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ecnn.attacks.attempts import Attempts
 from ecnn.attacks.base import Attack, Attacked, BallAttack, Cost, Target
 from ecnn.attacks.draws import Draws
-from ecnn.attacks.images import per_image
+from ecnn.attacks.images import at_once, per_image
 from ecnn.attacks.norms import NORMS, Norm, l2_norm
 from ecnn.attacks.views import score_loss
 from ecnn.backbones import undisturbed
@@ -144,7 +144,8 @@ class _Border:
     def _ask(self, points: Tensor, labels: Tensor) -> Tensor:
         with torch.no_grad():
             answers = [
-                predicted_classes(self.target.model(part)) for part in torch.split(points, self.max_batch)
+                predicted_classes(self.target.model(part))
+                for part in torch.split(points, at_once(self.max_batch))
             ]
         return torch.cat(answers) != labels
 
@@ -178,7 +179,7 @@ class _Border:
         rows = torch.arange(len(points), device=points.device)
         slopes = [
             self._slope(points[part], radii[part], self.labels[part], count, draws.take(part))
-            for part in torch.split(rows, max(1, self.max_batch // _GROUP))
+            for part in torch.split(rows, max(1, at_once(self.max_batch) // _GROUP))
         ]
         return torch.cat(slopes)
 

@@ -2,10 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
 import torch
 from torch import Tensor
 
 from ecnn.errors import InputError
+
+_MOST: ContextVar[int | None] = ContextVar("most_images_at_once", default=None)
+
+
+@contextmanager
+def at_most(images: int | None) -> Iterator[None]:
+    """Inside, whoever asks a model about many images asks about no more than so many at once; None bounds nothing."""
+    bounds = [bound for bound in (images, _MOST.get()) if bound is not None]
+    token = _MOST.set(min(bounds) if bounds else None)
+    try:
+        yield
+    finally:
+        _MOST.reset(token)
+
+
+def at_once(usual: int) -> int:
+    """How many images to ask a model about at once, where nothing but the memory speaks against `usual`."""
+    most = _MOST.get()
+    return usual if most is None else min(usual, most)
 
 
 def check_pixels(images: Tensor) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 from ecnn.attacks.base import Attack, BallAttack, Cost, Target
 from ecnn.attacks.blackbox import _add_up
 from ecnn.attacks.draws import Draws
-from ecnn.attacks.images import per_image
+from ecnn.attacks.images import at_once, per_image
 from ecnn.attacks.norms import NORMS, Norm, l2_norm
 from ecnn.checks import check_count, check_kind, check_number
 from ecnn.errors import InputError
@@ -335,7 +335,7 @@ class _Field:
         if not len(points):
             return torch.zeros_like(labels, dtype=torch.bool)
         with torch.no_grad():
-            parts = torch.split(points, self.attack.max_batch)
+            parts = torch.split(points, at_once(self.attack.max_batch))
             return torch.cat([predicted_classes(self.target.model(part)) for part in parts]) != labels
 
     def advance(self, rays: _Rays, step: _Step, draws: Draws) -> None:

@@ -19,6 +19,7 @@ from ecnn import files
 from ecnn.attacks.auto import examine as examine_as_autoattack
 from ecnn.attacks.base import Target, read_model
 from ecnn.attacks.draws import forked_generators
+from ecnn.attacks.images import at_most, at_once
 from ecnn.attacks.norms import NORMS, Norm
 from ecnn.auditing.budgets import Budget, resolve_budget
 from ecnn.auditing.certificates import Certificate, certify
@@ -139,7 +140,7 @@ def audit(
     subject = Subject(
         model=model, images=images, labels=labels, norm=norm, eps=eps, budget=budget, seed=int(seed)
     )
-    with nullcontext() if run_dir is None else files.locked(run_dir, "audit"):
+    with at_most(batch_size), nullcontext() if run_dir is None else files.locked(run_dir, "audit"):
         deployment, findings = examine(deployment, subject)
         request = _Request(split, folder, resume, progress, attacks, classes, batch_size, cluster)
         found = _audit(dataclasses.replace(subject, model=deployment.fresh()), deployment, request)
@@ -426,7 +427,11 @@ def _flags(subject: Subject) -> list[Finding]:
     """
     checked = subject.images[:_FLAGGED]
     with forked_generators(checked.device, subject.seed):
-        _, doubts = examine_as_autoattack(Target(subject.model, len(checked), checked.device), checked)
+        parts = [
+            examine_as_autoattack(Target(subject.model, len(part), checked.device), part)[1]
+            for part in torch.split(checked, at_once(_FLAGGED))
+        ]
+    doubts = {doubt.kind: doubt for part in reversed(parts) for doubt in part}.values()
     findings = []
     for number, doubt in enumerate(doubts):
         evidence = {"images": len(checked)}

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ecnn.attacks.base import check_labels, read_model
+from ecnn.attacks.images import at_once
 from ecnn.attacks.norms import NORMS, Norm
 from ecnn.auditing.relaxations import (
     Ball,
@@ -103,7 +104,7 @@ def certify(
     with undisturbed(model), without_tf32():
         if isinstance(model, Smoothed):
             return _certify_smoothed(model, images, labels, norm, eps, seed)
-        scores = torch.cat([read_model(model, part) for part in torch.split(images, 256)])
+        scores = torch.cat([read_model(model, part) for part in torch.split(images, at_once(256))])
         check_labels(labels, scores.shape[1])
         right = predicted_classes(scores) == labels
         if not bool(right.any()):
@@ -250,7 +251,7 @@ def _by_lipschitz(
     apart = scores.double().amax(dim=1) - scores.double().amin(dim=1)
     worth = right if program.least_margin else right & (apart > _SQRT2 * slope * eps)
     rows = torch.nonzero(worth).squeeze(1)
-    for part in torch.split(rows, 256) if len(rows) else ():
+    for part in torch.split(rows, at_once(256)) if len(rows) else ():
         ball = _ball(images[part], "l2", eps)
         still = interval_bounds(program, _ball(images[part], "linf", 0.0))[program.result]
         low, high, own = still.low.squeeze(1), still.high.squeeze(1), labels[part][:, None]

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from ecnn.attacks.base import read_model
 from ecnn.attacks.draws import Draws, forked_generators
+from ecnn.attacks.images import at_once
 from ecnn.attacks.norms import NORMS
 from ecnn.auditing.diagnostics.statistics import TOLERANCE, exceeds
 from ecnn.auditing.findings import Finding, alarm, note
@@ -160,7 +161,8 @@ class _Examination:
 
     def __init__(self, taken: Deployment, subject: Subject) -> None:
         self.taken, self.seed = taken, subject.seed
-        self.images, self.labels = subject.images[:_PROBED], subject.labels[:_PROBED]
+        some = max(_ALONE, at_once(_PROBED))
+        self.images, self.labels = subject.images[:some], subject.labels[:some]
         self.noisy = [_noisy(subject, self.images, number) for number in range(3)]
         self.findings: list[Finding] = []
 
@@ -429,7 +431,7 @@ def _is_broken(scores: Tensor, labels: Tensor) -> np.ndarray:
 
 def _scores_of(model: nn.Module, subject: Subject, points: Tensor) -> Tensor:
     with undisturbed(model), forked_generators(points.device, subject.seed):
-        return torch.cat([read_model(model, part) for part in torch.split(points, _FULL)])
+        return torch.cat([read_model(model, part) for part in torch.split(points, at_once(_FULL))])
 
 
 def _scores(deployment: Deployment, subject: Subject, points: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from ecnn.attacks.images import at_once
 from ecnn.attacks.views import Aim, Look, ScoreView, View
 from ecnn.auditing.adaptive import weigh_members
 from ecnn.backbones import full_precision
@@ -223,7 +224,7 @@ def _hear_all(model: nn.Module, points: Tensor) -> tuple[dict[str, Tensor], Tens
     parts: list[dict[str, Tensor]] = []
     answers: list[Tensor] = []
     with torch.no_grad():
-        for part in torch.split(points, _BATCH):
+        for part in torch.split(points, at_once(_BATCH)):
             with Listener(len(part)) as listener:
                 scores = model(part)
             answers.append(scores.argmax(dim=1))

@@ -15,6 +15,7 @@ import torch.nn.functional as F  # noqa: N812 the name everybody knows
 from torch import Tensor, nn
 
 from ecnn.attacks.base import raw_gradient
+from ecnn.attacks.images import at_once
 from ecnn.attacks.views import Aim, Look, WrappedView, find_view
 from ecnn.auditing.bpda import straight_through
 from ecnn.auditing.soft_values import pass_gradient
@@ -343,7 +344,7 @@ def fit_bridges(model: nn.Module, points: Tensor, seed: int, dead: tuple[str, ..
         dead: names of modules that count as opaque.
     """
     pairs: dict[str, list[tuple[Tensor, Tensor]]] = {}
-    for part in torch.split(points, _BATCH):
+    for part in torch.split(points, at_once(_BATCH)):
         asked = part.detach().clone().requires_grad_(True)
         with torch.enable_grad(), straight_through(model, batch=len(part), dead=dead) as mode:
             model(asked)

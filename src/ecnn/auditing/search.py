@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from ecnn import files
 from ecnn.attacks import PGD, Draws
 from ecnn.attacks.draws import forked_generators
+from ecnn.attacks.images import at_once
 from ecnn.attacks.norms import NORMS
 from ecnn.attacks.views import Averaged, View
 from ecnn.auditing.adaptive import MeanAround, ScaledCrossEntropy
@@ -170,7 +171,9 @@ def _right(subject: Subject, images: Tensor, labels: Tensor, *, is_random: bool)
     """(batch,) whether most passes give the label."""
     passes = 2 * _TRIAL_PASSES if is_random else 1
     with torch.no_grad(), forked_generators(images.device, subject.seed):
-        right = [subject.model(images).argmax(dim=1) == labels for _ in range(passes)]
+        pieces = torch.split(images, at_once(max(1, len(images))))
+        answers = (torch.cat([subject.model(part).argmax(dim=1) for part in pieces]) for _ in range(passes))
+        right = [classes == labels for classes in answers]
     return torch.stack(right).double().mean(dim=0) > 0.5
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ecnn.attacks import Attack
 from ecnn.attacks.draws import forked_generators
-from ecnn.attacks.images import per_image
+from ecnn.attacks.images import at_once, per_image
 from ecnn.auditing.deployed import Deployment, Late, confirm, named
 from ecnn.auditing.diagnostics.evidence import asks_answers_alone
 from ecnn.auditing.diagnostics.statistics import TOLERANCE, exceeds
@@ -381,7 +381,7 @@ class _MeanOverPasses(Stages):
         """(image,) share of passes that give the label, seeded by the stage; None is the last word."""
         subject, judge, counts = self.subject, self.deployment.fresh(), []
         first = _FINAL if stage is None else 1000 * stage
-        for batch, part in enumerate(torch.split(torch.arange(len(images)), _BATCH["cpu"])):
+        for batch, part in enumerate(torch.split(torch.arange(len(images)), at_once(_BATCH["cpu"]))):
             asked = place(subject.model, images[part])
             wanted = subject.labels[part.to(subject.labels.device)]
             with (

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from ecnn.attacks import APGD, PGD, Attack, AutoAttack, Cost, Neighbours, Race, RaySearch, Square, Transfer
 from ecnn.attacks.auto import passes_apart
 from ecnn.attacks.draws import forked_generators
+from ecnn.attacks.images import at_once
 from ecnn.attacks.norms import Norm
 from ecnn.attacks.views import Aim, Averaged, View, WeakestBit
 from ecnn.auditing.adaptive import (
@@ -105,8 +106,11 @@ def find_traits(model: nn.Module, images: Tensor, num_classes: int) -> Traits:
     images = images[:_PROBED]
     with undisturbed(model), without_tf32():
         with torch.no_grad():
-            scores, again = (full_precision(model(images)).double() for _ in range(2))
-        lengths = gradient_lengths(model, images)
+            scores, again = (
+                torch.cat([full_precision(model(part)).double() for part in _pieces(images)])
+                for _ in range(2)
+            )
+        lengths = torch.cat([gradient_lengths(model, part) for part in _pieces(images)])
         is_random = bool((passes_apart(scores, again) > _RANDOM).any())
         in_range = bool((scores >= -1e-5).all()) and bool((scores <= 1 + 1e-5).all())
         return Traits(
@@ -121,6 +125,10 @@ def find_traits(model: nn.Module, images: Tensor, num_classes: int) -> Traits:
             has_votes=isinstance(model, Voting) and _answers(lambda: _ask(MeanMembers(), model, images[:4])),
             has_features=_answers(lambda: features_of(model, images[:4])),
         )
+
+
+def _pieces(images: Tensor) -> tuple[Tensor, ...]:
+    return torch.split(images, at_once(_PROBED))
 
 
 def _answers(ask: Callable[[], object]) -> bool:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from ecnn import files
 from ecnn.attacks import PGD, Draws
+from ecnn.attacks.images import at_once
 from ecnn.attacks.norms import Norm
 from ecnn.auditing.adaptive import features_of
 from ecnn.backbones import undisturbed
@@ -65,13 +66,13 @@ def choose_examples(model: nn.Module, split: Split, audited: int) -> Examples:
 def give_answers(model: nn.Module, images: Tensor) -> Tensor:
     """(image,) the model's classes of the images, batch by batch."""
     with undisturbed(model), torch.no_grad():
-        return torch.cat([model(part).argmax(dim=1) for part in torch.split(images, _BATCH)])
+        return torch.cat([model(part).argmax(dim=1) for part in torch.split(images, at_once(_BATCH))])
 
 
 def all_features(model: nn.Module, images: Tensor) -> Tensor:
     """(image, feature) `features_of` the images, batch by batch."""
     with undisturbed(model), torch.no_grad():
-        return torch.cat([features_of(model, part)[0] for part in torch.split(images, _BATCH)])
+        return torch.cat([features_of(model, part)[0] for part in torch.split(images, at_once(_BATCH))])
 
 
 def class_means(features: Tensor, labels: Tensor, num_classes: int) -> Tensor:
@@ -231,7 +232,7 @@ def _around(images: Tensor, eps: float, seed: int) -> Tensor:
 
 
 def _pieces(images: Tensor, labels: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    yield from zip(torch.split(images, _BATCH), torch.split(labels, _BATCH), strict=True)
+    yield from zip(torch.split(images, at_once(_BATCH)), torch.split(labels, at_once(_BATCH)), strict=True)
 
 
 def _teach(

@@ -18,6 +18,7 @@ from ecnn import files
 from ecnn.attacks import NORMS, Attack
 from ecnn.attacks.base import read_model
 from ecnn.attacks.draws import forked_generators
+from ecnn.attacks.images import at_most
 from ecnn.backbones import undisturbed, without_tf32
 from ecnn.checks import check_count, check_kind, parse_eps
 from ecnn.data import Split
@@ -430,7 +431,8 @@ class _Evaluator:
         images, labels = self.chosen[index]
         images = place(self.model, images)
         labels = labels.to(images.device)
-        with forked_generators(images.device, batch_seed(job.seed, int(positions[0]))):
+        bound = at_most(self.batch_size if self.batch_size < BATCH_SIZE else None)
+        with bound, forked_generators(images.device, batch_seed(job.seed, int(positions[0]))):
             crafted, scores = self._craft(job, images, labels, index)
             columns = {**measure_scores(scores, labels), **measure_change(crafted.images, images)}
         norm = getattr(job.attack, "norm", "")

@@ -17,7 +17,7 @@ from ecnn.attacks.auto import passes_apart
 from ecnn.attacks.base import Attack, Target
 from ecnn.attacks.draws import Draws, forked_generators
 from ecnn.attacks.gradient import PGD
-from ecnn.attacks.images import per_image
+from ecnn.attacks.images import at_once, per_image
 from ecnn.attacks.norms import NORMS
 from ecnn.attacks.views import SCORES, Aim, Look, Loss, View, score_loss
 from ecnn.auditing.averaging import MeanOfPasses
@@ -185,7 +185,7 @@ class Probe:
 
     def groups(self, rows: Tensor | None = None) -> tuple[Tensor, ...]:
         """The positions in groups that are asked about together."""
-        return torch.split(self.rows if rows is None else rows, _GROUP)
+        return torch.split(self.rows if rows is None else rows, at_once(_GROUP))
 
     def gradients(self, loss: Loss, *, double: bool = False) -> Tensor:
         """(image, pixel) gradient of the loss at the images, in float64 from the copy that computes there."""
@@ -220,7 +220,7 @@ class Probe:
             return _empty_walk(self.images[:0])
         with forked_generators(self.images.device, self.seed):
             walks = []
-            for part in torch.split(torch.arange(len(rows), device=rows.device), _GROUP):
+            for part in torch.split(torch.arange(len(rows), device=rows.device), at_once(_GROUP)):
                 here = rows[part]
                 about = (view_of(here), loss, here, labels[part], draws.take(part))
                 walks.append(self._walk(*about, steps, start == "image"))
@@ -275,7 +275,7 @@ class Probe:
         found = torch.zeros(len(self.images), dtype=torch.bool)
         chosen = torch.nonzero(rows).squeeze(1)
         with forked_generators(self.images.device, self.seed):
-            for part in torch.split(chosen, _GROUP):
+            for part in torch.split(chosen, at_once(_GROUP)):
                 here = part.to(self.images.device)
                 attacked = attack.run(
                     self.model,

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ecnn.attacks.blackbox import RandomNoise
 from ecnn.attacks.gradient import PGD
+from ecnn.attacks.images import at_once
 from ecnn.attacks.norms import NORMS
 from ecnn.attacks.square import Square
 from ecnn.attacks.views import SCORES
@@ -251,4 +252,4 @@ def check_last_iterate(probe: Probe) -> Finding:
 
 
 def _parts(n: int) -> tuple[Tensor, ...]:
-    return torch.split(torch.arange(n), 128) if n else ()
+    return torch.split(torch.arange(n), at_once(128)) if n else ()
