@@ -379,7 +379,7 @@ class Attack:
             torch.cuda.empty_cache()
             most = (len(images) + 1) // 2
         pieces = zip(*(torch.split(values, most) for values in (images, labels, index)), strict=True)
-        parts = [self._run_in_memory(model, *piece[:2], seed, piece[2]) for piece in pieces]
+        parts = [self._run_in_memory(model, some, own, seed, here) for some, own, here in pieces]
         names = [name for name in Attacked.__annotations__ if name != "nan_gradients"]
         joined = {name: torch.cat([getattr(part, name) for part in parts]) for name in names}
         return Attacked(**joined, nan_gradients=sum(part.nan_gradients for part in parts))
