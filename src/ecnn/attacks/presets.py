@@ -30,6 +30,7 @@ _SETTINGS: dict[str, tuple[dict[str, Any], str]] = {
     "deepfool": ({"steps": 50}, "Moosavi-Dezfooli et al. 2016"),
     "fmn": ({"steps": 1000}, "Pintor et al. 2021"),
     "hopskipjump": ({"steps": 64, "samples": 100}, "Chen et al. 2020"),
+    "race": ({"effort": 1}, "after Liu et al. 2022"),
     "rays": ({"queries": 10_000}, "Chen & Gu 2020"),
     "noise": ({"samples": 100}, "our choice"),
     "transformed_pgd": ({"steps": 40, "transformations": 8}, "Athalye et al. 2018"),
