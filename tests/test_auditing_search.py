@@ -54,6 +54,13 @@ def _write_by_mask(images: Tensor) -> Tensor:
     return written
 
 
+def _in_place(images: Tensor) -> Tensor:
+    rounded = images.clone()
+    rounded.mul_(8).round_().div_(8)
+    rounded[:, :, :2] *= rounded[:, :, :2] > 0.3
+    return rounded
+
+
 def _keep_the_largest(images: Tensor) -> Tensor:
     flat = images.flatten(1)
     mask = torch.zeros_like(flat)
@@ -115,6 +122,7 @@ def _infer(images: Tensor) -> Tensor:
 
 
 HIDING: dict[str, Callable[[Tensor], Tensor]] = {
+    "in place": _in_place,
     "write by mask": _write_by_mask,
     "write by index": _write_by_index,
     "topk and scatter": _keep_the_largest,
@@ -175,6 +183,25 @@ def test_gradients_pass_and_values_stay(how: str) -> None:
         passed = model(images.clone().requires_grad_(True))
     assert torch.allclose(passed, model(images), atol=1e-4)
     assert broken(PGD(on=Passing(view="scores"), **WALK), model, images, labels) >= 0.9
+
+
+@pytest.mark.parametrize(
+    "flat",
+    [
+        torch.relu,
+        lambda values: values.clone().relu_(),
+        lambda values: (1 * values).clamp_(-0.1, 0.1),
+        lambda values: F.relu(1 * values, inplace=True),
+        torch.sigmoid,
+    ],
+)
+def test_flat_parts_leak_and_values_stay(flat: Callable[[Tensor], Tensor]) -> None:
+    values = 9 * torch.randn(3, 40, generator=torch.Generator().manual_seed(0)).requires_grad_(True)
+    with straight_through(leaks=True):
+        leaky = flat(values)
+    assert torch.equal(leaky, flat(values))
+    (gradient,) = torch.autograd.grad(leaky.sum(), values)
+    assert gradient.min() > 0.1
 
 
 def _turn_round(module: nn.Module, given: Any, said: Any) -> Any:

@@ -172,10 +172,8 @@ class StraightThrough(TorchFunctionMode):
             return lambda: first.clone()
         if name in _LEAVING:
             return lambda: self._leave(func, first, args, kwargs)
-        if name in _SIGNS:
-            return lambda: pass_gradient(func(first.detach().clone(), *args[1:], **kwargs), soft_sign(first))
-        if name in _STEPS:
-            return lambda: pass_gradient(func(first.detach().clone(), *args[1:], **kwargs), first)
+        if name in _STEPS or name in _SIGNS:
+            return lambda: _step(name, func, first, args, kwargs)
         if name in _QUOTIENTS or (name in ("div", "divide") and kwargs.get("rounding_mode")):
             return lambda: pass_gradient(func(*args, **kwargs), first / args[1])
         if name in _REMAINDERS and self.cuts_remainders:
@@ -345,9 +343,19 @@ def _keep_gradient(values: Tensor) -> Tensor:
     return values
 
 
+def _step(name: str, func: Any, first: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """Rounding passes the gradient as it is, a sign as a tanh; in place if it was asked for in place."""
+    hard, before = func(first.detach().clone(), *args[1:], **kwargs), first.clone()
+    passed = pass_gradient(hard, soft_sign(before) if name in _SIGNS else before)
+    return first.copy_(passed) if _is_in_place(name) else passed
+
+
 def _leak(func: Any, first: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    hard: Tensor = func(first.clone() if _is_in_place(func.__name__) else first, *args[1:], **kwargs)
-    return add_gradient(hard, _LEAK * first) if hard.shape == first.shape else hard
+    """What is flat in places, with a little slope everywhere; in place if it was asked for in place."""
+    before, is_in_place = first.clone(), _is_in_place(func.__name__) or bool(kwargs.get("inplace"))
+    hard: Tensor = func(before.clone(), *args[1:], **kwargs)
+    passed = add_gradient(hard, _LEAK * before) if hard.shape == before.shape else hard
+    return first.copy_(passed) if is_in_place else passed
 
 
 def _flat(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Any]:
