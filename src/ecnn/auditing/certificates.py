@@ -30,7 +30,7 @@ from ecnn.objectives import predicted_classes
 
 INTERVALS, LINEAR, LIPSCHITZ, SMOOTHING = "intervals", "linear bounds", "Lipschitz bound", "smoothing"
 _VALUES_AT_ONCE = 2**23  # of float64, in the largest step of a batch
-_MOST_WORK = 2**33  # multiplications of linear bounds through every layer, for all images
+_MOST_WORK = 2**32  # multiplications of linear bounds through every layer, for all images
 _LARGE = 2**16  # values of all steps, for one image
 _PROBED = 4  # images that show whether a large network is worth the work
 _HOPELESS = (
@@ -226,19 +226,26 @@ def _take(bounds: Iterable[Bounds], rows: Tensor) -> list[Bounds]:
 def _bound_all_layers(
     program: Program, images: Tensor, labels: Tensor, norm: Norm, eps: float, right: Tensor, margins: Tensor
 ) -> None:
-    """Linear bounds of every layer, the most promising images first, until a batch proves nothing or work runs out."""
+    """Linear bounds of every layer, the most promising images first.
+
+    If the work does not last for all of them, it ends at the first batch of which nothing is proven.
+    """
     units = sum(program.units(number) for number in range(1, program.result + 1))
     affordable = int(_MOST_WORK // max(1, units * program.work))
     open_rows = torch.nonzero(right.cpu() & (margins <= program.least_margin)).squeeze(1)
     order = open_rows[margins[open_rows].argsort(descending=True)][:affordable]
-    for part in torch.split(order, _TOGETHER) if len(order) else ():
+    sizes = [min(_PROBED, len(order)), *[_TOGETHER] * (len(order) // _TOGETHER + 1)]
+    for start, size in zip(np.cumsum([0, *sizes]), sizes, strict=False):
+        part = order[start : start + size]
+        if not len(part):
+            return
         rows = part.to(images.device)
         ball = _ball(images[rows], norm, eps)
         bounds = interval_bounds(program, ball)
         tighten(program, ball, bounds)
         found = _margins(program, ball, bounds, labels[rows]).cpu()
         margins[part] = torch.maximum(margins[part], found)
-        if not bool((found > program.least_margin).any()):
+        if len(order) < len(open_rows) and not bool((found > program.least_margin).any()):
             return
 
 
