@@ -206,12 +206,19 @@ class Bridge(nn.Module):
         before, after: shapes of a row.
     """
 
+    shift: Tensor
+    scale: Tensor
+    level: Tensor
+    spread: Tensor
+
     def __init__(self, before: tuple[int, ...], after: tuple[int, ...]) -> None:
         super().__init__()
         self.after = after
         inputs, outputs = torch.Size(before).numel(), torch.Size(after).numel()
-        self.shift, self.scale = (nn.Buffer(torch.zeros(inputs)), nn.Buffer(torch.ones(inputs)))
-        self.level, self.spread = (nn.Buffer(torch.zeros(outputs)), nn.Buffer(torch.ones(outputs)))
+        self.register_buffer("shift", torch.zeros(inputs))
+        self.register_buffer("scale", torch.ones(inputs))
+        self.register_buffer("level", torch.zeros(outputs))
+        self.register_buffer("spread", torch.ones(outputs))
         self.straight = nn.Linear(inputs, outputs)
         self.body = nn.Sequential(
             nn.Linear(inputs, _WIDTH),

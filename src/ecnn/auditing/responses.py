@@ -28,6 +28,7 @@ RESPONSES: dict[str, tuple[str, ...]] = {
     ),
     **dict.fromkeys(("steps", "restarts", "last_iterate", "unstable_loss", "attacks_not_made"), _UNFINISHED),
 }
+_LONG, _SEARCHES = "rays-long", {"rays", "rays-long"}
 _ALL = 2**31  # images: where there is doubt, the long search by answers takes all that stand
 #: How many of the attacks that broke most are made again.
 _PROVEN = 3
@@ -107,7 +108,16 @@ class Responses:
             attacks |= {name: known[name] for name in proven[:_PROVEN] if name in known}
         for group in wanted:
             attacks |= groups[group]() if group in groups else {}
+        if self._all_were_searched and not _SEARCHES & set(proven):
+            attacks.pop(
+                _LONG, None
+            )  # the suite has made it, for nothing: twice as long would tell little more
         return {f"{name}-x{effort}": attack for name, attack in attacks.items()}
+
+    @property
+    def _all_were_searched(self) -> bool:
+        """Whether the suite's long search by answers took all that stand, not a sample."""
+        return len(self.subject.images) <= self.subject.budget.searched
 
     def _groups(self, maker: _Maker) -> dict[str, Callable[[], dict[str, Attack]]]:
         def layers() -> dict[str, Attack]:
