@@ -674,7 +674,7 @@ def test_bad_claims(claim: Any) -> None:
     [
         ({"norm": "l7"}, "norm must be"),
         ({"eps": -1}, "eps must be"),
-        ({"budget": "endless"}, "budget must be one of quick, standard, thorough"),
+        ({"budget": "endless"}, "budget must be one of quick, fast, standard, thorough"),
         ({"limit": 0}, "no image"),
         ({"limit": -1}, "limit must be"),
     ],

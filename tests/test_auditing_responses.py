@@ -206,7 +206,7 @@ def test_effort_is_doubled_and_every_check_has_a_response(split: Split, response
     unknown = responses.attacks(["a check of tomorrow"], 2)
     assert "square-x2" in unknown
     averaged = make_responses(Noisy(), split, is_random=True).attacks(["loss_path"], 4)
-    assert averaged["square-x4"].passes == BUDGET.eot  # type: ignore[attr-defined]
+    assert averaged["square-x4"].passes == max(4, BUDGET.eot)  # type: ignore[attr-defined]
 
 
 def test_what_no_attack_can_answer_stays_open(rounded: Audit) -> None:

@@ -157,6 +157,8 @@ def test_what_is_no_model_code_audit_or_split_is_named_at_every_door(thing: Any)
         ("matrix", lambda: ecnn.plot_transfer(thing, "x.png")),
         ("flips", lambda: ecnn.plot_members(thing, "x.png")),
     ]
+    if thing == []:  # no items are a list of (image, label) all the same
+        doors = [door for door in doors if door[0] != "split"]
     for name, call in doors:
         with pytest.raises(InputError, match=f"{name} must be .*, not a {type(thing).__name__}"):
             call()

@@ -127,7 +127,7 @@ WRONG_MODULES = {
         ({"--min-accuracy": "50"}, "min_accuracy (such as 0.72 for 72 %)"),
         ({"--limit": "0"}, "limit must be"),
         ({"--seed": "-1"}, "seed must be"),
-        ({"--budget": "endless"}, "budget must be one of quick, standard, thorough"),
+        ({"--budget": "endless"}, "budget must be one of quick, fast, standard, thorough"),
         ({"--eps": "many"}, "eps must be"),
         ({"--norm": "l7"}, "norm must be"),
     ],

@@ -21,6 +21,7 @@ from typer.testing import CliRunner
 
 from ecnn import evaluate, files, load_model
 from ecnn.attacks import TransformedPGD
+from ecnn.auditing.report import AUDIT_VERSION
 from ecnn.cli import app
 from ecnn.data import Dataset, Split, load_adversarial_signs, load_data
 from ecnn.data.sources import FORMS
@@ -352,7 +353,7 @@ def test_a_stronger_audit_is_added_and_the_older_value_stays(
     assert not audit_again(task, device="cpu")
     record = read_record(task.folder)
     assert record is not None
-    assert [entry["version"] for entry in record.facts["audits"]] == [1, 7]
+    assert [entry["version"] for entry in record.facts["audits"]] == [AUDIT_VERSION, 7]
     assert record.facts["audits"][0] == json.loads(before[task.folder / "record.json"])["audits"][0]
     changed = {path for path, content in before.items() if path.read_bytes() != content}
     assert {path.name for path in changed} <= {"record.json", "times.json"}

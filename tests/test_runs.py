@@ -133,7 +133,7 @@ def test_weights_of_another_model_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.int64])
 def test_weights_of_another_type_are_refused(tmp_path: Path, dtype: torch.dtype) -> None:
     folder = tmp_path / "run"
-    shutil.copytree(runs.zoo_folder("mnist-tanh16"), folder, ignore=shutil.ignore_patterns("DONE"))
+    shutil.copytree(runs.zoo_folder("cifar10-resnet20-at"), folder, ignore=shutil.ignore_patterns("DONE"))
     assert runs.load_model(folder)  # files of before have neither DONE nor a checksum
     tensors, header = files.read_tensors(folder / "model.safetensors")
     name = sorted(tensors)[-1]

@@ -474,7 +474,7 @@ class _Maker:
 
     def averaged_square(self) -> Attack:
         """On the mean over a few passes, and on when it is wrong: what only just breaks these breaks no others."""
-        passes, square = max(2, self.budget.eot // 4), replace(self.square(), early_exit=False)
+        passes, square = max(4, self.budget.eot // 4), replace(self.square(), early_exit=False)
         return OnMean(attack=square, passes=passes, seed=self.subject.seed, keep="last", **self.ball)
 
     def averaged_rays(self) -> Attack:

@@ -102,9 +102,9 @@ def _chunks(data: Any, step: int) -> Iterator[tuple[Any, Any]]:
             yield _pair(batch, "a batch of the loader", "(images, labels)")
     elif isinstance(data, IterableDataset) or not (hasattr(data, "__getitem__") and hasattr(data, "__len__")):
         hint = ": wrap it in a DataLoader." if isinstance(data, IterableDataset) else "."
-        raise InputError(f"the images must be given as {_KINDS}, not as a {type(data).__name__}{hint}")
+        raise InputError(f"split must be {_KINDS}, not a {type(data).__name__}{hint}")
     elif isinstance(data, str | bytes | dict | Tensor | np.ndarray):
-        raise InputError(f"the images must be given as {_KINDS}, not as a {type(data).__name__}.")
+        raise InputError(f"split must be {_KINDS}, not a {type(data).__name__}.")
     else:
         yield from _samples(data, step)
 

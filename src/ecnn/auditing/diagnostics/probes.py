@@ -85,7 +85,7 @@ class Probe:
         self.raw = self
         if averages and self.is_random:
             self.raw = Probe(subject, averages=False)
-            self._ask(MeanOfPasses(subject.model, max(2, subject.budget.eot // 4), subject.seed))
+            self._ask(MeanOfPasses(subject.model, max(4, subject.budget.eot // 4), subject.seed))
 
     def _ask(self, model: nn.Module) -> None:
         self.model = model
