@@ -27,7 +27,7 @@ from ecnn.attacks.draws import forked_generators
 from ecnn.attacks.images import at_once
 from ecnn.attacks.norms import NORMS
 from ecnn.attacks.views import Averaged, View
-from ecnn.auditing.adaptive import MeanAround, ScaledCrossEntropy
+from ecnn.auditing.adaptive import MeanAround, ScaledCrossEntropy, gradient_lengths
 from ecnn.auditing.bpda import Passing, can_pass_through
 from ecnn.auditing.layers import Layer, LayerScores, LayerVotes, survey_layers
 from ecnn.auditing.opaque import (
@@ -344,9 +344,12 @@ def find_out(scene: Scene) -> Known:
     dead = _or_else(lambda: find_dead_modules(model, few, moved), ())
     bridges = _or_else(lambda: _fit_twice(scene, dead), {})
     inputs = _or_else(lambda: find_image_inputs(model, few), [])[:_INPUTS]
+    can_pass = can_pass_through(model, few[:4])
+    # What stands before a network needs a stand-in only where its own gradient may be hidden.
+    needed = inputs if can_pass or bridges or not _or_else(lambda: _has_gradient(model, few), False) else []
     fitted = {
         place.module: _or_else(partial(fit_image_bridge, model, place, points, seed), None)
-        for place in inputs
+        for place in needed
     }
     return Known(
         layers=layers,
@@ -354,8 +357,14 @@ def find_out(scene: Scene) -> Known:
         dead=dead,
         inputs=inputs,
         fitted={module: bridge for module, bridge in fitted.items() if bridge is not None},
-        can_pass=can_pass_through(model, few[:4]),
+        can_pass=can_pass,
     )
+
+
+def _has_gradient(model: nn.Module, images: Tensor) -> bool:
+    """Whether scores of all these images change with their pixels, by the model's own gradient."""
+    lengths = gradient_lengths(model, images)
+    return bool((torch.isfinite(lengths) & (lengths > 0)).all())
 
 
 def _or_else(ask: Callable[[], Any], otherwise: Any) -> Any:

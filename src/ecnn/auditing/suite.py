@@ -441,7 +441,8 @@ class _Maker:
             attacks["retrained-head"] = OwnTransfer(source=surrogates.head(), attack=craft, keep=keep)
         if imitate:
             attacks["student"] = Transfer(source=surrogates.student(), attack=craft, keep=keep)
-            if surrogates.examples.images[0].numel() <= _DENSE:
+            is_long = self.budget.answers > _FEW_ANSWERS
+            if is_long and surrogates.examples.images[0].numel() <= _DENSE:
                 dense = surrogates.student(dense=True)
                 attacks["dense-student"] = Transfer(source=dense, attack=craft, keep=keep)
         return attacks
