@@ -35,19 +35,7 @@ BUDGET = dataclasses.replace(
 )
 
 
-class Linear(nn.Module):
-    """Three scores, linear in 36 pixels."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        generator = torch.Generator().manual_seed(1)
-        self.weight = nn.Parameter(torch.randn(3, 36, generator=generator))
-
-    def forward(self, images: Tensor) -> Tensor:
-        return (images.flatten(1) - 0.5) @ self.weight.T
-
-
-class Remembering(Linear):
+class Remembering(toys.LinearOfThree):
     """Answers what it has answered to something near before."""
 
     def __init__(self) -> None:
@@ -64,7 +52,7 @@ class Remembering(Linear):
         return torch.stack(rows)
 
 
-class Tiring(Linear):
+class Tiring(toys.LinearOfThree):
     """Rounds its input after some calls, so that attacks find nothing more."""
 
     def __init__(self, calls: int) -> None:
@@ -83,7 +71,7 @@ class Refusing(Tiring):
         return super().forward(images)
 
 
-class Counting(Linear):
+class Counting(toys.LinearOfThree):
     """Counts its calls, which changes nothing."""
 
     def __init__(self) -> None:
@@ -95,7 +83,7 @@ class Counting(Linear):
         return super().forward(images)
 
 
-class Drawing(Linear):
+class Drawing(toys.LinearOfThree):
     """Adds noise from one of several sources."""
 
     def __init__(self, source: str) -> None:
@@ -132,14 +120,14 @@ class BatchNormed(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.norm = nn.BatchNorm1d(36, track_running_stats=False)
-        self.net = Linear()
+        self.net = toys.LinearOfThree()
 
     def forward(self, images: Tensor) -> Tensor:
         scores: Tensor = self.net(0.5 + self.norm(images.flatten(1)) / 4)
         return scores
 
 
-class Locked(Linear):
+class Locked(toys.LinearOfThree):
     """Holds what cannot be copied."""
 
     def __init__(self) -> None:
@@ -153,7 +141,7 @@ def make_split(model: nn.Module, count: int = 60) -> Split:
     return Split(images, model(images.float() / 255).argmax(dim=1))
 
 
-SPLIT = make_split(Linear())
+SPLIT = make_split(toys.LinearOfThree())
 
 
 def make_subject(model: nn.Module) -> Subject:
@@ -169,7 +157,7 @@ def run_audit(model: nn.Module, split: Split = SPLIT, **settings: Any) -> Audit:
 def honest() -> float:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys.modules["ecnn.auditing.auditor"], "diagnose", lambda subject, progress=None: [])
-        return run_audit(Linear()).accuracy
+        return run_audit(toys.LinearOfThree()).accuracy
 
 
 @pytest.fixture(autouse=True)
@@ -181,7 +169,7 @@ def _short(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("model", "forgets", "names"),
     [
-        (Linear(), False, {}),
+        (toys.LinearOfThree(), False, {}),
         (Counting(), False, {}),
         (Remembering(), True, {"stateful": "stateful"}),
         (Tiring(20), True, {"stateful": "stateful"}),
@@ -207,7 +195,7 @@ def test_state_and_sources_of_randomness_are_recognised(
 
 
 def test_state_outside_of_the_model_is_an_open_alarm() -> None:
-    class Outside(Linear):
+    class Outside(toys.LinearOfThree):
         calls: list[int] = []  # noqa: RUF012 shared on purpose: a copy has the same
 
         def forward(self, images: Tensor) -> Tensor:
@@ -248,7 +236,7 @@ def test_each_image_is_asked_about_by_itself() -> None:
     expected = torch.cat([model(torch.cat([image[None], company]))[:1] for image in images])
     assert torch.equal(single(images), expected)
     assert torch.equal(single(images[2:3]), expected[2:3])
-    assert OneAtATime(Linear(), torch.zeros(0, 1, 6, 6))(images[:0]).shape == (0, 3)
+    assert OneAtATime(toys.LinearOfThree(), torch.zeros(0, 1, 6, 6))(images[:0]).shape == (0, 3)
 
 
 def test_fresh_copies_share_parameters_and_pass_gradients() -> None:
@@ -256,19 +244,19 @@ def test_fresh_copies_share_parameters_and_pass_gradients() -> None:
     images = SPLIT[:4][0].requires_grad_(True)
     for _ in range(3):
         scores = model(images)
-        assert torch.equal(scores, Linear()(images))
+        assert torch.equal(scores, toys.LinearOfThree()(images))
     assert torch.autograd.grad(scores.sum(), images)[0].abs().sum() > 0
     assert model.pristine.left == 1
 
 
 def test_points_that_break_no_deployed_copy_break_nothing() -> None:
     """Half of the points are clean images: whatever an attack says of them, they do not hold."""
-    subject = make_subject(Linear())
+    subject = make_subject(toys.LinearOfThree())
     points = subject.images.clone()
     points[::2] = 1 - points[::2]
     rows = torch.arange(len(points))
-    found = confirm(take_copy(Linear()), subject, points, rows, are_bytes=True)
-    wrong = (Linear()(points).argmax(dim=1) != subject.labels).numpy()
+    found = confirm(take_copy(toys.LinearOfThree()), subject, points, rows, are_bytes=True)
+    wrong = (toys.LinearOfThree()(points).argmax(dim=1) != subject.labels).numpy()
     assert 5 < wrong.sum() <= 30
     assert np.array_equal(found.holds, wrong)
     assert np.array_equal(found.full, wrong)
@@ -277,7 +265,7 @@ def test_points_that_break_no_deployed_copy_break_nothing() -> None:
 
 @pytest.mark.parametrize(("norm", "eps"), [("linf", 0.0301), ("l2", 0.15), ("l1", 0.9)])
 def test_rounded_points_are_bytes_in_the_ball(norm: Any, eps: float) -> None:
-    subject = dataclasses.replace(make_subject(Linear()), norm=norm, eps=eps)
+    subject = dataclasses.replace(make_subject(toys.LinearOfThree()), norm=norm, eps=eps)
     draws = Draws.of(1, torch.arange(len(subject.images)))
     points = NORMS[norm].random(subject.images, eps, draws)
     if norm == "linf":
@@ -291,12 +279,16 @@ def test_rounded_points_are_bytes_in_the_ball(norm: Any, eps: float) -> None:
 
 
 def test_rounding_is_told() -> None:
-    found = run_audit(Linear())
+    found = run_audit(toys.LinearOfThree())
     (finding,) = [finding for finding in found.findings if finding.name == "rounding"]
     assert finding.evidence["broken"] == round(60 * (found.clean_accuracy - found.accuracy))
     assert finding.evidence["accuracy_when_rounded"] >= found.accuracy
     floating = Split(SPLIT.images.float() / 255, SPLIT.labels)
-    assert not [finding for finding in run_audit(Linear(), floating).findings if finding.name == "rounding"]
+    assert not [
+        finding
+        for finding in run_audit(toys.LinearOfThree(), floating).findings
+        if finding.name == "rounding"
+    ]
 
 
 def test_a_model_that_cannot_be_copied_is_audited_all_the_same(honest: float) -> None:

@@ -26,24 +26,14 @@ BUDGET = dataclasses.replace(
 )
 
 
-class Linear(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        generator = torch.Generator().manual_seed(1)
-        self.weight = nn.Parameter(torch.randn(3, 36, generator=generator))
-
-    def forward(self, images: Tensor) -> Tensor:
-        return (images.flatten(1) - 0.5) @ self.weight.T
-
-
-class Rounded(Linear):
+class Rounded(toys.LinearOfThree):
     """Reads pixels rounded to a few levels: no gradient, and what stands can be computed."""
 
     def forward(self, images: Tensor) -> Tensor:
         return super().forward((images * (LEVELS - 1)).round() / (LEVELS - 1))
 
 
-class Noisy(Linear):
+class Noisy(toys.LinearOfThree):
     def forward(self, images: Tensor) -> Tensor:
         return super().forward(images + 0.1 * torch.randn_like(images))
 
@@ -82,7 +72,7 @@ def _short_lessons() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def responses(split: Split) -> Responses:
-    return make_responses(Linear(), split)
+    return make_responses(toys.LinearOfThree(), split)
 
 
 @pytest.fixture(scope="module")

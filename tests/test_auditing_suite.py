@@ -18,7 +18,7 @@ from ecnn.auditing.bpda import Passing, can_pass_through, straight_through
 from ecnn.auditing.budgets import BUDGETS, Budget
 from ecnn.auditing.deployed import OneAtATime
 from ecnn.auditing.subject import Subject
-from ecnn.auditing.suite import _Surrogates, estimate_cost, find_traits, suite
+from ecnn.auditing.suite import Surrogates, estimate_cost, find_traits, suite
 from ecnn.auditing.surrogates import (
     Examples,
     all_features,
@@ -510,11 +510,11 @@ def test_neighbours_survive_a_model_that_raises_and_are_kept(tmp_path: Path) -> 
             return super().forward(images)
 
     subject = make_subject(Breaks(), "linf", EPS, TINY)
-    surrogates = _Surrogates(subject, examples_of(Decides()), 4, None, True)
+    surrogates = Surrogates(subject, examples_of(Decides()), 4, None, True)
     assert not surrogates.neighbours().moves.any()
     subject = make_subject(Decides(), "linf", EPS, TINY)
     first, again = (
-        _Surrogates(subject, examples_of(Decides()), 4, tmp_path, True).neighbours() for _ in range(2)
+        Surrogates(subject, examples_of(Decides()), 4, tmp_path, True).neighbours() for _ in range(2)
     )
     assert torch.equal(first.moves, again.moves)
     assert (tmp_path / "neighbours.safetensors").exists()

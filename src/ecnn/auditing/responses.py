@@ -14,7 +14,7 @@ from ecnn.auditing.power import FLAT, Turns
 from ecnn.auditing.search import Found
 from ecnn.auditing.stages import Stages
 from ecnn.auditing.subject import Subject
-from ecnn.auditing.suite import Traits, _Maker, _Surrogates, find_places, find_traits
+from ecnn.auditing.suite import Maker, Surrogates, Traits, find_places, find_traits
 from ecnn.auditing.surrogates import Examples
 
 _BLIND = ("proven", "passing", "layers", "surrogates", "answers", "relays")
@@ -66,8 +66,8 @@ class Responses:
         return find_traits(self.subject.model, self.examples.images, self.num_classes)
 
     @cached_property
-    def _surrogates(self) -> _Surrogates:
-        return _Surrogates(self.subject, self.examples, self.num_classes, self.folder, self.resume)
+    def _surrogates(self) -> Surrogates:
+        return Surrogates(self.subject, self.examples, self.num_classes, self.folder, self.resume)
 
     @cached_property
     def _found(self) -> Found:
@@ -94,7 +94,7 @@ class Responses:
         if self.is_random:  # twice the passes are twice the effort
             budget = dataclasses.replace(budget, steps=self.subject.budget.steps)
         subject = dataclasses.replace(self.subject, budget=budget)
-        maker = _Maker(subject, self.num_classes, self._traits)
+        maker = Maker(subject, self.num_classes, self._traits)
         groups = self._random_groups(maker) if self.is_random else self._groups(maker)
         wanted = list(dict.fromkeys(group for doubt in doubts for group in RESPONSES.get(doubt, _BLIND)))
         attacks: dict[str, Attack] = {}
@@ -119,7 +119,7 @@ class Responses:
         """Whether the suite's long search by answers took all that stand, not a sample."""
         return len(self.subject.images) <= self.subject.budget.searched
 
-    def _groups(self, maker: _Maker) -> dict[str, Callable[[], dict[str, Attack]]]:
+    def _groups(self, maker: Maker) -> dict[str, Callable[[], dict[str, Attack]]]:
         def layers() -> dict[str, Attack]:
             return maker.where_found(self._found, random=False)
 
@@ -140,7 +140,7 @@ class Responses:
             "members": lambda: maker.on_members() | maker.on_votes(),
         }
 
-    def _random_groups(self, maker: _Maker) -> dict[str, Callable[[], dict[str, Attack]]]:
+    def _random_groups(self, maker: Maker) -> dict[str, Callable[[], dict[str, Attack]]]:
         return {
             "climbs": lambda: _named(maker.averaged(), "eot-margin"),
             "passing": lambda: _named(maker.averaged(), "eot-straight-through"),

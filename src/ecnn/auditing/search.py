@@ -48,11 +48,8 @@ from ecnn.errors import InputError
 _TRIED, _ASKED = 128, 48  # most images for the usual attacks, and most of those that stand for the search
 _STEPS = 15
 _FEW_STEPS, _KEPT = 8, 10  # the first trial of every view, on half of the images, and how many get the second
-_DIRECT, _READ, _MOST = (
-    4,
-    3,
-    4,
-)  # layers with a score per class, readings of others, and views to attack in earnest
+_DIRECT, _READ = 4, 3  # layers with a score per class, and readings of others
+_MOST = 4  # views to attack in earnest
 _TRIAL_PASSES = 4
 _PAIRS = 4
 _INPUTS = 2

@@ -183,12 +183,12 @@ def suite(
     """
     model = subject.model
     traits = _unseen(model) if examples is None else find_traits(model, examples.images, num_classes)
-    maker = _Maker(subject, num_classes, traits)
+    maker = Maker(subject, num_classes, traits)
     in_the_dark = examples is not None and (traits.blind >= _BLIND or subject.budget.name == "thorough")
     attacks = maker.plain()
     attacks |= maker.averaged() if random else maker.on_scores() | maker.on_members() | maker.on_votes()
     if examples is not None:
-        surrogates = _Surrogates(subject, examples, num_classes, folder, resume)
+        surrogates = Surrogates(subject, examples, num_classes, folder, resume)
         found = find_places(subject, examples, num_classes, random=random, folder=folder, resume=resume)
         attacks |= maker.where_found(found, random=random)
         in_the_dark = in_the_dark or found.share >= _DOUBTFUL
@@ -243,7 +243,7 @@ def _unseen(model: nn.Module) -> Traits:
 
 
 @dataclass(frozen=True)
-class _Surrogates:
+class Surrogates:
     """Makes surrogates when they are asked for, or takes them from the folder."""
 
     subject: Subject
@@ -309,7 +309,7 @@ class _Surrogates:
 
 
 @dataclass(frozen=True)
-class _Maker:
+class Maker:
     """Groups of attacks for one model and ball."""
 
     subject: Subject
@@ -429,7 +429,7 @@ class _Maker:
                 attacks[f"found-{name}-targets"] = PGD(on=view, targets=self.targets, **self.walk)
         return attacks
 
-    def by_surrogates(self, surrogates: _Surrogates, *, imitate: bool, random: bool) -> dict[str, Attack]:
+    def by_surrogates(self, surrogates: Surrogates, *, imitate: bool, random: bool) -> dict[str, Attack]:
         attacks: dict[str, Attack] = {}
         craft = APGD(**{**self.auto, "restarts": 1}, loss="cross_entropy", keep="last")
         keep: Any = "last" if random else "best"
@@ -484,9 +484,7 @@ class _Maker:
         rays = RaySearch(queries=queries, keep="last", **self.ball)
         return OnMean(attack=rays, passes=passes, seed=self.subject.seed, keep="last", **self.ball)
 
-    def by_classes(
-        self, surrogates: _Surrogates | None = None, *, imitate: bool = False
-    ) -> dict[str, Attack]:
+    def by_classes(self, surrogates: Surrogates | None = None, *, imitate: bool = False) -> dict[str, Attack]:
         """By the model's classes alone: a search of all that stands, and a longer one, of some where they are many.
 
         They come last: what they break that no gradient did is evidence against the gradients.
