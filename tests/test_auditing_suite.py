@@ -18,7 +18,7 @@ from ecnn.auditing.bpda import Passing, can_pass_through, straight_through
 from ecnn.auditing.budgets import BUDGETS, Budget
 from ecnn.auditing.deployed import OneAtATime
 from ecnn.auditing.subject import Subject
-from ecnn.auditing.suite import Surrogates, estimate_cost, find_traits, suite
+from ecnn.auditing.suite import Surrogates, estimate_cost, suite
 from ecnn.auditing.surrogates import (
     Examples,
     all_features,
@@ -28,6 +28,7 @@ from ecnn.auditing.surrogates import (
     train_head,
     train_student,
 )
+from ecnn.auditing.traits import find_traits
 from ecnn.baselines import EMPIR, Ensemble
 from ecnn.codes import CodeMatrix
 from ecnn.constructions import random_code

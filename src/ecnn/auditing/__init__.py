@@ -20,8 +20,9 @@ from ecnn.auditing.findings import Finding
 from ecnn.auditing.report import AUDIT_VERSION, Audit, Stage, load_audit
 from ecnn.auditing.smoothing import Smoothed, SmoothedCertificate
 from ecnn.auditing.subject import Subject
-from ecnn.auditing.suite import Traits, estimate_cost, find_traits
+from ecnn.auditing.suite import estimate_cost
 from ecnn.auditing.surrogates import Examples
+from ecnn.auditing.traits import Traits, find_traits
 
 __all__ = [
     "AUDIT_VERSION",

@@ -42,8 +42,9 @@ from ecnn.auditing.responses import Responses, settle, take_turns
 from ecnn.auditing.smoothing import Smoothed
 from ecnn.auditing.stages import Staged, make_stages
 from ecnn.auditing.subject import Subject
-from ecnn.auditing.suite import find_traits, suite
+from ecnn.auditing.suite import suite
 from ecnn.auditing.surrogates import MOST_EXAMPLES, choose_examples
+from ecnn.auditing.traits import find_traits
 from ecnn.backbones import half_precision_of, undisturbed, without_tf32
 from ecnn.checks import check_choice, check_count, check_kind, check_shares, parse_eps
 from ecnn.data import Split

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from ecnn.attacks.base import check_labels, read_model
 from ecnn.attacks.images import at_once
 from ecnn.attacks.norms import NORMS, Norm
+from ecnn.auditing.programs import Program
 from ecnn.auditing.relaxations import (
     Ball,
     Bounds,
@@ -22,7 +23,7 @@ from ecnn.auditing.relaxations import (
     tighten,
 )
 from ecnn.auditing.smoothing import Smoothed
-from ecnn.auditing.tracing import Program, UnknownStepError, trace
+from ecnn.auditing.tracing import UnknownStepError, trace
 from ecnn.backbones import undisturbed, without_tf32
 from ecnn.checks import check_choice, parse_eps
 from ecnn.evaluation.intervals import Interval, wilson_interval

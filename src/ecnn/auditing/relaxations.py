@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ecnn.attacks.norms import NORMS, Norm
-from ecnn.auditing.tracing import Affine, Curve, MaxPool, Program, Step
+from ecnn.auditing.programs import Affine, Curve, MaxPool, Program, Step
 
 _VALUES_AT_ONCE = 2**24  # of float64, in the largest table of rows
 

@@ -14,8 +14,9 @@ from ecnn.auditing.power import FLAT, Turns
 from ecnn.auditing.search import Found
 from ecnn.auditing.stages import Stages
 from ecnn.auditing.subject import Subject
-from ecnn.auditing.suite import Maker, Surrogates, Traits, find_places, find_traits
+from ecnn.auditing.suite import Maker, Surrogates, find_places
 from ecnn.auditing.surrogates import Examples
+from ecnn.auditing.traits import Traits, find_traits
 
 _BLIND = ("proven", "passing", "layers", "surrogates", "answers", "relays")
 _WRONG = ("proven", "layers", "surrogates", "answers", "relays")

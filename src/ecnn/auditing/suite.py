@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -15,14 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from ecnn.attacks import APGD, PGD, Attack, AutoAttack, Cost, Neighbours, Race, RaySearch, Square, Transfer
-from ecnn.attacks.auto import passes_apart
 from ecnn.attacks.draws import forked_generators
-from ecnn.attacks.images import at_once
 from ecnn.attacks.norms import Norm
-from ecnn.attacks.views import Aim, Averaged, View, WeakestBit
+from ecnn.attacks.views import Averaged, View, WeakestBit
 from ecnn.auditing.adaptive import (
     CheapestBits,
-    Coded,
     FeatureDistance,
     InDouble,
     InnerScores,
@@ -33,13 +29,9 @@ from ecnn.auditing.adaptive import (
     OwnTransfer,
     Relay,
     ScaledCrossEntropy,
-    Voting,
     WorstMembers,
-    features_of,
-    gradient_lengths,
-    last_layers,
 )
-from ecnn.auditing.bpda import Passing, can_pass_through
+from ecnn.auditing.bpda import Passing
 from ecnn.auditing.budgets import Budget, resolve_budget
 from ecnn.auditing.deployed import OneAtATime
 from ecnn.auditing.search import Found, search
@@ -56,107 +48,18 @@ from ecnn.auditing.surrogates import (
     train_head,
     train_student,
 )
-from ecnn.backbones import full_precision, undisturbed, without_tf32
+from ecnn.auditing.traits import Traits, find_traits, unseen_traits
 from ecnn.errors import InputError
 
 PLAIN = "pgd-ce"  # what a usual evaluation would have run
-_RANDOM = 1e-4  # difference of two passes, relative to the length of the scores
 _BLIND = 0.01  # share of images without a usable gradient from which black-box attacks are worth their cost
 _DOUBTFUL = (
     0.1  # share of what the usual attacks left that another view breaks at once: then more is worth its cost
 )
 _DENSE = 3072  # numbers in an image up to which a student without convolutions is worth a try
-_TINY = 1e-30  # gradients this short are near the end of float32
-_PROBED = 64
 _FEATURE_TARGETS = 3
 _FEW_ANSWERS, _FEW_RANDOM_ANSWERS = 1000, 500
 _NEIGHBOURS = 64
-
-
-@dataclass(frozen=True, kw_only=True)
-class Traits:
-    """What decides which attacks make sense.
-
-    Attributes:
-        is_random: two passes over the same images differ.
-        gives_probabilities: scores lie in [0, 1] and sum to 1.
-        blind: share of images whose gradient is zero, not a number, or too small for float32.
-        hides_derivatives: it rounds, compares, casts or detaches somewhere, and `straight_through` finds a way.
-        hides_scores: its last layer with one output per class says something other than the scores.
-        can_be_double: a copy in float64 answers.
-        has_members, has_votes, has_features: what the attacks on members, on votes and on features ask for is there.
-    """
-
-    is_random: bool
-    gives_probabilities: bool
-    blind: float
-    hides_derivatives: bool
-    hides_scores: bool
-    can_be_double: bool
-    has_members: bool
-    has_votes: bool
-    has_features: bool
-
-
-def find_traits(model: nn.Module, images: Tensor, num_classes: int) -> Traits:
-    """Classifies a few of the images and reports what decides the choice of attacks.
-
-    Images and model must be on one device.
-    """
-    images = images[:_PROBED]
-    with undisturbed(model), without_tf32():
-        with torch.no_grad():
-            scores, again = (
-                torch.cat([full_precision(model(part)).double() for part in _pieces(images)])
-                for _ in range(2)
-            )
-        lengths = torch.cat([gradient_lengths(model, part) for part in _pieces(images)])
-        is_random = bool((passes_apart(scores, again) > _RANDOM).any())
-        in_range = bool((scores >= -1e-5).all()) and bool((scores <= 1 + 1e-5).all())
-        return Traits(
-            is_random=is_random,
-            gives_probabilities=in_range and bool(((scores.sum(dim=1) - 1).abs() < 1e-4).all()),
-            blind=float((~(lengths > _TINY) | ~lengths.isfinite()).double().mean()),
-            hides_derivatives=not is_random and can_pass_through(model, images[:4]),
-            hides_scores=_hides_scores(model, images[:4], num_classes),
-            can_be_double=_answers(lambda: _ask_in_double(model, images[:4])),
-            has_members=isinstance(model, Coded)
-            and _answers(lambda: _ask(CheapestBits(), model, images[:4])),
-            has_votes=isinstance(model, Voting) and _answers(lambda: _ask(MeanMembers(), model, images[:4])),
-            has_features=_answers(lambda: features_of(model, images[:4])),
-        )
-
-
-def _pieces(images: Tensor) -> tuple[Tensor, ...]:
-    return torch.split(images, at_once(_PROBED))
-
-
-def _answers(ask: Callable[[], object]) -> bool:
-    """Whether a question can be asked; a model that was not made for it may raise anything."""
-    try:
-        with torch.no_grad():
-            ask()
-    except Exception:
-        return False
-    return True
-
-
-def _ask(view: View, model: nn.Module, images: Tensor) -> None:
-    labels = torch.zeros(len(images), dtype=torch.int64, device=images.device)
-    view.look(model, images, Aim(labels))
-
-
-def _ask_in_double(model: nn.Module, images: Tensor) -> None:
-    copy.deepcopy(model).double()(images.double())
-
-
-def _hides_scores(model: nn.Module, images: Tensor, num_classes: int) -> bool:
-    view = InnerScores(num_classes=num_classes)
-    if not last_layers(model, num_classes) or not _answers(lambda: view.read(model, images)):
-        return False
-    with torch.no_grad():
-        inner, scores = view.read(model, images)
-    return inner.shape == scores.shape and not torch.equal(inner, scores)
 
 
 def suite(
@@ -182,7 +85,7 @@ def suite(
         resume: takes them from there.
     """
     model = subject.model
-    traits = _unseen(model) if examples is None else find_traits(model, examples.images, num_classes)
+    traits = unseen_traits(model) if examples is None else find_traits(model, examples.images, num_classes)
     maker = Maker(subject, num_classes, traits)
     in_the_dark = examples is not None and (traits.blind >= _BLIND or subject.budget.name == "thorough")
     attacks = maker.plain()
@@ -225,21 +128,6 @@ def find_places(
     settings: dict[str, Any] = {"is_random": random, "folder": folder, "resume": resume}
     found: Found = once(subject, "places", lambda: search(subject, examples.images, num_classes, **settings))
     return found
-
-
-def _unseen(model: nn.Module) -> Traits:
-    """What can be said of a model without asking it."""
-    return Traits(
-        is_random=False,
-        gives_probabilities=False,
-        blind=0.0,
-        hides_derivatives=False,
-        hides_scores=False,
-        can_be_double=False,
-        has_members=isinstance(model, Coded),
-        has_votes=isinstance(model, Voting),
-        has_features=False,
-    )
 
 
 @dataclass(frozen=True)
