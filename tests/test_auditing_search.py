@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ from ecnn.auditing.opaque import (
     fit_image_bridge,
 )
 from ecnn.auditing.search import search
+from ecnn.auditing.soft_values import Soft
 from ecnn.auditing.subject import Subject
 from ecnn.errors import InputError
 
@@ -183,6 +185,22 @@ def test_gradients_pass_and_values_stay(how: str) -> None:
         passed = model(images.clone().requires_grad_(True))
     assert torch.allclose(passed, model(images), atol=1e-4)
     assert broken(PGD(on=Passing(view="scores"), **WALK), model, images, labels) >= 0.9
+
+
+def test_a_choice_frees_its_graph_and_weighs_places_only_when_asked() -> None:
+    values = torch.randn(4, 9, generator=torch.Generator().manual_seed(0)).requires_grad_(True)
+    with straight_through():
+        top = (2 * values).topk(3, dim=1)
+    soft = Soft.of(top.indices)
+    assert soft is not None
+    assert "weights" not in vars(soft)
+    assert soft.weights is not None
+    assert soft.weights.shape == (4, 3, 9)
+    assert torch.equal(soft.weights.argmax(dim=2), top.indices)
+    assert soft.value.requires_grad
+    graph = weakref.ref(soft)
+    del soft, top
+    assert graph() is None
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -17,19 +17,38 @@ _MOST_PLACES = 1024
 _COMPANION = "_ecnn_soft"
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
 class Soft:
     """What stands for a tensor of whole numbers or of True and False on the way back.
 
-    Attributes:
-        value: floating, of the same shape.
-        weights: of an index, (*shape, place) how much each place might have been chosen; None for a number.
+    Args:
+        value: floating, of the same shape; of an index it may be left to the weights.
+        weights: of an index, (*shape, place) how much each place might have been chosen, or what gives them when they
+            are first asked for: most indices never are, and the weights are large. None for a number.
         source: of a whole order, along the last axis, what was sorted: the order of that order is its ranks.
     """
 
-    value: Tensor
-    weights: Tensor | None = None
-    source: Tensor | None = None
+    def __init__(
+        self,
+        *,
+        value: Tensor | None = None,
+        weights: Tensor | Callable[[], Tensor] | None = None,
+        source: Tensor | None = None,
+    ) -> None:
+        self._value, self._weights, self.source = value, weights, source
+
+    @cached_property
+    def weights(self) -> Tensor | None:
+        """(*shape, place), or None for a number."""
+        return self._weights() if callable(self._weights) else self._weights
+
+    @cached_property
+    def value(self) -> Tensor:
+        """Floating, of the shape of what it stands for: of an index, the mean place."""
+        if self._value is not None:
+            return self._value
+        assert self.weights is not None
+        places = torch.arange(self.weights.shape[-1], device=self.weights.device, dtype=self.weights.dtype)
+        return (self.weights * places).sum(dim=-1)
 
     def on(self, hard: Tensor) -> Tensor:
         """The tensor, with this companion."""
@@ -103,17 +122,22 @@ def soft_choice(said: Any, first: Tensor, name: str, rest: tuple[Any, ...], kwar
             first, keepdim = first.flatten(), False
     if first.shape[dim] > _MOST_PLACES:
         return said
-    values = first.movedim(dim, -1)  # (*rest, place)
+    # A copy: the graph keeps what it gathers by, and an index that keeps the graph would never be freed.
+    kept = indices.detach().clone()
+    is_order = name in ("argsort", "sort") and dim in (-1, first.ndim - 1)
+    weigh = partial(_weigh_places, first, kept, dim, keepdim=keepdim)
+    Soft(weights=weigh, source=first if is_order else None).on(indices)
+    return said
+
+
+def _weigh_places(values: Tensor, indices: Tensor, dim: int, *, keepdim: bool) -> Tensor:
+    """(*shape of the indices, place) how near the value of each place is to that of the chosen one."""
+    values = values.movedim(dim, -1)  # (*rest, place)
     chosen = indices.movedim(dim, -1) if keepdim else indices[..., None]
     picked = values.gather(-1, chosen)
     spread = values.detach().std(dim=-1, keepdim=True, correction=0).clamp_min(1e-20)[..., None]
     weights = torch.softmax(-(picked[..., None] - values[..., None, :]).abs() / (_CHOICE * spread), dim=-1)
-    weights = weights.movedim(-2, dim if dim >= 0 else dim - 1) if keepdim else weights.squeeze(-2)
-    places = torch.arange(weights.shape[-1], device=weights.device, dtype=weights.dtype)
-    is_order = name in ("argsort", "sort") and dim in (-1, first.ndim - 1)
-    source = first if is_order else None
-    Soft(value=(weights * places).sum(dim=-1), weights=weights, source=source).on(indices)
-    return said
+    return weights.movedim(-2, dim if dim >= 0 else dim - 1) if keepdim else weights.squeeze(-2)
 
 
 def soft_ranks(values: Tensor) -> Tensor:
