@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from toys import coded_model, distance
 
-from ecnn.attacks import ATTACKS, PGD, Attack, Transfer
+from ecnn.attacks import ATTACKS, PGD, Attack, EstimatedPGD, Transfer
 from ecnn.constructions import random_code
 from ecnn.errors import InputError
 from ecnn.evaluation.batch import predict
@@ -41,6 +41,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "rays": {**BALL, "queries": 400},
     "noise": {**BALL, "samples": 3},
     "transformed_pgd": {**BALL, "steps": 3, "step_size": 0.05, "transformations": 2},
+    "estimated_pgd": {**BALL, "steps": 3, "step_size": 0.05, "pairs": 5, "restarts": 2, "targets": 2},
     "none": {},
 }
 OTHER_BALLS: dict[str, dict[str, Any]] = {"l2": {"norm": "l2", "eps": 0.4}, "l1": {"norm": "l1", "eps": 1.5}}
@@ -53,8 +54,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
     **{
         f"{name}-{norm}": ball
         for norm, ball in OTHER_BALLS.items()
-        for name in ("apgd", "fab", "square", "noise", "rays")
+        for name in ("apgd", "fab", "square", "noise", "rays", "estimated_pgd")
     },
+    "estimated_pgd-spsa": {"estimator": "spsa", "memory": False},
+    "estimated_pgd-prior": {},
     "noise-corners": {"kind": "corners"},
     "jsma-one": {"pixels": "one"},
     "jsma-each": {"pixels": "one", "goal": "each"},
@@ -72,6 +75,8 @@ def make(name: str, **changes: Any) -> Attack:
         source: dict[str, Any] = {"source": coded_model(), "attack": make("pgd", early_exit=False)}
         return Transfer(**{**source, **changes})
     kind = name.partition("-")[0]
+    if name == "estimated_pgd-prior":
+        changes = {"prior": coded_model(), **changes}
     return ATTACKS[kind](**{**SETTINGS[kind], **VARIANTS.get(name, {}), **changes})
 
 
@@ -140,11 +145,16 @@ def test_what_comes_back_in_float32_of_a_whole_search(name: str, change: dict[st
             ("autoattack", "race", "cw", "member_cw", "blindspot", "deepfool", "fmn", "jsma-each")
         ):
             return  # they have no last iterate
-        change = {**change, **({"targets": 0, "restarts": 1} if name.startswith(("pgd", "apgd")) else {})}
+        change = {
+            **change,
+            **({"targets": 0, "restarts": 1} if name.startswith(("pgd", "apgd", "estimated_pgd")) else {}),
+        }
     model, (images, labels) = coded_model().float(), batch()
     images, attack = images.float(), make(name, **change)
     if isinstance(attack, Transfer):
         attack.source.float()
+    if isinstance(attack, EstimatedPGD) and attack.prior is not None:
+        attack.prior.float()
     crafted = attack(model, images, labels, generator=torch.Generator().manual_seed(0))
     assert crafted.shape == images.shape
     assert crafted.dtype == torch.float32
@@ -154,7 +164,18 @@ def test_what_comes_back_in_float32_of_a_whole_search(name: str, change: dict[st
 
 
 @pytest.mark.parametrize(
-    "name", ["pgd", "apgd", "square", "hopskipjump", "hopskipjump-linf", "rays", "noise", "noise-l2"]
+    "name",
+    [
+        "pgd",
+        "apgd",
+        "square",
+        "hopskipjump",
+        "hopskipjump-linf",
+        "rays",
+        "noise",
+        "noise-l2",
+        "estimated_pgd",
+    ],
 )
 def test_another_seed_is_another_search(name: str) -> None:
     model, (images, labels) = coded_model(), batch()
@@ -194,7 +215,7 @@ def test_every_attack_with_a_norm_knows_l1(name: str) -> None:
 def test_a_ball_of_radius_zero_holds_the_image_alone(name: str, norm: str, keep: str) -> None:
     model, (images, labels) = coded_model(), batch(3)
     changes: dict[str, Any] = {"norm": norm, "eps": 0, "keep": keep}
-    if keep == "last" and name in ("pgd", "apgd"):
+    if keep == "last" and name in ("pgd", "apgd", "estimated_pgd"):
         changes |= {"targets": 0, "restarts": 1}
     assert torch.equal(make(name, **changes)(model, images, labels), images)
 
@@ -518,6 +539,11 @@ def test_a_quick_search_finds_the_same(name: str, device: str) -> None:
         ("noise", {"samples": 0}, "samples must be"),
         ("noise", {"kind": "pink"}, "kind must be"),
         ("noise", {"kind": "corners", "norm": "l2"}, "corners"),
+        ("estimated_pgd", {"pairs": 0}, "pairs must be"),
+        ("estimated_pgd", {"estimator": "ness"}, "estimator must be.*did you mean"),
+        ("estimated_pgd", {"start": "odi"}, "needs gradients"),
+        ("estimated_pgd", {"deviation": 0.0}, "deviation must be"),
+        ("estimated_pgd", {"prior": "student"}, "prior must be"),
         ("transfer", {"source": "resnet"}, "source must be"),
         ("transfer", {"attack": "pgd"}, "attack must be"),
         ("transfer", {"labels": "all"}, "labels must be"),

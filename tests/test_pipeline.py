@@ -238,6 +238,7 @@ SHORT: dict[str, dict[str, object]] = {
     "pgd": {"steps": 2},
     "rays": {"queries": 20},
     "square": {"queries": 3},
+    "estimated_pgd": {"steps": 2, "pairs": 2},
     "transformed_pgd": {"steps": 2, "transformations": 2},
 }
 

@@ -6,6 +6,7 @@ from ecnn.attacks.base import Attack, Attacked, Cost
 from ecnn.attacks.blackbox import HopSkipJump, RandomNoise, Transfer, Unchanged
 from ecnn.attacks.carlini import BlindSpot, CarliniWagnerL2, MemberCarliniWagner
 from ecnn.attacks.draws import Draws
+from ecnn.attacks.estimated import EstimatedPGD
 from ecnn.attacks.fab import FAB
 from ecnn.attacks.gradient import BIM, FGSM, PGD
 from ecnn.attacks.jsma import JSMA
@@ -37,6 +38,7 @@ ATTACKS: dict[str, type[Attack]] = {
     "rays": RaySearch,
     "noise": RandomNoise,
     "transformed_pgd": TransformedPGD,
+    "estimated_pgd": EstimatedPGD,
     "none": Unchanged,
 }
 
@@ -56,6 +58,7 @@ __all__ = [
     "DeepFool",
     "Doubt",
     "Draws",
+    "EstimatedPGD",
     "FAB",
     "FGSM",
     "FMN",

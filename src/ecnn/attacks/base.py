@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager, nullcontext
+from copy import copy
 from dataclasses import dataclass, fields, replace
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Self
 
 import numpy as np
 import torch
@@ -98,11 +99,9 @@ class Target:
         self._nan_gradients = torch.zeros((), dtype=torch.int64, device=device)
         self._root = self
 
-    def narrow(self, rows: Tensor) -> Target:
+    def narrow(self, rows: Tensor) -> Self:
         """The same target for some of its images: (n,) positions. Give it only those from then on."""
-        part = Target.__new__(Target)
-        part.model, part.precision, part.device = self.model, self.precision, self.device
-        part.run, part.judge, part._root = self.run, self.judge, self._root
+        part = copy(self)
         part._rows = rows.cpu() if self._rows is None else self._rows[rows.cpu()]
         return part
 
@@ -157,7 +156,11 @@ class Target:
 
     def look(self, view: View, points: Tensor, aim: Aim) -> Look:
         """What the view shows at the points, without a gradient."""
+        seen = self._look(view, points, aim)
+        self.count(view.passes_per_look)
+        return seen
 
+    def _look(self, view: View, points: Tensor, aim: Aim) -> Look:
         def compute(points: Tensor, labels: Tensor, goals: Tensor | None) -> Values:
             with torch.no_grad(), self.autocast():
                 look = view.look(self.model, points, Aim(labels, goals, aim.loss, aim.slack))
@@ -165,7 +168,6 @@ class Target:
 
         name = ("look", view, aim.loss, aim.slack)
         losses, scores = self._compute(name, compute, points, aim.labels, aim.goals)
-        self.count(view.passes_per_look)
         assert losses is not None
         return Look(losses, scores)
 
@@ -387,9 +389,9 @@ class Attack:
     def _target(self, model: nn.Module, images: Tensor) -> Target:
         if not self.quick:
             return Target(model, len(images), images.device, self.precision)
-        copy, run = quick_copy(model, self.precision), Recorder() if images.is_cuda else run_in_pieces
-        prepare(copy, images)
-        return Target(copy, len(images), images.device, self.precision, run, judge=model)
+        faster, run = quick_copy(model, self.precision), Recorder() if images.is_cuda else run_in_pieces
+        prepare(faster, images)
+        return Target(faster, len(images), images.device, self.precision, run, judge=model)
 
     def _run(self, model: nn.Module, images: Tensor, labels: Tensor, draws: Draws) -> Attacked:
         target = self._target(model, images)

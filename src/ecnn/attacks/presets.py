@@ -34,11 +34,15 @@ _SETTINGS: dict[str, tuple[dict[str, Any], str]] = {
     "rays": ({"queries": 10_000}, "Chen & Gu 2020"),
     "noise": ({"samples": 100}, "our choice"),
     "transformed_pgd": ({"steps": 40, "transformations": 8}, "Athalye et al. 2018"),
+    "estimated_pgd": (
+        {"steps": 100, "pairs": 50, "schedule": "cosine"},
+        "Ilyas et al. 2018, with memory",
+    ),
     "none": ({}, "nothing to set"),
 }
 _WITHOUT_NORM = ("cw", "member_cw", "blindspot", "jsma", "none")
 _WITHOUT_EPS = (*_WITHOUT_NORM, "deepfool", "fmn", "hopskipjump")
-_WITH_STEP_SIZE = ("bim", "pgd", "transformed_pgd")
+_WITH_STEP_SIZE = ("bim", "pgd", "transformed_pgd", "estimated_pgd")
 
 
 @dataclass(frozen=True, kw_only=True)
