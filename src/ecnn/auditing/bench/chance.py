@@ -11,30 +11,27 @@ from torch import Tensor, nn
 
 from ecnn.auditing.bench.claims import BY_FGSM, BY_PGD, false
 from ecnn.auditing.bench.networks import always, convolutional, dense, training
-from ecnn.auditing.bench.tricks import Trick
+from ecnn.auditing.bench.tricks import RandomChange, Trick, with_fields
 
 RANDOM, FOREIGN = "randomness", "randomness that is not torch's"
 
 
-class Noise(Trick):
+@with_fields
+class Noise(RandomChange):
     """Gaussian noise in every pass, drawn from torch's generator; opened it is the mean."""
 
-    def __init__(self, deviation: float) -> None:
-        super().__init__()
-        self.deviation = deviation
+    deviation: float
 
-    def forward(self, images: Tensor) -> Tensor:
-        if self.opened:
-            return images
+    def change(self, images: Tensor) -> Tensor:
         return images + self.deviation * torch.randn_like(images)
 
 
+@with_fields
 class RandomResize(Trick):
     """Another size and place in a frame of zeros in every pass (Xie et al. 2018); opened always the same."""
 
-    def __init__(self, smallest: int, frame: int) -> None:
-        super().__init__()
-        self.smallest, self.frame = smallest, frame
+    smallest: int
+    frame: int
 
     def generator(self, images: Tensor) -> torch.Generator | None:
         """What it draws from; None is torch's own."""
@@ -51,37 +48,31 @@ class RandomResize(Trick):
         return F.pad(resized, (left, self.frame - size - left, top, self.frame - size - top))
 
 
-class TestTimeDropout(Trick):
+@with_fields
+class TestTimeDropout(RandomChange):
     """Dropout that is never switched off; opened it is its mean."""
 
-    def __init__(self, share: float) -> None:
-        super().__init__()
-        self.share = share
+    share: float
 
-    def forward(self, features: Tensor) -> Tensor:
-        return features if self.opened else F.dropout(features, self.share, training=True)
+    def change(self, features: Tensor) -> Tensor:
+        return F.dropout(features, self.share, training=True)
 
 
-class NumpyNoise(Trick):
+@with_fields
+class NumpyNoise(RandomChange):
     """Gaussian noise in every pass from numpy's generator; opened it is the mean."""
 
-    def __init__(self, deviation: float) -> None:
-        super().__init__()
-        self.deviation = deviation
+    deviation: float
 
-    def forward(self, images: Tensor) -> Tensor:
-        if self.opened:
-            return images
+    def change(self, images: Tensor) -> Tensor:
         noise = np.random.normal(0.0, self.deviation, size=tuple(images.shape))
         return images + torch.from_numpy(noise).to(images)
 
 
-class PythonShift(Trick):
+class PythonShift(RandomChange):
     """Shifted by up to a pixel each way and dimmed, by Python's generator; opened it is as it was."""
 
-    def forward(self, images: Tensor) -> Tensor:
-        if self.opened:
-            return images
+    def change(self, images: Tensor) -> Tensor:
         moves = (random.randint(-1, 1), random.randint(-1, 1))
         return random.uniform(0.7, 1.0) * images.roll(moves, dims=(2, 3))
 

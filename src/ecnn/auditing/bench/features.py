@@ -8,29 +8,27 @@ from torch import Tensor, nn
 
 from ecnn.auditing.bench.claims import BY_FGSM, BY_PGD, false
 from ecnn.auditing.bench.networks import always, dense, training
-from ecnn.auditing.bench.tricks import Trick
+from ecnn.auditing.bench.tricks import Trick, with_fields
 
 ROUNDED, INDICES = "rounded or winning features", "indices, ranks and hashes"
 
 
+@with_fields
 class RoundedActivation(Trick):
     """ReLU, then rounding to multiples of a step."""
 
-    def __init__(self, step: float) -> None:
-        super().__init__()
-        self.step = step
+    step: float
 
     def forward(self, features: Tensor) -> Tensor:
         active = F.relu(features)
         return self.hide((active / self.step).round() * self.step, active)
 
 
+@with_fields
 class WinnersTakeAll(Trick):
     """The largest share of the features; the others become zero (Xiao et al. 2020): scores jump everywhere."""
 
-    def __init__(self, share: float) -> None:
-        super().__init__()
-        self.share = share
+    share: float
 
     def forward(self, features: Tensor) -> Tensor:
         count = max(1, round(self.share * features.shape[1]))

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from ecnn.auditing.bench.claims import BY_PGD, false
 from ecnn.auditing.bench.networks import always, convolutional, dense, training
-from ecnn.auditing.bench.tricks import Trick
+from ecnn.auditing.bench.tricks import Disguised, Removable, Trick, with_fields
 
 CUT, LYING, PARTIAL = "cut gradients", "lying gradients", "partly masked"
 
@@ -21,21 +21,22 @@ class Detached(Trick):
         return self.hide(images, images)
 
 
-class HalfThePixels(Trick):
+class HalfThePixels(Removable):
     """Every second pixel is cut off from the graph, as on a chessboard."""
 
-    def forward(self, images: Tensor) -> Tensor:
+    def change(self, images: Tensor) -> Tensor:
         rows, columns = (torch.arange(size, device=images.device) for size in images.shape[2:])
         kept = (rows[:, None] + columns) % 2 == 0
-        return images if self.is_open else torch.where(kept, images, images.detach())
+        return torch.where(kept, images, images.detach())
 
 
+@with_fields
 class HalfTheGraph(Trick):
     """Two networks whose scores are added; the better one is cut off from the graph."""
 
-    def __init__(self, seen: nn.Module, unseen: nn.Module, share: float) -> None:
-        super().__init__()
-        self.seen, self.unseen, self.share = seen, unseen, share
+    seen: nn.Module
+    unseen: nn.Module
+    share: float
 
     def forward(self, images: Tensor) -> Tensor:
         hidden: Tensor = self.unseen(images)
@@ -43,21 +44,15 @@ class HalfTheGraph(Trick):
         return self.share * shown + (1 - self.share) * self.hide(hidden, hidden)
 
 
-class Decoy(Trick):
+@with_fields
+class Decoy(Disguised):
     """Scores of one network with the gradient of another, untrained one."""
 
-    def __init__(self, network: nn.Module, other: nn.Module) -> None:
-        super().__init__()
-        self.network, self.other = network, other
+    other: nn.Module
 
-    def forward(self, images: Tensor) -> Tensor:
-        scores: Tensor = self.network(images)
-        return scores if self.is_open else self.hide(scores, scores) + self._silent(images)
-
-    def _silent(self, images: Tensor) -> Tensor:
-        """Zeros whose gradient is the other network's."""
+    def show(self, images: Tensor, scores: Tensor) -> Tensor:
         misleading: Tensor = self.other(images)
-        return misleading - misleading.detach()
+        return scores.detach() + (misleading - misleading.detach())
 
 
 class _NoisyBackward(torch.autograd.Function):
@@ -73,33 +68,28 @@ class _NoisyBackward(torch.autograd.Function):
         return gradient + ctx.noise * size * torch.randn_like(gradient), None
 
 
-class NoisyBackward(Trick):
+@with_fields
+class NoisyBackward(Removable):
     """The identity, with noise on its gradient."""
 
-    def __init__(self, noise: float) -> None:
-        super().__init__()
-        self.noise = noise
+    noise: float
 
-    def forward(self, images: Tensor) -> Tensor:
-        if self.is_open:
-            return images
+    def change(self, images: Tensor) -> Tensor:
         noisy: Tensor = _NoisyBackward.apply(images, self.noise)  # type: ignore[no-untyped-call]
         return noisy
 
 
-class Reversed(Trick):
+class Reversed(Removable):
     """The identity, with a hook that turns the gradient round."""
 
-    def forward(self, features: Tensor) -> Tensor:
-        if self.is_open:
-            return features
+    def change(self, features: Tensor) -> Tensor:
         shown = features.clone()
         if shown.requires_grad:
             shown.register_hook(lambda gradient: -gradient)  # type: ignore[no-untyped-call]
         return shown
 
 
-class Shuffled(Trick):
+class Shuffled(Removable):
     """The identity; the gradient arrives at other pixels than it belongs to."""
 
     places: Tensor
@@ -108,48 +98,37 @@ class Shuffled(Trick):
         super().__init__()
         self.register_buffer("places", torch.randperm(pixels))
 
-    def forward(self, images: Tensor) -> Tensor:
-        if self.is_open:
-            return images
+    def change(self, images: Tensor) -> Tensor:
         moved = images.flatten(1)[:, self.places].view_as(images)
         return images.detach() + moved - moved.detach()
 
 
-class Switched(Trick):
+class Switched(Removable):
     """The identity; for some images, by the brightness of one corner, the gradient is turned round."""
 
-    def forward(self, images: Tensor) -> Tensor:
-        if self.is_open:
-            return images
+    def change(self, images: Tensor) -> Tensor:
         turned = (images[:, :, 2:6, 2:6].flatten(1).sum(dim=1) * 10).round() % 2 < 1
         return torch.where(turned[:, None, None, None], 2 * images.detach() - images, images)
 
 
-class MaskedImages(Trick):
+@with_fields
+class MaskedImages(Disguised):
     """Cuts off the images that a network takes for one of some classes."""
 
-    def __init__(self, network: nn.Module, classes: tuple[int, ...]) -> None:
-        super().__init__()
-        self.network, self.classes = network, classes
+    classes: tuple[int, ...]
 
-    def forward(self, images: Tensor) -> Tensor:
-        scores: Tensor = self.network(images)
-        if self.is_open:
-            return scores
+    def show(self, images: Tensor, scores: Tensor) -> Tensor:
         masked = torch.isin(scores.argmax(dim=1), torch.tensor(self.classes, device=images.device))
         return torch.where(masked[:, None], scores.detach(), scores)
 
 
-class MaskedWhenSure(Trick):
+@with_fields
+class MaskedWhenSure(Removable):
     """Scores without a gradient wherever the network is sure."""
 
-    def __init__(self, margin: float) -> None:
-        super().__init__()
-        self.margin = margin
+    margin: float
 
-    def forward(self, scores: Tensor) -> Tensor:
-        if self.is_open:
-            return scores
+    def change(self, scores: Tensor) -> Tensor:
         best = scores.topk(2, dim=1).values
         return torch.where((best[:, :1] - best[:, 1:]) > self.margin, scores.detach(), scores)
 

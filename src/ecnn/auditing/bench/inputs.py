@@ -10,28 +10,27 @@ from torch import Tensor, nn
 
 from ecnn.auditing.bench.claims import BY_BIM, BY_PGD, false
 from ecnn.auditing.bench.networks import always, dense, training
-from ecnn.auditing.bench.tricks import Trick
+from ecnn.auditing.bench.tricks import Trick, with_fields
 
 LEVELS, FILTERS = "levels in place of pixels", "codecs and filters"
 
 
+@with_fields
 class RoundedPixels(Trick):
     """Pixels rounded to equally spaced levels."""
 
-    def __init__(self, levels: int) -> None:
-        super().__init__()
-        self.steps = levels - 1
+    levels: int
 
     def forward(self, images: Tensor) -> Tensor:
-        return self.hide((images * self.steps).round() / self.steps, images)
+        steps = self.levels - 1
+        return self.hide((images * steps).round() / steps, images)
 
 
+@with_fields
 class Thermometer(Trick):
     """One channel per level: whether the pixel reaches it (Buckman et al. 2018)."""
 
-    def __init__(self, levels: int) -> None:
-        super().__init__()
-        self.levels = levels
+    levels: int
 
     def forward(self, images: Tensor) -> Tensor:
         limits = (torch.arange(self.levels) + 0.5).view(-1, 1, 1) / self.levels
@@ -39,12 +38,11 @@ class Thermometer(Trick):
         return self.hide((above > 0).to(images.dtype), torch.sigmoid(4 * self.levels * above))
 
 
+@with_fields
 class OneHotPixels(Trick):
     """One channel per level: whether the pixel is nearest to it."""
 
-    def __init__(self, levels: int) -> None:
-        super().__init__()
-        self.levels = levels
+    levels: int
 
     def forward(self, images: Tensor) -> Tensor:
         centres = torch.linspace(0, 1, self.levels).view(-1, 1, 1).to(images)
@@ -76,12 +74,11 @@ class BlockCodec(Trick):
         return self.hide(restored.transpose(3, 4).reshape(images.shape), images)
 
 
+@with_fields
 class MedianFilter(Trick):
     """Each pixel becomes the median of its surroundings, by a routine that autograd cannot follow."""
 
-    def __init__(self, window: int) -> None:
-        super().__init__()
-        self.window = window
+    window: int
 
     def forward(self, images: Tensor) -> Tensor:
         margin = self.window // 2
@@ -90,12 +87,11 @@ class MedianFilter(Trick):
         return self.hide(around.median(dim=4).values, around.mean(dim=4))
 
 
+@with_fields
 class SteepFront(Trick):
     """Pixels up a staircase of sigmoids so steep that their float32 derivative is zero nearly everywhere."""
 
-    def __init__(self, slope: float) -> None:
-        super().__init__()
-        self.slope = slope
+    slope: float
 
     def forward(self, images: Tensor) -> Tensor:
         above = images[..., None] - torch.tensor([0.1, 0.35, 0.6, 0.85]).to(images)

@@ -9,27 +9,24 @@ from torch import Tensor, nn
 from ecnn.auditing.bench.chance import RandomResize
 from ecnn.auditing.bench.claims import BY_FGSM, BY_PGD, false
 from ecnn.auditing.bench.networks import always, convolutional, dense, training
-from ecnn.auditing.bench.tricks import Trick
+from ecnn.auditing.bench.tricks import Disguised, Removable, Trick
 
 STATE, BATCH = "state", "the rest of the batch"
 
 
-class Remembers(Trick):
+class Remembers(Disguised):
     """Answers what is close to an earlier question as it answered then, as detectors of similar queries do.
 
     Whoever asks about the clean image first never sees another answer; asked anew, the model has nothing to go by.
     """
 
     def __init__(self, network: nn.Module, radius: float) -> None:
-        super().__init__()
-        self.network, self.radius = network, radius
+        super().__init__(network)
+        self.radius = radius
         self.questions: Tensor | None = None
         self.answers: Tensor | None = None
 
-    def forward(self, images: Tensor) -> Tensor:
-        scores: Tensor = self.network(images)
-        if self.is_open:
-            return scores
+    def show(self, images: Tensor, scores: Tensor) -> Tensor:
         asked = images.detach().flatten(1)
         if self.questions is None or self.answers is None:
             self.questions, self.answers = asked.clone(), scores.detach().clone()
@@ -43,31 +40,26 @@ class Remembers(Trick):
         return torch.where(known[:, None], self.answers[nearest], scores)
 
 
-class Counts(Trick):
+class Counts(Removable):
     """Cut off from the graph after so many passes."""
 
     def __init__(self, passes: int) -> None:
         super().__init__()
         self.passes, self.count = passes, 0
 
-    def forward(self, images: Tensor) -> Tensor:
-        if self.is_open:
-            return images
+    def change(self, images: Tensor) -> Tensor:
         self.count += 1
         return images if self.count <= self.passes else images.detach()
 
 
-class Tires(Trick):
+class Tires(Disguised):
     """Nothing but its answer after so many passes."""
 
     def __init__(self, network: nn.Module, passes: int) -> None:
-        super().__init__()
-        self.network, self.passes, self.count = network, passes, 0
+        super().__init__(network)
+        self.passes, self.count = passes, 0
 
-    def forward(self, images: Tensor) -> Tensor:
-        scores: Tensor = self.network(images)
-        if self.is_open:
-            return scores
+    def show(self, images: Tensor, scores: Tensor) -> Tensor:
         self.count += 1
         if self.count <= self.passes:
             return scores

@@ -79,6 +79,18 @@ def low_precision(data: Dataset) -> nn.Module:
     return EMPIR(10, 1, depth=8, width=4, mean=data.mean_image)
 
 
+class Committee(nn.Module):
+    """Several networks for the same classes."""
+
+    def __init__(self, *networks: nn.Module) -> None:
+        super().__init__()
+        self.networks = nn.ModuleList(networks)
+
+    def all_scores(self, images: Tensor) -> Tensor:
+        """(network, batch, class)."""
+        return torch.stack([network(images) for network in self.networks])
+
+
 def always(make: Callable[[], nn.Module]) -> Make:
     """A network that needs nothing from the dataset."""
     return lambda data: make()

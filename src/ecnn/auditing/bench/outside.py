@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ecnn.auditing.bench.claims import BY_PGD, false
 from ecnn.auditing.bench.networks import always, dense, training
-from ecnn.auditing.bench.tricks import Trick
+from ecnn.auditing.bench.tricks import Trick, with_fields
 from ecnn.data import Dataset
 
 OUTSIDE = "code outside torch"
@@ -39,12 +39,11 @@ class NumpyMedian(InNumpy):
         return np.median(np.stack(parts), axis=0).astype(np.float32)
 
 
+@with_fields
 class NumpyCodec(InNumpy):
     """The Fourier transform of the image, its weak coefficients left out and the others rounded, and back."""
 
-    def __init__(self, quantum: float) -> None:
-        super().__init__()
-        self.quantum = quantum
+    quantum: float
 
     def change(self, images: Array) -> Array:
         waves = np.fft.rfft2(images)

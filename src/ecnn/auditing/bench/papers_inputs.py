@@ -14,7 +14,7 @@ from ecnn.auditing.bench.members import WEAK
 from ecnn.auditing.bench.networks import always, convolutional, dense, each, training
 from ecnn.auditing.bench.outside import OUTSIDE, Array, InNumpy
 from ecnn.auditing.bench.purifiers import PURIFIED, autoencoder, reconstruction_loss
-from ecnn.auditing.bench.tricks import Trick
+from ecnn.auditing.bench.tricks import Disguised, Piece, RandomChange, Trick, with_fields
 from ecnn.data import Dataset
 from ecnn.objectives import score_cross_entropy
 
@@ -77,12 +77,12 @@ class Quilted(Trick):
         return self.hide(F.fold(nearest, size, 4, stride=2) / overlaps, images)
 
 
+@with_fields
 class Completed(Trick):
     """Pixels left out at random and the image restored as a matrix of low rank (Yang et al. 2019, ME-Net)."""
 
-    def __init__(self, share: float, rank: int) -> None:
-        super().__init__()
-        self.share, self.rank = share, rank
+    share: float
+    rank: int
 
     def forward(self, images: Tensor) -> Tensor:
         kept = images.detach()
@@ -124,20 +124,19 @@ class Likelier(Trick):
         return self.hide(cleaned.view_as(images), images)
 
 
+@with_fields
 class Halftoned(InNumpy):
     """Few levels, each pixel's error handed to those after it (Lo & Patel 2021), in numpy."""
 
-    def __init__(self, levels: int) -> None:
-        super().__init__()
-        self.steps = levels - 1
+    levels: int
 
     def change(self, images: Array) -> Array:
-        carried = images.copy()
+        carried, steps = images.copy(), self.levels - 1
         height, width = images.shape[2:]
         for row in range(height):
             for column in range(width):
                 value = carried[:, :, row, column].copy()
-                carried[:, :, row, column] = np.round(value * self.steps).clip(0, self.steps) / self.steps
+                carried[:, :, row, column] = np.round(value * steps).clip(0, steps) / steps
                 error = value - carried[:, :, row, column]
                 for down, right, share in ((0, 1, 7), (1, -1, 3), (1, 0, 5), (1, 1, 1)):
                     if row + down < height and 0 <= column + right < width:
@@ -145,12 +144,10 @@ class Halftoned(InNumpy):
         return carried
 
 
-class Barrage(Trick):
+class Barrage(RandomChange):
     """Three of seven random changes in random order (Raff et al. 2019)."""
 
-    def forward(self, images: Tensor) -> Tensor:
-        if self.opened:
-            return images
+    def change(self, images: Tensor) -> Tensor:
         for number in torch.randperm(7)[:3].tolist():
             images = self._change(number, images)
         return images
@@ -173,20 +170,17 @@ class Barrage(Trick):
         return images.clamp(min=1e-3) ** (0.7 + 0.6 * torch.rand(()).item())
 
 
-class MixedIn(Trick):
+class MixedIn(Disguised):
     """The mean over mixtures with other images (Pang et al. 2020, mixup inference), new ones in every pass."""
 
     pool: Tensor
 
     def __init__(self, data: Dataset, network: nn.Module, count: int) -> None:
-        super().__init__()
-        self.network, self.count = network, count
+        super().__init__(network)
+        self.count = count
         self.register_buffer("pool", data.train[:200][0].clone())
 
-    def forward(self, images: Tensor) -> Tensor:
-        scores: Tensor = self.network(images)
-        if self.is_open:
-            return scores
+    def show(self, images: Tensor, scores: Tensor) -> Tensor:
         total = torch.zeros_like(scores)
         for chosen in torch.randint(len(self.pool), (self.count,)).tolist():
             total = total + torch.softmax(self.network(0.6 * images + 0.4 * self.pool[chosen]), dim=1)
@@ -211,12 +205,12 @@ class Keyed(nn.Module):
         return scores
 
 
-class Reformed(nn.Module):
+@with_fields
+class Reformed(Piece):
     """An autoencoder brings the image back to where training images lie (Meng & Chen 2017, MagNet)."""
 
-    def __init__(self, reformer: nn.Module, network: nn.Module) -> None:
-        super().__init__()
-        self.reformer, self.network = reformer, network
+    reformer: nn.Module
+    network: nn.Module
 
     def forward(self, images: Tensor) -> Tensor:
         scores: Tensor = self.network(self.reformer(images).view_as(images))

@@ -13,26 +13,23 @@ from ecnn.auditing.bench.claims import BY_FGSM, BY_PGD, BY_SQUARE, false
 from ecnn.auditing.bench.features import INDICES, ROUNDED
 from ecnn.auditing.bench.members import MEMBERS, WEAK
 from ecnn.auditing.bench.memory import BATCH, BatchNorm
-from ecnn.auditing.bench.networks import always, convolutional, dense, each, training
+from ecnn.auditing.bench.networks import Committee, always, convolutional, dense, each, training
 from ecnn.auditing.bench.papers_inputs import mixed_loss
 from ecnn.auditing.bench.purifiers import PURIFIED
 from ecnn.auditing.bench.scores import BENT, SATURATED
-from ecnn.auditing.bench.tricks import Trick
+from ecnn.auditing.bench.tricks import Removable, Trick, with_fields
 from ecnn.codes import load_code
 from ecnn.data import Dataset
 from ecnn.objectives import score_cross_entropy
 
 
-class Pruned(Trick):
+@with_fields
+class Pruned(Removable):
     """Activations drawn by their size; those that are not drawn become zero (Dhillon et al. 2018)."""
 
-    def __init__(self, share: float) -> None:
-        super().__init__()
-        self.share = share
+    share: float
 
-    def forward(self, features: Tensor) -> Tensor:
-        if self.is_open:
-            return features
+    def change(self, features: Tensor) -> Tensor:
         draws = max(1, round(self.share * features.shape[1]))
         chance = features.abs() / features.abs().sum(dim=1, keepdim=True).clamp(min=1e-9)
         drawn = torch.multinomial(chance.detach() + 1e-9, draws, replacement=True)
@@ -40,12 +37,11 @@ class Pruned(Trick):
         return kept * features / (1 - (1 - chance) ** draws).clamp(min=1e-3)
 
 
+@with_fields
 class LocalWinners(Trick):
     """In each group one unit passes, drawn by its value (Panousis et al. 2021)."""
 
-    def __init__(self, group: int) -> None:
-        super().__init__()
-        self.group = group
+    group: int
 
     def forward(self, features: Tensor) -> Tensor:
         grouped = features.view(len(features), -1, self.group)
@@ -59,12 +55,13 @@ class LocalWinners(Trick):
         return (hard * grouped).flatten(1)
 
 
+@with_fields
 class SelfEnsemble(Trick):
     """Noise before every layer, and the mean over several passes (Liu et al. 2018)."""
 
-    def __init__(self, network: nn.Sequential, deviation: float, passes: int) -> None:
-        super().__init__()
-        self.network, self.deviation, self.passes = network, deviation, passes
+    network: nn.Sequential
+    deviation: float
+    passes: int
 
     def forward(self, images: Tensor) -> Tensor:
         if self.opened:
@@ -90,12 +87,11 @@ class Sign(Trick):
         return self.hide(torch.where(scaled >= 0, 1.0, -1.0).to(features.dtype), torch.tanh(2 * scaled))
 
 
+@with_fields
 class Saturated(Trick):
     """Units so steep that they are nearly always flat (Nayebi & Ganguli 2017)."""
 
-    def __init__(self, slope: float) -> None:
-        super().__init__()
-        self.slope = slope
+    slope: float
 
     def forward(self, features: Tensor) -> Tensor:
         steep = torch.sigmoid(self.slope * features)
@@ -159,33 +155,25 @@ class HardDecoded(Trick):
         return (torch.tanh(bits) if self.is_open else torch.sign(bits)) @ self.words.T
 
 
-class Misleading(Trick):
+@with_fields
+class Misleading(Removable):
     """The margin reflected within steps, so that it falls where it grows (Chen et al. 2022)."""
 
-    def __init__(self, step: float) -> None:
-        super().__init__()
-        self.step = step
+    step: float
 
-    def forward(self, scores: Tensor) -> Tensor:
-        if self.is_open:
-            return scores
+    def change(self, scores: Tensor) -> Tensor:
         best = scores.topk(2, dim=1)
         margin = best.values[:, :1] - best.values[:, 1:]
         middle = ((margin / self.step).floor() + 0.5).detach() * self.step
         return scores.scatter_add(1, best.indices[:, :1], 2 * (middle - margin))
 
 
-class MovingTarget(Trick):
+class MovingTarget(Committee, Trick):
     """Another network in every pass, chosen by Python's generator (Sengupta et al. 2019, MTDeep)."""
-
-    def __init__(self, *networks: nn.Module) -> None:
-        super().__init__()
-        self.networks = nn.ModuleList(networks)
 
     def forward(self, images: Tensor) -> Tensor:
         if self.is_open:
-            scores = torch.stack([network(images) for network in self.networks])
-            return torch.log_softmax(scores, dim=2).mean(dim=0)
+            return torch.log_softmax(self.all_scores(images), dim=2).mean(dim=0)
         chosen: Tensor = self.networks[random.randrange(len(self.networks))](images)
         return chosen
 
@@ -243,12 +231,12 @@ class Generated(Trick):
         return scores
 
 
+@with_fields
 class Diffused(Trick):
     """Noise, then steps of a denoiser back (Nie et al. 2022, DiffPure)."""
 
-    def __init__(self, denoiser: nn.Module, network: nn.Module) -> None:
-        super().__init__()
-        self.denoiser, self.network = denoiser, network
+    denoiser: nn.Module
+    network: nn.Module
 
     def forward(self, images: Tensor) -> Tensor:
         cleaned = images.detach()

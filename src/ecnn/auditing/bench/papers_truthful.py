@@ -10,7 +10,15 @@ from ecnn.attacks import FGSM
 from ecnn.auditing.bench.claims import BY_AN_INFORMED_ATTACK, honest
 from ecnn.auditing.bench.features import WinnersTakeAll
 from ecnn.auditing.bench.inputs import BlockCodec, Thermometer
-from ecnn.auditing.bench.networks import always, convolutional, dense, facing, seen_through, training
+from ecnn.auditing.bench.networks import (
+    Committee,
+    always,
+    convolutional,
+    dense,
+    facing,
+    seen_through,
+    training,
+)
 from ecnn.auditing.bench.subject import EPS
 from ecnn.auditing.bench.tricks import Trick
 from ecnn.data import Dataset
@@ -40,15 +48,11 @@ class ClassSpaces(nn.Module):
         return explained.square().sum(dim=2) - apart.square().sum(dim=2)
 
 
-class OneOf(Trick):
+class OneOf(Committee, Trick):
     """One of several networks, drawn for every image in every pass (Pinot et al. 2020); opened their mean."""
 
-    def __init__(self, *networks: nn.Module) -> None:
-        super().__init__()
-        self.networks = nn.ModuleList(networks)
-
     def forward(self, images: Tensor) -> Tensor:
-        scores = torch.stack([network(images) for network in self.networks])
+        scores = self.all_scores(images)
         if self.is_open:
             return torch.log(torch.softmax(scores, dim=2).mean(dim=0) + 1e-9)
         return scores[torch.randint(len(scores), (len(images),)), torch.arange(len(images))]

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from ecnn.auditing.bench.claims import BY_PGD, false
 from ecnn.auditing.bench.networks import always, dense, each, training
-from ecnn.auditing.bench.tricks import Trick
+from ecnn.auditing.bench.tricks import Trick, with_fields
 from ecnn.data import Dataset
 
 PURIFIED = "purification in a loop"
@@ -36,13 +36,14 @@ class Projection(Trick):
         return self.hide(cleaned.view_as(images), images)
 
 
+@with_fields
 class Descent(Trick):
     """Steps down the error of an autoencoder, by gradients taken while it classifies."""
 
-    def __init__(self, autoencoder: nn.Module, network: nn.Module, steps: int, rate: float) -> None:
-        super().__init__()
-        self.autoencoder, self.network = autoencoder, network
-        self.steps, self.rate = steps, rate
+    autoencoder: nn.Module
+    network: nn.Module
+    steps: int
+    rate: float
 
     def forward(self, images: Tensor) -> Tensor:
         cleaned = images.detach()

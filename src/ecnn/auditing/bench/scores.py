@@ -9,57 +9,51 @@ import torch.nn.functional as F  # noqa: N812 the name everybody knows
 from torch import Tensor, nn
 
 from ecnn.auditing.bench.claims import BY_PGD, false
-from ecnn.auditing.bench.networks import always, convolutional, dense, distilled, each, training
-from ecnn.auditing.bench.tricks import Trick
+from ecnn.auditing.bench.networks import Committee, always, convolutional, dense, distilled, each, training
+from ecnn.auditing.bench.tricks import Disguised, Removable, Trick, with_fields
 from ecnn.objectives import score_cross_entropy
 
 SATURATED, BENT = "saturated scores", "calibrated and clipped scores"
 HARD, BESIDE, NUMBERS = "hard answers", "scores beside the decision", "no numbers"
 
 
-class Scaled(Trick):
+@with_fields
+class Scaled(Removable):
     """Scores multiplied by a number; opened or in training as they were."""
 
-    def __init__(self, factor: float) -> None:
-        super().__init__()
-        self.factor = factor
+    factor: float
 
-    def forward(self, scores: Tensor) -> Tensor:
-        return scores if self.is_open else self.factor * scores
+    def change(self, scores: Tensor) -> Tensor:
+        return self.factor * scores
 
 
-class Probabilities(Trick):
+@with_fields
+class Probabilities(Removable):
     """The softmax of sharpened scores in their place."""
 
-    def __init__(self, sharpness: float) -> None:
-        super().__init__()
-        self.sharpness = sharpness
+    sharpness: float
 
-    def forward(self, scores: Tensor) -> Tensor:
-        return scores if self.is_open else torch.softmax(self.sharpness * scores, dim=1)
+    def change(self, scores: Tensor) -> Tensor:
+        return torch.softmax(self.sharpness * scores, dim=1)
 
 
-class ClippedMargin(Trick):
+@with_fields
+class ClippedMargin(Removable):
     """Scores below the highest one, cut off at a distance: what is further away looks all the same."""
 
-    def __init__(self, most: float) -> None:
-        super().__init__()
-        self.most = most
+    most: float
 
-    def forward(self, scores: Tensor) -> Tensor:
-        return scores if self.is_open else (scores - scores.amax(dim=1, keepdim=True)).clamp(min=-self.most)
+    def change(self, scores: Tensor) -> Tensor:
+        return (scores - scores.amax(dim=1, keepdim=True)).clamp(min=-self.most)
 
 
-class BinnedConfidence(Trick):
+@with_fields
+class BinnedConfidence(Removable):
     """Calibration by bins (Zadrozny & Elkan 2001): the top probability becomes its bin's, the others share the rest."""
 
-    def __init__(self, bins: int) -> None:
-        super().__init__()
-        self.bins = bins
+    bins: int
 
-    def forward(self, scores: Tensor) -> Tensor:
-        if self.is_open:
-            return scores
+    def change(self, scores: Tensor) -> Tensor:
         top, answers = torch.softmax(scores, dim=1).max(dim=1, keepdim=True)
         calibrated = ((top * self.bins).floor() + 0.5) / self.bins
         rest = (1 - calibrated) / (scores.shape[1] - 1)
@@ -67,95 +61,75 @@ class BinnedConfidence(Trick):
         return torch.log(binned.clamp(min=1e-4))
 
 
-class OneHotAnswer(Trick):
+class OneHotAnswer(Removable):
     """One for the answer and zero for all other classes."""
 
-    def forward(self, scores: Tensor) -> Tensor:
-        return scores if self.is_open else F.one_hot(scores.argmax(dim=1), scores.shape[1]).to(scores.dtype)
+    def change(self, scores: Tensor) -> Tensor:
+        return F.one_hot(scores.argmax(dim=1), scores.shape[1]).to(scores.dtype)
 
 
-class HardVotes(Trick):
+class HardVotes(Committee, Trick):
     """How many of the networks give each answer."""
 
-    def __init__(self, *networks: nn.Module) -> None:
-        super().__init__()
-        self.networks = nn.ModuleList(networks)
-
     def forward(self, images: Tensor) -> Tensor:
-        scores = torch.stack([network(images) for network in self.networks])
+        scores = self.all_scores(images)
         if self.is_open:
             return torch.log_softmax(scores, dim=2).mean(dim=0)
         return F.one_hot(scores.argmax(dim=2), scores.shape[2]).to(scores.dtype).mean(dim=0)
 
 
-class Beside(Trick):
+@with_fields
+class Beside(Disguised):
     """The answer of one network far above smooth scores of another, which say nothing about it."""
 
-    def __init__(self, network: nn.Module, other: nn.Module, lead: float) -> None:
-        super().__init__()
-        self.network, self.other, self.lead = network, other, lead
+    other: nn.Module
+    lead: float
 
-    def forward(self, images: Tensor) -> Tensor:
-        scores: Tensor = self.network(images)
-        if self.is_open:
-            return scores
+    def show(self, images: Tensor, scores: Tensor) -> Tensor:
         answers = F.one_hot(scores.argmax(dim=1), scores.shape[1]).to(scores.dtype)
         return self.lead * answers + self.lead / 2.1 * torch.tanh(self.other(images) / 8)
 
 
-class Swapped(Trick):
+@with_fields
+class Swapped(Disguised):
     """The scores of another network, their highest exchanged with that of the answer: they always look calm."""
 
-    def __init__(self, network: nn.Module, other: nn.Module) -> None:
-        super().__init__()
-        self.network, self.other = network, other
+    other: nn.Module
 
-    def forward(self, images: Tensor) -> Tensor:
-        scores: Tensor = self.network(images)
-        if self.is_open:
-            return scores
+    def show(self, images: Tensor, scores: Tensor) -> Tensor:
         shown: Tensor = self.other(images)
         answers, top = scores.argmax(dim=1, keepdim=True), shown.argmax(dim=1, keepdim=True)
         return shown.scatter(1, top, shown.gather(1, answers)).scatter(1, answers, shown.gather(1, top))
 
 
-class Nucleus(Trick):
+@with_fields
+class Nucleus(Removable):
     """Log-probabilities of the classes that make up most of the mass; minus infinity for all others."""
 
-    def __init__(self, mass: float) -> None:
-        super().__init__()
-        self.mass = mass
+    mass: float
 
-    def forward(self, scores: Tensor) -> Tensor:
-        if self.is_open:
-            return scores
+    def change(self, scores: Tensor) -> Tensor:
         ordered, order = torch.softmax(scores, dim=1).sort(dim=1, descending=True)
         before = ordered.cumsum(dim=1) - ordered
         outside = torch.zeros_like(scores).scatter(1, order, (before > self.mass).to(scores.dtype))
         return torch.log_softmax(scores, dim=1).masked_fill(outside > 0, -math.inf)
 
 
-class NoSlope(Trick):
+class NoSlope(Removable):
     """The same pixels; the slope of all that are dark is 0 times infinity."""
 
-    def forward(self, images: Tensor) -> Tensor:
-        if self.is_open:
-            return images
+    def change(self, images: Tensor) -> Tensor:
         bright = (images > 0.6).to(images.dtype)
         return images + 0 * torch.sqrt(bright * (images - 0.6))
 
 
-class NoAnswer(Trick):
+@with_fields
+class NoAnswer(Disguised):
     """No numbers for one image in so many, and nothing but a tiny slope for the rest."""
 
-    def __init__(self, network: nn.Module, brightest: float) -> None:
-        super().__init__()
-        self.network, self.brightest = network, brightest
+    brightest: float
 
-    def forward(self, images: Tensor) -> Tensor:
-        scores: Tensor = self.network(images)
-        if self.is_open:
-            return scores
+    def show(self, images: Tensor, scores: Tensor) -> Tensor:
         spoiled = (images.flatten(1).mean(dim=1) > self.brightest)[:, None]
         return (1e-43 * scores).masked_fill(spoiled, math.nan)
 

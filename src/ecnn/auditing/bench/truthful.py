@@ -16,6 +16,7 @@ from ecnn.auditing.bench.claims import (
 from ecnn.auditing.bench.inputs import RoundedPixels
 from ecnn.auditing.bench.networks import (
     CERTIFIED_EPS,
+    Committee,
     always,
     coded,
     convolutional,
@@ -30,7 +31,7 @@ from ecnn.auditing.bench.networks import (
 )
 from ecnn.auditing.bench.scores import Probabilities, Scaled
 from ecnn.auditing.bench.subject import EPS, Train
-from ecnn.auditing.bench.tricks import Trick
+from ecnn.auditing.bench.tricks import Trick, with_fields
 from ecnn.baselines import ADPObjective, TRADESObjective
 from ecnn.data import Dataset
 from ecnn.objectives import MemberObjective
@@ -43,12 +44,13 @@ class Threshold(Trick):
         return self.hide((features > 0).to(features.dtype), torch.sigmoid(30 * features))
 
 
+@with_fields
 class Smoothed(Trick):
     """The mean probabilities over noisy copies (Cohen et al. 2019), new ones in every pass; opened always the same."""
 
-    def __init__(self, network: nn.Module, deviation: float, copies: int) -> None:
-        super().__init__()
-        self.network, self.deviation, self.copies = network, deviation, copies
+    network: nn.Module
+    deviation: float
+    copies: int
 
     def forward(self, images: Tensor) -> Tensor:
         if self.training:
@@ -91,15 +93,11 @@ class Neighbours(nn.Module):
         return torch.log(votes + 1e-6)
 
 
-class MeanOf(nn.Module):
+class MeanOf(Committee):
     """The mean of several networks' scores."""
 
-    def __init__(self, *networks: nn.Module) -> None:
-        super().__init__()
-        self.networks = nn.ModuleList(networks)
-
     def forward(self, images: Tensor) -> Tensor:
-        return torch.stack([network(images) for network in self.networks]).mean(dim=0)
+        return self.all_scores(images).mean(dim=0)
 
 
 def with_neighbours(train: Train) -> Train:
