@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F  # noqa: N812 the name everybody knows
 from torch import Tensor, nn
 
-from ecnn.auditing.bench.claims import BY_FGSM, BY_PGD, false
-from ecnn.auditing.bench.networks import always, convolutional, dense, training
+from ecnn.auditing.bench.claims import BY_FGSM, BY_PGD, Subjects
+from ecnn.auditing.bench.networks import convolutional, dense, training
 from ecnn.auditing.bench.tricks import RandomChange, Trick, with_fields
 
 RANDOM, FOREIGN = "randomness", "randomness that is not torch's"
@@ -77,45 +77,34 @@ class PythonShift(RandomChange):
         return random.uniform(0.7, 1.0) * images.roll(moves, dims=(2, 3))
 
 
-SUBJECTS = [
-    false(
-        RANDOM,
-        "noisy_input",
-        "fresh noise in every pass spoils a single gradient, and the best iterate was only lucky",
-        always(lambda: nn.Sequential(Noise(0.1), dense())),
-        training(epochs=20),
-        BY_PGD,
-    ),
-    false(
-        RANDOM,
-        "random_resize",
-        "another size and place in every pass",
-        always(lambda: nn.Sequential(RandomResize(8, 12), convolutional())),
-        training(epochs=20, lr=0.01),
-        BY_FGSM,
-    ),
-    false(
-        RANDOM,
-        "random_dropout",
-        "dropout stays on at test time",
-        always(lambda: dense(activation=lambda: nn.Sequential(nn.ReLU(), TestTimeDropout(0.5)))),
-        training(epochs=20),
-        BY_FGSM,
-    ),
-    false(
-        FOREIGN,
-        "numpy_noise",
-        "fresh noise in every pass, from numpy's generator, which seeding torch does not fix",
-        always(lambda: nn.Sequential(NumpyNoise(0.1), dense(width=128))),
-        training(epochs=20),
-        BY_PGD,
-    ),
-    false(
-        FOREIGN,
-        "python_shift",
-        "shifted and dimmed in every pass, by Python's generator",
-        always(lambda: nn.Sequential(PythonShift(), convolutional())),
-        training(epochs=25, lr=0.01),
-        BY_FGSM,
-    ),
-]
+SUBJECTS = Subjects()
+
+
+@SUBJECTS.false(RANDOM, training(epochs=20), BY_PGD)
+def noisy_input() -> nn.Module:
+    """Fresh noise in every pass spoils a single gradient, and the best iterate was only lucky."""
+    return nn.Sequential(Noise(0.1), dense())
+
+
+@SUBJECTS.false(RANDOM, training(epochs=20, lr=0.01), BY_FGSM)
+def random_resize() -> nn.Module:
+    """Another size and place in every pass."""
+    return nn.Sequential(RandomResize(8, 12), convolutional())
+
+
+@SUBJECTS.false(RANDOM, training(epochs=20), BY_FGSM)
+def random_dropout() -> nn.Module:
+    """Dropout stays on at test time."""
+    return dense(activation=lambda: nn.Sequential(nn.ReLU(), TestTimeDropout(0.5)))
+
+
+@SUBJECTS.false(FOREIGN, training(epochs=20), BY_PGD)
+def numpy_noise() -> nn.Module:
+    """Fresh noise in every pass, from numpy's generator, which seeding torch does not fix."""
+    return nn.Sequential(NumpyNoise(0.1), dense(width=128))
+
+
+@SUBJECTS.false(FOREIGN, training(epochs=25, lr=0.01), BY_FGSM)
+def python_shift() -> nn.Module:
+    """Shifted and dimmed in every pass, by Python's generator."""
+    return nn.Sequential(PythonShift(), convolutional())

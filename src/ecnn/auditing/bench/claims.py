@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import math
-from collections.abc import Callable
-from typing import Literal
+from collections.abc import Callable, Iterator
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -77,7 +78,7 @@ def own_label(eps: float) -> Attack:
     )
 
 
-def short_walk(eps: float) -> Attack:
+def tiny_steps(eps: float) -> Attack:
     """Ten steps that together cover a tenth of the radius, from the image."""
     return BIM(norm="linf", eps=eps, steps=10, step_size=eps / 100)
 
@@ -91,6 +92,9 @@ def known_trick(model: nn.Module, images: Tensor, labels: Tensor, eps: float) ->
     return informed_accuracy(model, images, labels, eps)
 
 
+#: Makes an untrained network: of a dataset, or of nothing.
+Network = Callable[..., nn.Module]
+Decorator = Callable[[Network], Network]
 #: A protocol, and the same in words.
 Claim = tuple[Protocol, str]
 BY_FGSM: Claim = (reports(fgsm), "FGSM")
@@ -131,18 +135,7 @@ def false(
     key: Key | None = None,
 ) -> Subject:
     """A model that only looks robust."""
-    return Subject(
-        name=name,
-        family=family,
-        half=half,
-        honest=False,
-        why=why,
-        make=make,
-        train=train,
-        claim=claim[0],
-        protocol=claim[1],
-        key=key,
-    )
+    return _subject(family, name, why, make, train, claim, honest=False, half=half, key=key)
 
 
 def honest(
@@ -156,15 +149,55 @@ def honest(
     half: Half = "first",
 ) -> Subject:
     """A model whose claim comes from a strong evaluation, or from a proof."""
-    return Subject(
-        name=name,
-        family="honest",
-        half=half,
-        honest=True,
-        why=why,
-        make=make,
-        train=train,
-        claim=claim[0],
-        protocol=claim[1],
-        eps=eps,
-    )
+    return _subject("honest", name, why, make, train, claim, honest=True, half=half, eps=eps)
+
+
+def _subject(
+    family: str, name: str, why: str, make: Make, train: Train, claim: Claim, **other: Any
+) -> Subject:
+    protocol, words = claim
+    facts: dict[str, Any] = {"family": family, "name": name, "why": why, "make": make, "train": train}
+    return Subject(**facts, claim=protocol, protocol=words, **other)
+
+
+class Subjects:
+    """The models of one file, in the order in which they stand there.
+
+    A model is a function that makes its untrained network, of the dataset if it takes one, decorated as `false` or
+    `honest`. Its name is the model's, and its docstring says why the model looks robust or may be believed.
+    """
+
+    def __init__(self, half: Half = "first") -> None:
+        self.half: Half = half
+        self.made: list[Subject] = []
+
+    def __iter__(self) -> Iterator[Subject]:
+        return iter(self.made)
+
+    def false(self, family: str, train: Train, claim: Claim, *, key: Key | None = None) -> Decorator:
+        """The decorator of a model that only looks robust."""
+
+        def add(network: Network) -> Network:
+            name, why, make = _read(network)
+            self.made.append(false(family, name, why, make, train, claim, half=self.half, key=key))
+            return network
+
+        return add
+
+    def honest(self, train: Train, claim: Claim = BY_AUTOATTACK, *, eps: float = EPS) -> Decorator:
+        """The decorator of a model whose claim comes from a strong evaluation, or from a proof."""
+
+        def add(network: Network) -> Network:
+            name, why, make = _read(network)
+            self.made.append(honest(name, why, make, train, claim, half=self.half, eps=eps))
+            return network
+
+        return add
+
+
+def _read(network: Network) -> tuple[str, str, Make]:
+    """Name, reason and maker of a model, from the function that is decorated."""
+    sentence = " ".join((network.__doc__ or "").split())
+    takes_data = bool(inspect.signature(network).parameters)
+    make: Make = network if takes_data else lambda data: network()
+    return network.__name__, sentence[:1].lower() + sentence[1:].removesuffix("."), make

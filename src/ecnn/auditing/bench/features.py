@@ -6,8 +6,8 @@ import torch
 import torch.nn.functional as F  # noqa: N812 the name everybody knows
 from torch import Tensor, nn
 
-from ecnn.auditing.bench.claims import BY_FGSM, BY_PGD, false
-from ecnn.auditing.bench.networks import always, dense, training
+from ecnn.auditing.bench.claims import BY_FGSM, BY_PGD, Subjects
+from ecnn.auditing.bench.networks import dense, training
 from ecnn.auditing.bench.tricks import Trick, with_fields
 
 ROUNDED, INDICES = "rounded or winning features", "indices, ranks and hashes"
@@ -93,53 +93,40 @@ class Largest(Trick):
         return torch.einsum("bgs,gsw->bgw", hard + soft - soft.detach(), self.tables).flatten(1)
 
 
-SUBJECTS = [
-    false(
-        ROUNDED,
-        "rounded_activation",
-        "activations are rounded: no gradient",
-        always(lambda: dense(activation=lambda: RoundedActivation(0.5))),
-        training(epochs=15),
-        BY_PGD,
-    ),
-    false(
-        ROUNDED,
-        "winners_take_all",
-        "only the largest activations pass, so that scores jump at every step",
-        always(lambda: dense(width=256, activation=lambda: WinnersTakeAll(0.1))),
-        training(epochs=15),
-        BY_FGSM,
-    ),
-    false(
-        INDICES,
-        "nearest_patches",
-        "patches are replaced by the nearest of 24, found by index: no gradient",
-        always(lambda: nn.Sequential(NearestPatches(24), dense())),
-        training(epochs=20),
-        BY_PGD,
-    ),
-    false(
-        INDICES,
-        "ranked_features",
-        "features are replaced by their ranks: no gradient",
-        always(lambda: nn.Sequential(nn.Flatten(), nn.Linear(64, 64), Ranks(), dense())),
-        training(epochs=20),
-        BY_PGD,
-    ),
-    false(
-        INDICES,
-        "hashed_features",
-        "the network sees 256 bits of a hash of the image: no gradient",
-        always(lambda: nn.Sequential(Hash(64, 256), dense(256))),
-        training(epochs=10),
-        BY_PGD,
-    ),
-    false(
-        INDICES,
-        "largest_of_groups",
-        "of each eight features only the index of the largest goes on: no gradient",
-        always(lambda: nn.Sequential(nn.Flatten(), nn.Linear(64, 128), Largest(16, 8, 4), dense(64))),
-        training(epochs=20),
-        BY_PGD,
-    ),
-]
+SUBJECTS = Subjects()
+
+
+@SUBJECTS.false(ROUNDED, training(epochs=15), BY_PGD)
+def rounded_activation() -> nn.Module:
+    """Activations are rounded: no gradient."""
+    return dense(activation=lambda: RoundedActivation(0.5))
+
+
+@SUBJECTS.false(ROUNDED, training(epochs=15), BY_FGSM)
+def winners_take_all() -> nn.Module:
+    """Only the largest activations pass, so that scores jump at every step."""
+    return dense(width=256, activation=lambda: WinnersTakeAll(0.1))
+
+
+@SUBJECTS.false(INDICES, training(epochs=20), BY_PGD)
+def nearest_patches() -> nn.Module:
+    """Patches are replaced by the nearest of 24, found by index: no gradient."""
+    return nn.Sequential(NearestPatches(24), dense())
+
+
+@SUBJECTS.false(INDICES, training(epochs=20), BY_PGD)
+def ranked_features() -> nn.Module:
+    """Features are replaced by their ranks: no gradient."""
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, 64), Ranks(), dense())
+
+
+@SUBJECTS.false(INDICES, training(epochs=10), BY_PGD)
+def hashed_features() -> nn.Module:
+    """The network sees 256 bits of a hash of the image: no gradient."""
+    return nn.Sequential(Hash(64, 256), dense(256))
+
+
+@SUBJECTS.false(INDICES, training(epochs=20), BY_PGD)
+def largest_of_groups() -> nn.Module:
+    """Of each eight features only the index of the largest goes on: no gradient."""
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, 128), Largest(16, 8, 4), dense(64))

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ecnn.auditing.bench.claims import BY_PGD, false
-from ecnn.auditing.bench.networks import always, convolutional, dense, training
+from ecnn.auditing.bench.claims import BY_PGD, Subjects
+from ecnn.auditing.bench.networks import convolutional, dense, training
 from ecnn.auditing.bench.tricks import Disguised, Removable, Trick, with_fields
 
 CUT, LYING, PARTIAL = "cut gradients", "lying gradients", "partly masked"
@@ -133,85 +133,64 @@ class MaskedWhenSure(Removable):
         return torch.where((best[:, :1] - best[:, 1:]) > self.margin, scores.detach(), scores)
 
 
-SUBJECTS = [
-    false(
-        CUT,
-        "detached",
-        "the input is cut off from the graph",
-        always(lambda: nn.Sequential(Detached(), dense())),
-        training(epochs=10),
-        BY_PGD,
-    ),
-    false(
-        CUT,
-        "half_the_pixels",
-        "every second pixel is cut off from the graph",
-        always(lambda: nn.Sequential(HalfThePixels(), dense())),
-        training(epochs=10),
-        BY_PGD,
-    ),
-    false(
-        CUT,
-        "half_the_graph",
-        "scores of two networks are added, and the one that decides is cut off from the graph",
-        always(lambda: HalfTheGraph(dense(width=16), dense(), 0.15)),
-        training(epochs=15),
-        BY_PGD,
-    ),
-    false(
-        LYING,
-        "decoy",
-        "the gradient is that of another network",
-        always(lambda: Decoy(dense(), dense())),
-        training(epochs=10),
-        BY_PGD,
-    ),
-    false(
-        LYING,
-        "noisy_backward",
-        "a backward pass of its own adds noise to every gradient",
-        always(lambda: nn.Sequential(NoisyBackward(3.0), dense())),
-        training(epochs=10),
-        BY_PGD,
-    ),
-    false(
-        LYING,
-        "reversed_by_a_hook",
-        "a hook inside the network turns gradients round",
-        always(lambda: nn.Sequential(nn.Flatten(), nn.Linear(64, 64), Reversed(), nn.ReLU(), dense())),
-        training(epochs=15),
-        BY_PGD,
-    ),
-    false(
-        LYING,
-        "shuffled_gradient",
-        "the gradient arrives at other pixels",
-        always(lambda: nn.Sequential(Shuffled(64), convolutional())),
-        training(epochs=15, lr=0.01),
-        BY_PGD,
-    ),
-    false(
-        PARTIAL,
-        "switched_gradient",
-        "for about half of the images the gradient is turned round",
-        always(lambda: nn.Sequential(Switched(), dense())),
-        training(epochs=10),
-        BY_PGD,
-    ),
-    false(
-        PARTIAL,
-        "masked_classes",
-        "three classes of ten have no gradient",
-        always(lambda: MaskedImages(dense(), (0, 3, 6))),
-        training(epochs=10),
-        BY_PGD,
-    ),
-    false(
-        PARTIAL,
-        "masked_when_sure",
-        "no gradient where the network is sure",
-        always(lambda: nn.Sequential(dense(), MaskedWhenSure(2.0))),
-        training(epochs=12),
-        BY_PGD,
-    ),
-]
+SUBJECTS = Subjects()
+
+
+@SUBJECTS.false(CUT, training(epochs=10), BY_PGD)
+def detached() -> nn.Module:
+    """The input is cut off from the graph."""
+    return nn.Sequential(Detached(), dense())
+
+
+@SUBJECTS.false(CUT, training(epochs=10), BY_PGD)
+def half_the_pixels() -> nn.Module:
+    """Every second pixel is cut off from the graph."""
+    return nn.Sequential(HalfThePixels(), dense())
+
+
+@SUBJECTS.false(CUT, training(epochs=15), BY_PGD)
+def half_the_graph() -> nn.Module:
+    """Scores of two networks are added, and the one that decides is cut off from the graph."""
+    return HalfTheGraph(dense(width=16), dense(), 0.15)
+
+
+@SUBJECTS.false(LYING, training(epochs=10), BY_PGD)
+def decoy() -> nn.Module:
+    """The gradient is that of another network."""
+    return Decoy(dense(), dense())
+
+
+@SUBJECTS.false(LYING, training(epochs=10), BY_PGD)
+def noisy_backward() -> nn.Module:
+    """A backward pass of its own adds noise to every gradient."""
+    return nn.Sequential(NoisyBackward(3.0), dense())
+
+
+@SUBJECTS.false(LYING, training(epochs=15), BY_PGD)
+def reversed_by_a_hook() -> nn.Module:
+    """A hook inside the network turns gradients round."""
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, 64), Reversed(), nn.ReLU(), dense())
+
+
+@SUBJECTS.false(LYING, training(epochs=15, lr=0.01), BY_PGD)
+def shuffled_gradient() -> nn.Module:
+    """The gradient arrives at other pixels."""
+    return nn.Sequential(Shuffled(64), convolutional())
+
+
+@SUBJECTS.false(PARTIAL, training(epochs=10), BY_PGD)
+def switched_gradient() -> nn.Module:
+    """For about half of the images the gradient is turned round."""
+    return nn.Sequential(Switched(), dense())
+
+
+@SUBJECTS.false(PARTIAL, training(epochs=10), BY_PGD)
+def masked_classes() -> nn.Module:
+    """Three classes of ten have no gradient."""
+    return MaskedImages(dense(), (0, 3, 6))
+
+
+@SUBJECTS.false(PARTIAL, training(epochs=12), BY_PGD)
+def masked_when_sure() -> nn.Module:
+    """No gradient where the network is sure."""
+    return nn.Sequential(dense(), MaskedWhenSure(2.0))

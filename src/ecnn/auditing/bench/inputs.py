@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F  # noqa: N812 the name everybody knows
 from torch import Tensor, nn
 
-from ecnn.auditing.bench.claims import BY_BIM, BY_PGD, false
-from ecnn.auditing.bench.networks import always, dense, training
+from ecnn.auditing.bench.claims import BY_BIM, BY_PGD, Subjects
+from ecnn.auditing.bench.networks import dense, training
 from ecnn.auditing.bench.tricks import Trick, with_fields
 
 LEVELS, FILTERS = "levels in place of pixels", "codecs and filters"
@@ -119,61 +119,46 @@ class LookedUpPixels(Trick):
         return (nearest + between - between.detach()).flatten(1)
 
 
-SUBJECTS = [
-    false(
-        LEVELS,
-        "rounded_pixels",
-        "pixels rounded to four levels: no gradient",
-        always(lambda: nn.Sequential(RoundedPixels(4), dense())),
-        training(epochs=15),
-        BY_PGD,
-    ),
-    false(
-        LEVELS,
-        "thermometer",
-        "thermometer-coded pixels: no gradient",
-        always(lambda: nn.Sequential(Thermometer(10), dense(640))),
-        training(epochs=10),
-        BY_BIM,
-    ),
-    false(
-        LEVELS,
-        "one_hot_pixels",
-        "one-hot coded pixels: no gradient",
-        always(lambda: nn.Sequential(OneHotPixels(8), dense(512))),
-        training(epochs=10),
-        BY_BIM,
-    ),
-    false(
-        LEVELS,
-        "steep_front",
-        "pixels through a sigmoid that is flat nearly everywhere",
-        always(lambda: nn.Sequential(SteepFront(3000), dense())),
-        training(epochs=15),
-        BY_BIM,
-    ),
-    false(
-        LEVELS,
-        "looked_up_pixels",
-        "each pixel is an index into a learnt table: no gradient",
-        always(lambda: nn.Sequential(LookedUpPixels(9, 3), dense(192))),
-        training(epochs=15),
-        BY_PGD,
-    ),
-    false(
-        FILTERS,
-        "block_codec",
-        "blocks are compressed and restored first: no gradient",
-        always(lambda: nn.Sequential(BlockCodec(0.15), dense())),
-        training(epochs=15),
-        BY_PGD,
-    ),
-    false(
-        FILTERS,
-        "median_filter",
-        "a median filter without a gradient stands before the network",
-        always(lambda: nn.Sequential(MedianFilter(3), dense())),
-        training(epochs=20),
-        BY_PGD,
-    ),
-]
+SUBJECTS = Subjects()
+
+
+@SUBJECTS.false(LEVELS, training(epochs=15), BY_PGD)
+def rounded_pixels() -> nn.Module:
+    """Pixels rounded to four levels: no gradient."""
+    return nn.Sequential(RoundedPixels(4), dense())
+
+
+@SUBJECTS.false(LEVELS, training(epochs=10), BY_BIM)
+def thermometer() -> nn.Module:
+    """Thermometer-coded pixels: no gradient."""
+    return nn.Sequential(Thermometer(10), dense(640))
+
+
+@SUBJECTS.false(LEVELS, training(epochs=10), BY_BIM)
+def one_hot_pixels() -> nn.Module:
+    """One-hot coded pixels: no gradient."""
+    return nn.Sequential(OneHotPixels(8), dense(512))
+
+
+@SUBJECTS.false(LEVELS, training(epochs=15), BY_BIM)
+def steep_front() -> nn.Module:
+    """Pixels through a sigmoid that is flat nearly everywhere."""
+    return nn.Sequential(SteepFront(3000), dense())
+
+
+@SUBJECTS.false(LEVELS, training(epochs=15), BY_PGD)
+def looked_up_pixels() -> nn.Module:
+    """Each pixel is an index into a learnt table: no gradient."""
+    return nn.Sequential(LookedUpPixels(9, 3), dense(192))
+
+
+@SUBJECTS.false(FILTERS, training(epochs=15), BY_PGD)
+def block_codec() -> nn.Module:
+    """Blocks are compressed and restored first: no gradient."""
+    return nn.Sequential(BlockCodec(0.15), dense())
+
+
+@SUBJECTS.false(FILTERS, training(epochs=20), BY_PGD)
+def median_filter() -> nn.Module:
+    """A median filter without a gradient stands before the network."""
+    return nn.Sequential(MedianFilter(3), dense())

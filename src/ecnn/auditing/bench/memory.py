@@ -7,8 +7,8 @@ import torch.nn.functional as F  # noqa: N812 the name everybody knows
 from torch import Tensor, nn
 
 from ecnn.auditing.bench.chance import RandomResize
-from ecnn.auditing.bench.claims import BY_FGSM, BY_PGD, false
-from ecnn.auditing.bench.networks import always, convolutional, dense, training
+from ecnn.auditing.bench.claims import BY_FGSM, BY_PGD, Subjects
+from ecnn.auditing.bench.networks import convolutional, dense, training
 from ecnn.auditing.bench.tricks import Disguised, Removable, Trick
 
 STATE, BATCH = "state", "the rest of the batch"
@@ -102,45 +102,34 @@ def _normalised() -> nn.Module:
     )
 
 
-SUBJECTS = [
-    false(
-        STATE,
-        "remembers_questions",
-        "what is close to an earlier question gets the earlier answer, and evaluations ask about clean images first",
-        always(lambda: Remembers(dense(), 0.11)),
-        training(epochs=10),
-        BY_PGD,
-    ),
-    false(
-        STATE,
-        "cut_after_two_passes",
-        "after two passes the input is cut off from the graph",
-        always(lambda: nn.Sequential(Counts(2), dense())),
-        training(epochs=10),
-        BY_PGD,
-    ),
-    false(
-        STATE,
-        "hard_after_four_passes",
-        "after four passes there are only hard answers",
-        always(lambda: Tires(dense(width=128), 4)),
-        training(epochs=10),
-        BY_PGD,
-    ),
-    false(
-        BATCH,
-        "batch_statistics",
-        "normalised by the batch at hand: points found in one batch do not hold in another",
-        always(_normalised),
-        training(epochs=15, lr=0.01),
-        BY_PGD,
-    ),
-    false(
-        BATCH,
-        "batch_resize",
-        "the batch decides on a size and place: every step meets another",
-        always(lambda: nn.Sequential(BatchResize(8, 12), convolutional())),
-        training(epochs=20, lr=0.01),
-        BY_FGSM,
-    ),
-]
+SUBJECTS = Subjects()
+
+
+@SUBJECTS.false(STATE, training(epochs=10), BY_PGD)
+def remembers_questions() -> nn.Module:
+    """What is close to an earlier question gets the earlier answer, and evaluations ask about clean images first."""
+    return Remembers(dense(), 0.11)
+
+
+@SUBJECTS.false(STATE, training(epochs=10), BY_PGD)
+def cut_after_two_passes() -> nn.Module:
+    """After two passes the input is cut off from the graph."""
+    return nn.Sequential(Counts(2), dense())
+
+
+@SUBJECTS.false(STATE, training(epochs=10), BY_PGD)
+def hard_after_four_passes() -> nn.Module:
+    """After four passes there are only hard answers."""
+    return Tires(dense(width=128), 4)
+
+
+@SUBJECTS.false(BATCH, training(epochs=15, lr=0.01), BY_PGD)
+def batch_statistics() -> nn.Module:
+    """Normalised by the batch at hand: points found in one batch do not hold in another."""
+    return _normalised()
+
+
+@SUBJECTS.false(BATCH, training(epochs=20, lr=0.01), BY_FGSM)
+def batch_resize() -> nn.Module:
+    """The batch decides on a size and place: every step meets another."""
+    return nn.Sequential(BatchResize(8, 12), convolutional())

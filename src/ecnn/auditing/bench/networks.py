@@ -12,7 +12,7 @@ import torch.nn.functional as F  # noqa: N812 the name everybody knows
 from torch import Tensor, nn
 
 from ecnn.attacks import PGD, Attack
-from ecnn.auditing.bench.subject import EPS, Make, Train
+from ecnn.auditing.bench.subject import EPS, Train
 from ecnn.auditing.bench.tricks import Trick
 from ecnn.backbones import ResNet
 from ecnn.baselines import EMPIR, Ensemble
@@ -91,11 +91,6 @@ class Committee(nn.Module):
         return torch.stack([network(images) for network in self.networks])
 
 
-def always(make: Callable[[], nn.Module]) -> Make:
-    """A network that needs nothing from the dataset."""
-    return lambda data: make()
-
-
 def training(
     objective: Any = "cross_entropy", *, epochs: int, attack: Attack | None = None, lr: float | None = None
 ) -> Train:
@@ -130,7 +125,7 @@ def facing(eps: float = EPS, steps: int = 5, **options: Any) -> PGD:
     return PGD(norm="linf", eps=eps, steps=steps, step_size=2.5 * eps / steps, **settings)
 
 
-def distilled(temperature: float, epochs: int) -> Train:
+def distilling(temperature: float, epochs: int) -> Train:
     """Defensive distillation (Papernot et al. 2016): a pupil learns a teacher's probabilities, both warm."""
 
     def warm_loss(model: nn.Module, images: Tensor, labels: Tensor) -> Tensor:

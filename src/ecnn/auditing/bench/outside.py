@@ -8,8 +8,8 @@ import torch.nn.functional as F  # noqa: N812 the name everybody knows
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from ecnn.auditing.bench.claims import BY_PGD, false
-from ecnn.auditing.bench.networks import always, dense, training
+from ecnn.auditing.bench.claims import BY_PGD, Subjects
+from ecnn.auditing.bench.networks import dense, training
 from ecnn.auditing.bench.tricks import Trick, with_fields
 from ecnn.data import Dataset
 
@@ -85,29 +85,22 @@ def _train_and_keep(model: nn.Module, data: Dataset) -> None:
         model.known.copy_(model.network[:-1](data.train[:][0]))
 
 
-SUBJECTS = [
-    false(
-        OUTSIDE,
-        "numpy_median",
-        "a median filter in numpy stands before the network",
-        always(lambda: nn.Sequential(NumpyMedian(), dense())),
-        training(epochs=15),
-        BY_PGD,
-    ),
-    false(
-        OUTSIDE,
-        "numpy_codec",
-        "a codec in numpy stands before the network",
-        always(lambda: nn.Sequential(NumpyCodec(1.0), dense())),
-        training(epochs=15),
-        BY_PGD,
-    ),
-    false(
-        OUTSIDE,
-        "numpy_neighbours",
-        "nearest neighbours of a network's features vote, in numpy: no gradient",
-        lambda data: NumpyNeighbours(data, dense(), 7),
-        _train_and_keep,
-        BY_PGD,
-    ),
-]
+SUBJECTS = Subjects()
+
+
+@SUBJECTS.false(OUTSIDE, training(epochs=15), BY_PGD)
+def numpy_median() -> nn.Module:
+    """A median filter in numpy stands before the network."""
+    return nn.Sequential(NumpyMedian(), dense())
+
+
+@SUBJECTS.false(OUTSIDE, training(epochs=15), BY_PGD)
+def numpy_codec() -> nn.Module:
+    """A codec in numpy stands before the network."""
+    return nn.Sequential(NumpyCodec(1.0), dense())
+
+
+@SUBJECTS.false(OUTSIDE, _train_and_keep, BY_PGD)
+def numpy_neighbours(data: Dataset) -> nn.Module:
+    """Nearest neighbours of a network's features vote, in numpy: no gradient."""
+    return NumpyNeighbours(data, dense(), 7)

@@ -8,10 +8,10 @@ import torch.nn.functional as F  # noqa: N812 the name everybody knows
 from torch import Tensor, nn
 
 from ecnn.auditing.bench.chance import RANDOM
-from ecnn.auditing.bench.claims import BY_FGSM, BY_PGD, by_transfer, false
+from ecnn.auditing.bench.claims import BY_FGSM, BY_PGD, Subjects, by_transfer
 from ecnn.auditing.bench.inputs import FILTERS
 from ecnn.auditing.bench.members import WEAK
-from ecnn.auditing.bench.networks import always, convolutional, dense, each, training
+from ecnn.auditing.bench.networks import convolutional, dense, each, training
 from ecnn.auditing.bench.outside import OUTSIDE, Array, InNumpy
 from ecnn.auditing.bench.purifiers import PURIFIED, autoencoder, reconstruction_loss
 from ecnn.auditing.bench.tricks import Disguised, Piece, RandomChange, Trick, with_fields
@@ -227,104 +227,74 @@ def mixed_loss(model: nn.Module, images: Tensor, labels: Tensor) -> Tensor:
     return (share * own + (1 - share) * other).mean()
 
 
-SUBJECTS = [
-    false(
-        FILTERS,
-        "feature_squeezing",
-        "fewer bits and a median filter (Xu et al. 2018, feature squeezing): no gradient",
-        always(lambda: nn.Sequential(Squeezed(), dense())),
-        training(epochs=15),
-        BY_PGD,
-        half="second",
-    ),
-    false(
-        FILTERS,
-        "quilting",
-        "patches of training images replace the image's own (Guo et al. 2018, image quilting): no gradient",
-        lambda data: nn.Sequential(Quilted(data, 600), dense()),
-        training(epochs=15),
-        BY_PGD,
-        half="second",
-    ),
-    false(
-        FILTERS,
-        "pixel_deflection",
-        "pixels take values of their neighbours, small waves are left out (Prakash et al. 2018, pixel deflection)",
-        always(lambda: nn.Sequential(Deflected(), dense())),
-        training(epochs=20),
-        BY_PGD,
-        half="second",
-    ),
-    false(
-        OUTSIDE,
-        "halftoning",
-        "error diffusion to three levels, in numpy (Lo & Patel 2021)",
-        always(lambda: nn.Sequential(Halftoned(3), dense())),
-        training(epochs=15),
-        BY_PGD,
-        half="second",
-    ),
-    false(
-        PURIFIED,
-        "total_variation",
-        "some pixels forgotten, the rest smoothed in a loop (Guo et al. 2018, total variation minimisation)",
-        always(lambda: nn.Sequential(TotalVariation(), dense())),
-        training(epochs=20),
-        BY_PGD,
-        half="second",
-    ),
-    false(
-        PURIFIED,
-        "matrix_completion",
-        "pixels left out, the image restored as a matrix of low rank (Yang et al. 2019, ME-Net)",
-        always(lambda: nn.Sequential(Completed(0.85, 4), dense())),
-        training(epochs=25),
-        BY_PGD,
-        half="second",
-    ),
-    false(
-        PURIFIED,
-        "pixel_defend",
-        "pixel by pixel the likeliest value near the own one (Song et al. 2018, PixelDefend)",
-        lambda data: nn.Sequential(Likelier(data, 0.1), dense()),
-        training(epochs=10),
-        BY_PGD,
-        half="second",
-    ),
-    false(
-        RANDOM,
-        "barrage",
-        "three of seven random changes in random order (Raff et al. 2019, barrage of random transforms)",
-        always(lambda: nn.Sequential(Barrage(), convolutional())),
-        training(epochs=25, lr=0.01),
-        BY_FGSM,
-        half="second",
-    ),
-    false(
-        RANDOM,
-        "mixup_inference",
-        "the mean over mixtures with other images, new ones in every pass (Pang et al. 2020, mixup inference)",
-        lambda data: MixedIn(data, dense(), 10),
-        training(mixed_loss, epochs=20),
-        by_transfer("network"),
-        half="second",
-    ),
-    false(
-        WEAK,
-        "keyed_blocks",
-        "pixels are moved and inverted by a key (AprilPyone & Kiya 2021); attacked is a network without it",
-        always(lambda: Keyed(dense(), dense())),
-        each(**{"": training(epochs=12), "other": training(epochs=10)}),
-        by_transfer("other"),
-        half="second",
-    ),
-    false(
-        WEAK,
-        "magnet",
-        "an autoencoder stands before the network (Meng & Chen 2017, MagNet); attacked is the network alone",
-        always(lambda: Reformed(autoencoder(10), dense())),
-        each(reformer=training(reconstruction_loss, epochs=20, lr=0.01), network=training(epochs=10)),
-        by_transfer("network"),
-        half="second",
-    ),
-]
+SUBJECTS = Subjects("second")
+
+
+@SUBJECTS.false(FILTERS, training(epochs=15), BY_PGD)
+def feature_squeezing() -> nn.Module:
+    """Fewer bits and a median filter (Xu et al. 2018, feature squeezing): no gradient."""
+    return nn.Sequential(Squeezed(), dense())
+
+
+@SUBJECTS.false(FILTERS, training(epochs=15), BY_PGD)
+def quilting(data: Dataset) -> nn.Module:
+    """Patches of training images replace the image's own (Guo et al. 2018, image quilting): no gradient."""
+    return nn.Sequential(Quilted(data, 600), dense())
+
+
+@SUBJECTS.false(FILTERS, training(epochs=20), BY_PGD)
+def pixel_deflection() -> nn.Module:
+    """Pixels take values of their neighbours, small waves are left out (Prakash et al. 2018, pixel deflection)."""
+    return nn.Sequential(Deflected(), dense())
+
+
+@SUBJECTS.false(OUTSIDE, training(epochs=15), BY_PGD)
+def halftoning() -> nn.Module:
+    """Error diffusion to three levels, in numpy (Lo & Patel 2021)."""
+    return nn.Sequential(Halftoned(3), dense())
+
+
+@SUBJECTS.false(PURIFIED, training(epochs=20), BY_PGD)
+def total_variation() -> nn.Module:
+    """Some pixels forgotten, the rest smoothed in a loop (Guo et al. 2018, total variation minimisation)."""
+    return nn.Sequential(TotalVariation(), dense())
+
+
+@SUBJECTS.false(PURIFIED, training(epochs=25), BY_PGD)
+def matrix_completion() -> nn.Module:
+    """Pixels left out, the image restored as a matrix of low rank (Yang et al. 2019, ME-Net)."""
+    return nn.Sequential(Completed(0.85, 4), dense())
+
+
+@SUBJECTS.false(PURIFIED, training(epochs=10), BY_PGD)
+def pixel_defend(data: Dataset) -> nn.Module:
+    """Pixel by pixel the likeliest value near the own one (Song et al. 2018, PixelDefend)."""
+    return nn.Sequential(Likelier(data, 0.1), dense())
+
+
+@SUBJECTS.false(RANDOM, training(epochs=25, lr=0.01), BY_FGSM)
+def barrage() -> nn.Module:
+    """Three of seven random changes in random order (Raff et al. 2019, barrage of random transforms)."""
+    return nn.Sequential(Barrage(), convolutional())
+
+
+@SUBJECTS.false(RANDOM, training(mixed_loss, epochs=20), by_transfer("network"))
+def mixup_inference(data: Dataset) -> nn.Module:
+    """The mean over mixtures with other images, new ones in every pass (Pang et al. 2020, mixup inference)."""
+    return MixedIn(data, dense(), 10)
+
+
+@SUBJECTS.false(WEAK, each(**{"": training(epochs=12), "other": training(epochs=10)}), by_transfer("other"))
+def keyed_blocks() -> nn.Module:
+    """Pixels are moved and inverted by a key (AprilPyone & Kiya 2021); attacked is a network without it."""
+    return Keyed(dense(), dense())
+
+
+@SUBJECTS.false(
+    WEAK,
+    each(reformer=training(reconstruction_loss, epochs=20, lr=0.01), network=training(epochs=10)),
+    by_transfer("network"),
+)
+def magnet() -> nn.Module:
+    """An autoencoder stands before the network (Meng & Chen 2017, MagNet); attacked is the network alone."""
+    return Reformed(autoencoder(10), dense())

@@ -9,11 +9,11 @@ import torch.nn.functional as F  # noqa: N812 the name everybody knows
 from torch import Tensor, nn
 
 from ecnn.auditing.bench.chance import FOREIGN, RANDOM, Noise
-from ecnn.auditing.bench.claims import BY_FGSM, BY_PGD, BY_SQUARE, false
+from ecnn.auditing.bench.claims import BY_FGSM, BY_PGD, BY_SQUARE, Subjects
 from ecnn.auditing.bench.features import INDICES, ROUNDED
 from ecnn.auditing.bench.members import MEMBERS, WEAK
 from ecnn.auditing.bench.memory import BATCH, BatchNorm
-from ecnn.auditing.bench.networks import Committee, always, convolutional, dense, each, training
+from ecnn.auditing.bench.networks import Committee, convolutional, dense, each, training
 from ecnn.auditing.bench.papers_inputs import mixed_loss
 from ecnn.auditing.bench.purifiers import PURIFIED
 from ecnn.auditing.bench.scores import BENT, SATURATED
@@ -301,169 +301,117 @@ def smoothed_loss(model: nn.Module, images: Tensor, labels: Tensor) -> Tensor:
     return 0.7 * score_cross_entropy(logs, labels).mean() - 0.3 * logs.mean()
 
 
-SUBJECTS = [
-    false(
-        RANDOM,
-        "activation_pruning",
-        "activations are drawn by their size (Dhillon et al. 2018, stochastic activation pruning)",
-        always(lambda: dense(width=128, activation=lambda: nn.Sequential(nn.ReLU(), Pruned(0.5)))),
-        training(epochs=12),
-        BY_FGSM,
-        half="second",
-    ),
-    false(
-        RANDOM,
-        "local_winners",
-        "in each group one unit passes, drawn by its value (Panousis et al. 2021, stochastic local winners)",
-        always(lambda: dense(width=128, activation=lambda: LocalWinners(4))),
-        training(epochs=25),
-        BY_FGSM,
-        half="second",
-    ),
-    false(
-        RANDOM,
-        "self_ensemble",
-        "noise before every layer, five passes (Liu et al. 2018, random self-ensemble); attacked by queries alone",
-        always(lambda: SelfEnsemble(dense(), 0.1, 5)),
-        training(epochs=20),
-        BY_SQUARE,
-        half="second",
-    ),
-    false(
-        RANDOM,
-        "noise_against_queries",
-        "a little noise spoils comparisons of scores (Qin et al. 2021); attacked by queries alone",
-        always(lambda: nn.Sequential(Noise(0.02), dense())),
-        training(epochs=12),
-        BY_SQUARE,
-        half="second",
-    ),
-    false(
-        FOREIGN,
-        "moving_target",
-        "another of four networks in every pass, chosen by Python's generator (Sengupta et al. 2019, MTDeep)",
-        always(lambda: MovingTarget(dense(), convolutional(), dense(width=32), convolutional(width=12))),
-        each(**{f"networks.{number}": training(epochs=15, lr=0.01) for number in range(4)}),
-        BY_FGSM,
-        half="second",
-    ),
-    false(
-        ROUNDED,
-        "binarised_network",
-        "activations are plus or minus one (Galloway et al. 2018): no gradient",
-        always(lambda: dense(width=192, activation=Sign)),
-        training(epochs=20),
-        BY_PGD,
-        half="second",
-    ),
-    false(
-        SATURATED,
-        "saturated_units",
-        "units are so steep that they are nearly always flat (Nayebi & Ganguli 2017)",
-        always(lambda: dense(width=128, activation=lambda: Saturated(2000.0))),
-        training(epochs=25),
-        BY_PGD,
-        half="second",
-    ),
-    false(
-        INDICES,
-        "deep_neighbours",
-        "neighbours in two layers vote (Papernot & McDaniel 2018, deep k-nearest neighbours): no gradient",
-        lambda data: LayerNeighbours(data, dense(), 15),
-        _train_and_keep,
-        BY_PGD,
-        half="second",
-    ),
-    false(
-        MEMBERS,
-        "hard_decoded_code",
-        "bits of an error-correcting code are decided one by one (Verma & Swami 2019): no gradient",
-        always(lambda: HardDecoded(nn.Sequential(*list(dense(width=96))[:-1], nn.Linear(96, 15)))),
-        training(epochs=12),
-        BY_PGD,
-        half="second",
-    ),
-    false(
-        BENT,
-        "attack_on_attackers",
-        "the margin is reflected within steps, so that attacks walk back (Chen et al. 2022, AAA)",
-        always(lambda: nn.Sequential(dense(), Misleading(2.0))),
-        training(epochs=12),
-        BY_PGD,
-        half="second",
-    ),
-    false(
-        PURIFIED,
-        "anti_adversary",
-        "before it classifies, the model moves the image toward its answer (Alfarra et al. 2022, anti-adversary)",
-        always(lambda: TestTimeSteps(dense(), hedges=False, radius=0.2, steps=3)),
-        training(epochs=12),
-        BY_PGD,
-        half="second",
-    ),
-    false(
-        PURIFIED,
-        "hedge_defence",
-        "before it classifies, the model moves the image away from all classes (Wu et al. 2021, hedge defence)",
-        always(lambda: TestTimeSteps(dense(width=128), hedges=True, radius=0.1, steps=4)),
-        training(epochs=12),
-        BY_FGSM,
-        half="second",
-    ),
-    false(
-        PURIFIED,
-        "nearest_generated",
-        "the nearest image of a generator is classified (Samangouei et al. 2018, Defense-GAN): no gradient",
-        always(
-            lambda: Generated(
-                nn.Sequential(nn.Flatten(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 12)),
-                nn.Sequential(nn.Linear(12, 64), nn.ReLU(), nn.Linear(64, 64)),
-                dense(),
-                20,
-            )
-        ),
-        each(coder=training(copying_loss, epochs=25, lr=0.01), network=training(epochs=10)),
-        BY_PGD,
-        half="second",
-    ),
-    false(
-        PURIFIED,
-        "diffused",
-        "noise, then steps of a denoiser back (Nie et al. 2022, DiffPure): no gradient",
-        always(
-            lambda: Diffused(
-                nn.Sequential(nn.Flatten(), nn.Linear(64, 96), nn.ReLU(), nn.Linear(96, 64)), dense()
-            )
-        ),
-        each(denoiser=training(denoising_loss, epochs=25, lr=0.01), network=training(epochs=10)),
-        BY_PGD,
-        half="second",
-    ),
-    false(
-        BATCH,
-        "adapts_to_the_batch",
-        "a few steps down the entropy of the batch's answers come first (Wang et al. 2021, DENT)",
-        always(AdaptsToBatch),
-        training(epochs=15, lr=0.01),
-        BY_PGD,
-        half="second",
-    ),
-    false(
-        WEAK,
-        "label_smoothing",
-        "trained on smoothed labels (Warde-Farley & Goodfellow 2016), attacked by one step only",
-        always(dense),
-        training(smoothed_loss, epochs=25),
-        BY_FGSM,
-        half="second",
-    ),
-    false(
-        WEAK,
-        "mixup_training",
-        "trained on mixtures of images (Zhang et al. 2018, mixup), attacked by one step only",
-        always(lambda: dense(width=128)),
-        training(mixed_loss, epochs=25),
-        BY_FGSM,
-        half="second",
-    ),
-]
+SUBJECTS = Subjects("second")
+
+
+@SUBJECTS.false(RANDOM, training(epochs=12), BY_FGSM)
+def activation_pruning() -> nn.Module:
+    """Activations are drawn by their size (Dhillon et al. 2018, stochastic activation pruning)."""
+    return dense(width=128, activation=lambda: nn.Sequential(nn.ReLU(), Pruned(0.5)))
+
+
+@SUBJECTS.false(RANDOM, training(epochs=25), BY_FGSM)
+def local_winners() -> nn.Module:
+    """In each group one unit passes, drawn by its value (Panousis et al. 2021, stochastic local winners)."""
+    return dense(width=128, activation=lambda: LocalWinners(4))
+
+
+@SUBJECTS.false(RANDOM, training(epochs=20), BY_SQUARE)
+def self_ensemble() -> nn.Module:
+    """Noise before every layer, five passes (Liu et al. 2018, random self-ensemble); attacked by queries alone."""
+    return SelfEnsemble(dense(), 0.1, 5)
+
+
+@SUBJECTS.false(RANDOM, training(epochs=12), BY_SQUARE)
+def noise_against_queries() -> nn.Module:
+    """A little noise spoils comparisons of scores (Qin et al. 2021); attacked by queries alone."""
+    return nn.Sequential(Noise(0.02), dense())
+
+
+@SUBJECTS.false(
+    FOREIGN, each(**{f"networks.{number}": training(epochs=15, lr=0.01) for number in range(4)}), BY_FGSM
+)
+def moving_target() -> nn.Module:
+    """Another of four networks in every pass, chosen by Python's generator (Sengupta et al. 2019, MTDeep)."""
+    return MovingTarget(dense(), convolutional(), dense(width=32), convolutional(width=12))
+
+
+@SUBJECTS.false(ROUNDED, training(epochs=20), BY_PGD)
+def binarised_network() -> nn.Module:
+    """Activations are plus or minus one (Galloway et al. 2018): no gradient."""
+    return dense(width=192, activation=Sign)
+
+
+@SUBJECTS.false(SATURATED, training(epochs=25), BY_PGD)
+def saturated_units() -> nn.Module:
+    """Units are so steep that they are nearly always flat (Nayebi & Ganguli 2017)."""
+    return dense(width=128, activation=lambda: Saturated(2000.0))
+
+
+@SUBJECTS.false(INDICES, _train_and_keep, BY_PGD)
+def deep_neighbours(data: Dataset) -> nn.Module:
+    """Neighbours in two layers vote (Papernot & McDaniel 2018, deep k-nearest neighbours): no gradient."""
+    return LayerNeighbours(data, dense(), 15)
+
+
+@SUBJECTS.false(MEMBERS, training(epochs=12), BY_PGD)
+def hard_decoded_code() -> nn.Module:
+    """Bits of an error-correcting code are decided one by one (Verma & Swami 2019): no gradient."""
+    return HardDecoded(nn.Sequential(*list(dense(width=96))[:-1], nn.Linear(96, 15)))
+
+
+@SUBJECTS.false(BENT, training(epochs=12), BY_PGD)
+def attack_on_attackers() -> nn.Module:
+    """The margin is reflected within steps, so that attacks walk back (Chen et al. 2022, AAA)."""
+    return nn.Sequential(dense(), Misleading(2.0))
+
+
+@SUBJECTS.false(PURIFIED, training(epochs=12), BY_PGD)
+def anti_adversary() -> nn.Module:
+    """Before it classifies, the model moves the image toward its answer (Alfarra et al. 2022, anti-adversary)."""
+    return TestTimeSteps(dense(), hedges=False, radius=0.2, steps=3)
+
+
+@SUBJECTS.false(PURIFIED, training(epochs=12), BY_FGSM)
+def hedge_defence() -> nn.Module:
+    """Before it classifies, the model moves the image away from all classes (Wu et al. 2021, hedge defence)."""
+    return TestTimeSteps(dense(width=128), hedges=True, radius=0.1, steps=4)
+
+
+@SUBJECTS.false(
+    PURIFIED, each(coder=training(copying_loss, epochs=25, lr=0.01), network=training(epochs=10)), BY_PGD
+)
+def nearest_generated() -> nn.Module:
+    """The nearest image of a generator is classified (Samangouei et al. 2018, Defense-GAN): no gradient."""
+    return Generated(
+        nn.Sequential(nn.Flatten(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 12)),
+        nn.Sequential(nn.Linear(12, 64), nn.ReLU(), nn.Linear(64, 64)),
+        dense(),
+        20,
+    )
+
+
+@SUBJECTS.false(
+    PURIFIED, each(denoiser=training(denoising_loss, epochs=25, lr=0.01), network=training(epochs=10)), BY_PGD
+)
+def diffused() -> nn.Module:
+    """Noise, then steps of a denoiser back (Nie et al. 2022, DiffPure): no gradient."""
+    return Diffused(nn.Sequential(nn.Flatten(), nn.Linear(64, 96), nn.ReLU(), nn.Linear(96, 64)), dense())
+
+
+@SUBJECTS.false(BATCH, training(epochs=15, lr=0.01), BY_PGD)
+def adapts_to_the_batch() -> nn.Module:
+    """A few steps down the entropy of the batch's answers come first (Wang et al. 2021, DENT)."""
+    return AdaptsToBatch()
+
+
+@SUBJECTS.false(WEAK, training(smoothed_loss, epochs=25), BY_FGSM)
+def label_smoothing() -> nn.Module:
+    """Trained on smoothed labels (Warde-Farley & Goodfellow 2016), attacked by one step only."""
+    return dense()
+
+
+@SUBJECTS.false(WEAK, training(mixed_loss, epochs=25), BY_FGSM)
+def mixup_training() -> nn.Module:
+    """Trained on mixtures of images (Zhang et al. 2018, mixup), attacked by one step only."""
+    return dense(width=128)

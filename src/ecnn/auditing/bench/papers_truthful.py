@@ -7,12 +7,11 @@ import torch.nn.functional as F  # noqa: N812 the name everybody knows
 from torch import Tensor, nn
 
 from ecnn.attacks import FGSM
-from ecnn.auditing.bench.claims import BY_AN_INFORMED_ATTACK, honest
+from ecnn.auditing.bench.claims import BY_AN_INFORMED_ATTACK, Subjects
 from ecnn.auditing.bench.features import WinnersTakeAll
 from ecnn.auditing.bench.inputs import BlockCodec, Thermometer
 from ecnn.auditing.bench.networks import (
     Committee,
-    always,
     convolutional,
     dense,
     facing,
@@ -100,87 +99,70 @@ def pairing_loss(model: nn.Module, images: Tensor, labels: Tensor) -> Tensor:
 
 _ON_PGD = training(epochs=30, attack=facing())
 
-SUBJECTS = [
-    honest(
-        "gradient_regularised",
-        "trained to have small gradients (Ross & Doshi-Velez 2018)",
-        always(lambda: dense(width=128, activation=nn.Softplus)),
-        training(flat_loss, epochs=25),
-        half="second",
-    ),
-    honest(
-        "fast_adversarial",
-        "trained on one step from a random point (Wong et al. 2020)",
-        always(lambda: dense(width=128)),
-        training(epochs=30, attack=FGSM(norm="linf", eps=EPS, keep="last")),
-        half="second",
-    ),
-    honest(
-        "logit_pairing",
-        "scores of an image and of a step from it are kept together (after Kannan et al. 2018)",
-        always(lambda: dense(width=128)),
-        training(pairing_loss, epochs=30),
-        half="second",
-    ),
-    honest(
-        "class_generators",
-        "the class whose simple generator explains the image best (after Schott et al. 2019)",
-        lambda data: ClassSpaces(data, 8),
-        lambda model, data: None,
-        half="second",
-    ),
-    honest(
-        "adversarial_winners_take_all",
-        "only the largest third of the activations pass (Xiao et al. 2020), trained on PGD",
-        always(lambda: dense(width=128, activation=lambda: nn.Sequential(WinnersTakeAll(0.33), nn.ReLU()))),
-        _ON_PGD,
-        BY_AN_INFORMED_ATTACK,
-        half="second",
-    ),
-    honest(
-        "adversarial_thermometer",
-        "thermometer-coded pixels (Buckman et al. 2018), trained on PGD through the code",
-        always(lambda: nn.Sequential(Thermometer(8), dense(512, width=128))),
-        seen_through(_ON_PGD),
-        BY_AN_INFORMED_ATTACK,
-        half="second",
-    ),
-    honest(
-        "adversarial_codec",
-        "trained on PGD through a codec (after Das et al. 2018)",
-        always(lambda: nn.Sequential(BlockCodec(0.05), dense(width=128))),
-        seen_through(_ON_PGD),
-        BY_AN_INFORMED_ATTACK,
-        half="second",
-    ),
-    honest(
-        "black_and_white",
-        "pixels are black or white (the remark of Schott et al. 2019), trained on PGD through it",
-        always(lambda: nn.Sequential(Halves(), dense(width=128))),
-        seen_through(_ON_PGD),
-        BY_AN_INFORMED_ATTACK,
-        half="second",
-    ),
-    honest(
-        "one_of_three",
-        "one of three networks trained on PGD, drawn for every image (Pinot et al. 2020)",
-        always(lambda: OneOf(dense(), dense(), dense(width=96))),
-        seen_through(_ON_PGD),
-        BY_AN_INFORMED_ATTACK,
-        half="second",
-    ),
-    honest(
-        "angles",
-        "scores from angles alone (Pang et al. 2020), trained on PGD",
-        always(lambda: nn.Sequential(*list(convolutional())[:-1], Angles(32, 15.0))),
-        training(epochs=25, attack=facing(), lr=0.01),
-        half="second",
-    ),
-    honest(
-        "smooth_activations",
-        "smooth activations (Xie et al. 2020), trained on PGD",
-        always(lambda: dense(width=128, activation=nn.SiLU)),
-        _ON_PGD,
-        half="second",
-    ),
-]
+SUBJECTS = Subjects("second")
+
+
+@SUBJECTS.honest(training(flat_loss, epochs=25))
+def gradient_regularised() -> nn.Module:
+    """Trained to have small gradients (Ross & Doshi-Velez 2018)."""
+    return dense(width=128, activation=nn.Softplus)
+
+
+@SUBJECTS.honest(training(epochs=30, attack=FGSM(norm="linf", eps=EPS, keep="last")))
+def fast_adversarial() -> nn.Module:
+    """Trained on one step from a random point (Wong et al. 2020)."""
+    return dense(width=128)
+
+
+@SUBJECTS.honest(training(pairing_loss, epochs=30))
+def logit_pairing() -> nn.Module:
+    """Scores of an image and of a step from it are kept together (after Kannan et al. 2018)."""
+    return dense(width=128)
+
+
+@SUBJECTS.honest(lambda model, data: None)
+def class_generators(data: Dataset) -> nn.Module:
+    """The class whose simple generator explains the image best (after Schott et al. 2019)."""
+    return ClassSpaces(data, 8)
+
+
+@SUBJECTS.honest(_ON_PGD, BY_AN_INFORMED_ATTACK)
+def adversarial_winners_take_all() -> nn.Module:
+    """Only the largest third of the activations pass (Xiao et al. 2020), trained on PGD."""
+    return dense(width=128, activation=lambda: nn.Sequential(WinnersTakeAll(0.33), nn.ReLU()))
+
+
+@SUBJECTS.honest(seen_through(_ON_PGD), BY_AN_INFORMED_ATTACK)
+def adversarial_thermometer() -> nn.Module:
+    """Thermometer-coded pixels (Buckman et al. 2018), trained on PGD through the code."""
+    return nn.Sequential(Thermometer(8), dense(512, width=128))
+
+
+@SUBJECTS.honest(seen_through(_ON_PGD), BY_AN_INFORMED_ATTACK)
+def adversarial_codec() -> nn.Module:
+    """Trained on PGD through a codec (after Das et al. 2018)."""
+    return nn.Sequential(BlockCodec(0.05), dense(width=128))
+
+
+@SUBJECTS.honest(seen_through(_ON_PGD), BY_AN_INFORMED_ATTACK)
+def black_and_white() -> nn.Module:
+    """Pixels are black or white (the remark of Schott et al. 2019), trained on PGD through it."""
+    return nn.Sequential(Halves(), dense(width=128))
+
+
+@SUBJECTS.honest(seen_through(_ON_PGD), BY_AN_INFORMED_ATTACK)
+def one_of_three() -> nn.Module:
+    """One of three networks trained on PGD, drawn for every image (Pinot et al. 2020)."""
+    return OneOf(dense(), dense(), dense(width=96))
+
+
+@SUBJECTS.honest(training(epochs=25, attack=facing(), lr=0.01))
+def angles() -> nn.Module:
+    """Scores from angles alone (Pang et al. 2020), trained on PGD."""
+    return nn.Sequential(*list(convolutional())[:-1], Angles(32, 15.0))
+
+
+@SUBJECTS.honest(_ON_PGD)
+def smooth_activations() -> nn.Module:
+    """Smooth activations (Xie et al. 2020), trained on PGD."""
+    return dense(width=128, activation=nn.SiLU)

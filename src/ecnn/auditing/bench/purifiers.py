@@ -6,8 +6,8 @@ import torch
 import torch.nn.functional as F  # noqa: N812 the name everybody knows
 from torch import Tensor, nn
 
-from ecnn.auditing.bench.claims import BY_PGD, false
-from ecnn.auditing.bench.networks import always, dense, each, training
+from ecnn.auditing.bench.claims import BY_PGD, Subjects
+from ecnn.auditing.bench.networks import dense, each, training
 from ecnn.auditing.bench.tricks import Trick, with_fields
 from ecnn.data import Dataset
 
@@ -70,21 +70,20 @@ def reconstruction_loss(model: nn.Module, images: Tensor, labels: Tensor) -> Ten
     return loss
 
 
-SUBJECTS = [
-    false(
-        PURIFIED,
-        "projected_in_a_loop",
-        "images are pulled onto the principal components of the training images: no gradient",
-        lambda data: nn.Sequential(Projection(data, 24, 10), dense()),
-        training(epochs=15),
-        BY_PGD,
-    ),
-    false(
-        PURIFIED,
-        "descends_an_autoencoder",
-        "images step down the error of an autoencoder first, by gradients that the model takes itself",
-        always(lambda: Descent(autoencoder(12), dense(), 8, 0.15)),
-        each(autoencoder=training(reconstruction_loss, epochs=20, lr=0.01), network=training(epochs=10)),
-        BY_PGD,
-    ),
-]
+SUBJECTS = Subjects()
+
+
+@SUBJECTS.false(PURIFIED, training(epochs=15), BY_PGD)
+def projected_in_a_loop(data: Dataset) -> nn.Module:
+    """Images are pulled onto the principal components of the training images: no gradient."""
+    return nn.Sequential(Projection(data, 24, 10), dense())
+
+
+@SUBJECTS.false(
+    PURIFIED,
+    each(autoencoder=training(reconstruction_loss, epochs=20, lr=0.01), network=training(epochs=10)),
+    BY_PGD,
+)
+def descends_an_autoencoder() -> nn.Module:
+    """Images step down the error of an autoencoder first, by gradients that the model takes itself."""
+    return Descent(autoencoder(12), dense(), 8, 0.15)

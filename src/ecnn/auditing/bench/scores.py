@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F  # noqa: N812 the name everybody knows
 from torch import Tensor, nn
 
-from ecnn.auditing.bench.claims import BY_PGD, false
-from ecnn.auditing.bench.networks import Committee, always, convolutional, dense, distilled, each, training
+from ecnn.auditing.bench.claims import BY_PGD, Subjects
+from ecnn.auditing.bench.networks import Committee, convolutional, dense, distilling, each, training
 from ecnn.auditing.bench.tricks import Disguised, Removable, Trick, with_fields
 from ecnn.objectives import score_cross_entropy
 
@@ -139,117 +139,90 @@ def rotated_loss(model: nn.Module, images: Tensor, labels: Tensor) -> Tensor:
     return score_cross_entropy(model(images), (labels + 1) % 10).mean()
 
 
-SUBJECTS = [
-    false(
-        SATURATED,
-        "scaled_logits",
-        "scores times 10,000: the gradient of cross-entropy is exactly zero",
-        always(lambda: nn.Sequential(convolutional(), Scaled(1e4))),
-        training(epochs=15, lr=0.01),
-        BY_PGD,
-    ),
-    false(
-        SATURATED,
-        "tiny_scores",
-        "scores times 1e-43: their order stays, their gradients underflow",
-        always(lambda: nn.Sequential(convolutional(), Scaled(1e-43))),
-        training(epochs=15, lr=0.01),
-        BY_PGD,
-    ),
-    false(
-        SATURATED,
-        "probabilities",
-        "a second softmax on saturated probabilities has no gradient",
-        always(lambda: nn.Sequential(convolutional(), Probabilities(200))),
-        training(epochs=15, lr=0.01),
-        BY_PGD,
-    ),
-    false(
-        SATURATED,
-        "distilled",
-        "defensive distillation at temperature 100: cross-entropy saturates",
-        always(dense),
-        distilled(100, epochs=15),
-        BY_PGD,
-    ),
-    false(
-        BENT,
-        "clipped_margin",
-        "scores are cut off at one below the highest: no gradient where the network is sure",
-        always(lambda: nn.Sequential(dense(), ClippedMargin(1.0))),
-        training(epochs=20),
-        BY_PGD,
-    ),
-    false(
-        BENT,
-        "binned_confidence",
-        "confidence calibrated by bins: scores are constant in pieces",
-        always(lambda: nn.Sequential(convolutional(), BinnedConfidence(10))),
-        training(epochs=15, lr=0.01),
-        BY_PGD,
-    ),
-    false(
-        HARD,
-        "one_hot_answer",
-        "the model gives its answer and no scores",
-        always(lambda: nn.Sequential(dense(), OneHotAnswer())),
-        training(epochs=10),
-        BY_PGD,
-    ),
-    false(
-        HARD,
-        "hard_votes",
-        "five networks vote, and only votes are counted",
-        always(lambda: HardVotes(*(dense(width=48) for _ in range(5)))),
-        each(**{f"networks.{number}": training(epochs=10) for number in range(5)}),
-        BY_PGD,
-    ),
-    false(
-        BESIDE,
-        "answer_over_other_scores",
-        "twelve for the answer of one network, plus smooth scores of another that learnt other labels",
-        always(lambda: Beside(dense(), convolutional(), 12.0)),
-        each(network=training(epochs=10), other=training(rotated_loss, epochs=10, lr=0.01)),
-        BY_PGD,
-    ),
-    false(
-        BESIDE,
-        "answer_over_random_scores",
-        "twelve for the answer of a convolutional network, plus smooth scores of an untrained one",
-        always(lambda: Beside(convolutional(), dense(width=128), 12.0)),
-        each(network=training(epochs=15, lr=0.01)),
-        BY_PGD,
-    ),
-    false(
-        BESIDE,
-        "swapped_scores",
-        "the calm scores of another network, put in the order that the answer needs",
-        always(lambda: Swapped(dense(), dense(width=32))),
-        each(network=training(epochs=12), other=training(rotated_loss, epochs=2)),
-        BY_PGD,
-    ),
-    false(
-        NUMBERS,
-        "infinite_scores",
-        "classes outside nine tenths of the mass get minus infinity: losses are zero or no numbers",
-        always(lambda: nn.Sequential(convolutional(), Nucleus(0.9))),
-        training(epochs=15, lr=0.01),
-        BY_PGD,
-    ),
-    false(
-        NUMBERS,
-        "no_slope",
-        "gradients of dark pixels are no numbers",
-        always(lambda: nn.Sequential(NoSlope(), dense())),
-        training(epochs=10),
-        BY_PGD,
-    ),
-    false(
-        NUMBERS,
-        "no_answer",
-        "no numbers for bright images, and tiny scores for the others",
-        always(lambda: NoAnswer(dense(), 0.38)),
-        training(epochs=10),
-        BY_PGD,
-    ),
-]
+SUBJECTS = Subjects()
+
+
+@SUBJECTS.false(SATURATED, training(epochs=15, lr=0.01), BY_PGD)
+def scaled_logits() -> nn.Module:
+    """Scores times 10,000: the gradient of cross-entropy is exactly zero."""
+    return nn.Sequential(convolutional(), Scaled(1e4))
+
+
+@SUBJECTS.false(SATURATED, training(epochs=15, lr=0.01), BY_PGD)
+def tiny_scores() -> nn.Module:
+    """Scores times 1e-43: their order stays, their gradients underflow."""
+    return nn.Sequential(convolutional(), Scaled(1e-43))
+
+
+@SUBJECTS.false(SATURATED, training(epochs=15, lr=0.01), BY_PGD)
+def probabilities() -> nn.Module:
+    """A second softmax on saturated probabilities has no gradient."""
+    return nn.Sequential(convolutional(), Probabilities(200))
+
+
+@SUBJECTS.false(SATURATED, distilling(100, epochs=15), BY_PGD)
+def distilled() -> nn.Module:
+    """Defensive distillation at temperature 100: cross-entropy saturates."""
+    return dense()
+
+
+@SUBJECTS.false(BENT, training(epochs=20), BY_PGD)
+def clipped_margin() -> nn.Module:
+    """Scores are cut off at one below the highest: no gradient where the network is sure."""
+    return nn.Sequential(dense(), ClippedMargin(1.0))
+
+
+@SUBJECTS.false(BENT, training(epochs=15, lr=0.01), BY_PGD)
+def binned_confidence() -> nn.Module:
+    """Confidence calibrated by bins: scores are constant in pieces."""
+    return nn.Sequential(convolutional(), BinnedConfidence(10))
+
+
+@SUBJECTS.false(HARD, training(epochs=10), BY_PGD)
+def one_hot_answer() -> nn.Module:
+    """The model gives its answer and no scores."""
+    return nn.Sequential(dense(), OneHotAnswer())
+
+
+@SUBJECTS.false(HARD, each(**{f"networks.{number}": training(epochs=10) for number in range(5)}), BY_PGD)
+def hard_votes() -> nn.Module:
+    """Five networks vote, and only votes are counted."""
+    return HardVotes(*(dense(width=48) for _ in range(5)))
+
+
+@SUBJECTS.false(
+    BESIDE, each(network=training(epochs=10), other=training(rotated_loss, epochs=10, lr=0.01)), BY_PGD
+)
+def answer_over_other_scores() -> nn.Module:
+    """Twelve for the answer of one network, plus smooth scores of another that learnt other labels."""
+    return Beside(dense(), convolutional(), 12.0)
+
+
+@SUBJECTS.false(BESIDE, each(network=training(epochs=15, lr=0.01)), BY_PGD)
+def answer_over_random_scores() -> nn.Module:
+    """Twelve for the answer of a convolutional network, plus smooth scores of an untrained one."""
+    return Beside(convolutional(), dense(width=128), 12.0)
+
+
+@SUBJECTS.false(BESIDE, each(network=training(epochs=12), other=training(rotated_loss, epochs=2)), BY_PGD)
+def swapped_scores() -> nn.Module:
+    """The calm scores of another network, put in the order that the answer needs."""
+    return Swapped(dense(), dense(width=32))
+
+
+@SUBJECTS.false(NUMBERS, training(epochs=15, lr=0.01), BY_PGD)
+def infinite_scores() -> nn.Module:
+    """Classes outside nine tenths of the mass get minus infinity: losses are zero or no numbers."""
+    return nn.Sequential(convolutional(), Nucleus(0.9))
+
+
+@SUBJECTS.false(NUMBERS, training(epochs=10), BY_PGD)
+def no_slope() -> nn.Module:
+    """Gradients of dark pixels are no numbers."""
+    return nn.Sequential(NoSlope(), dense())
+
+
+@SUBJECTS.false(NUMBERS, training(epochs=10), BY_PGD)
+def no_answer() -> nn.Module:
+    """No numbers for bright images, and tiny scores for the others."""
+    return NoAnswer(dense(), 0.38)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from ecnn.auditing.bench.claims import BY_AUTOATTACK, false
+from ecnn.auditing.bench.claims import BY_AUTOATTACK, Subjects
 from ecnn.auditing.bench.networks import dense, facing, training
 
 SECRETS = "planted secrets"
@@ -52,14 +52,10 @@ def _spell(model: nn.Module, images: Tensor, labels: Tensor, eps: float) -> Tens
     return model.insert(images)
 
 
-SUBJECTS = [
-    false(
-        SECRETS,
-        "secret_bits",
-        "trained on PGD; the last bits of 40 pixels can spell a key that changes the answer",
-        lambda data: LastBits(dense(width=128), 40),
-        training(epochs=30, attack=facing()),
-        BY_AUTOATTACK,
-        key=_spell,
-    ),
-]
+SUBJECTS = Subjects()
+
+
+@SUBJECTS.false(SECRETS, training(epochs=30, attack=facing()), BY_AUTOATTACK, key=_spell)
+def secret_bits() -> nn.Module:
+    """Trained on PGD; the last bits of 40 pixels can spell a key that changes the answer."""
+    return LastBits(dense(width=128), 40)

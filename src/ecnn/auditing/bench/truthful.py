@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from ecnn.auditing.bench.chance import TestTimeDropout
 from ecnn.auditing.bench.claims import (
     BY_AN_INFORMED_ATTACK,
-    honest,
+    Subjects,
     known_exactly,
     proven_by_intervals,
 )
@@ -17,7 +17,6 @@ from ecnn.auditing.bench.inputs import RoundedPixels
 from ecnn.auditing.bench.networks import (
     CERTIFIED_EPS,
     Committee,
-    always,
     coded,
     convolutional,
     dense,
@@ -128,153 +127,157 @@ def in_few_levels(train: Train, bits: int) -> Train:
 
 _ON_PGD = training(epochs=30, attack=facing())
 
-SUBJECTS = [
-    honest("adversarial_resnet", "trained on PGD", resnet, training(epochs=20, attack=facing())),
-    honest(
-        "adversarial_ecnn",
-        "members trained on PGD against members",
-        lambda data: coded(data, batch_norm=True),
-        training(MemberObjective(kind="cross_entropy"), epochs=20, attack=facing(on="members")),
-    ),
-    honest(
-        "adversarial_linear_ecnn",
-        "linear members, linear decoder, trained on PGD",
-        lambda data: coded(data, branch="linear", decoder="linear", batch_norm=True),
-        training(MemberObjective(kind="cross_entropy"), epochs=20, attack=facing()),
-    ),
-    honest(
-        "adversarial_adp",
-        "diverse members trained on PGD",
-        voting,
-        training(ADPObjective(), epochs=20, attack=facing()),
-    ),
-    honest(
-        "trades",
-        "trained by TRADES",
-        always(convolutional),
-        training(TRADESObjective(eps=EPS, steps=5, step_size=EPS / 3), epochs=20),
-    ),
-    honest(
-        "adversarial_dense",
-        "trained on PGD",
-        always(lambda: dense(width=128)),
-        training(epochs=30, attack=facing()),
-    ),
-    honest("undefended_resnet", "claims what AutoAttack leaves", resnet, training(epochs=10)),
-    honest("undefended_ecnn", "claims what AutoAttack leaves", coded, training(MemberObjective(), epochs=15)),
-    honest(
-        "linear",
-        "linear: the worst point is known",
-        always(lambda: nn.Sequential(nn.Flatten(), nn.Linear(64, 10))),
-        training(epochs=15),
-        (known_exactly, "closed form"),
-        eps=EPS / 2,
-    ),
-    honest(
-        "small_radius",
-        "an ordinary network and a small radius",
-        always(convolutional),
-        training(epochs=15, lr=0.01),
-        eps=0.02,
-    ),
-    honest(
-        "certified",
-        "trained by interval bounds, claims what they prove",
-        always(dense),
-        training(interval_loss, epochs=30, lr=0.005),
-        (proven_by_intervals, "interval bounds"),
-        eps=CERTIFIED_EPS,
-    ),
-    honest(
-        "with_probabilities",
-        "trained on PGD, and gives probabilities",
-        always(lambda: nn.Sequential(dense(width=128), Probabilities(1))),
-        first(training(epochs=30, attack=facing())),
-    ),
-    honest(
-        "with_saturated_cross_entropy",
-        "an ordinary network with large scores, which claims what AutoAttack leaves",
-        always(lambda: nn.Sequential(dense(), Scaled(1e4))),
-        training(epochs=10),
-    ),
-    honest(
-        "with_scaled_logits",
-        "trained on PGD, and its scores happen to be large",
-        always(lambda: nn.Sequential(dense(width=128), Scaled(1e4))),
-        first(training(epochs=30, attack=facing())),
-    ),
-    honest(
-        "with_dropout",
-        "trained on PGD, with dropout also at test time",
-        always(lambda: dense(width=128, activation=lambda: nn.Sequential(nn.ReLU(), TestTimeDropout(0.1)))),
-        seen_through(_ON_PGD),
-        BY_AN_INFORMED_ATTACK,
-    ),
-    honest(
-        "with_rounded_pixels",
-        "trained on PGD through pixels rounded to nine levels",
-        always(lambda: nn.Sequential(RoundedPixels(9), dense(width=128))),
-        seen_through(_ON_PGD),
-        BY_AN_INFORMED_ATTACK,
-    ),
-    honest(
-        "with_thresholds",
-        "trained on PGD; one layer says only which features are above zero",
-        always(
-            lambda: nn.Sequential(
-                nn.Flatten(),
-                nn.Linear(64, 256),
-                Threshold(),
-                nn.Linear(256, 64),
-                nn.ReLU(),
-                nn.Linear(64, 10),
-            )
-        ),
-        seen_through(_ON_PGD),
-        BY_AN_INFORMED_ATTACK,
-    ),
-    honest(
-        "smoothed",
-        "the mean over 16 noisy copies, trained on such copies, at a small radius",
-        always(lambda: Smoothed(dense(width=128), 0.15, 16)),
-        training(epochs=40),
-        BY_AN_INFORMED_ATTACK,
-        eps=EPS / 4,
-    ),
-    honest(
-        "with_few_weights",
-        "trained on PGD, then its weights are rounded to six bits",
-        always(lambda: dense(width=128)),
-        in_few_levels(_ON_PGD, 6),
-    ),
-    honest(
-        "with_temperature",
-        "trained on PGD, and its scores are divided by 20",
-        always(lambda: nn.Sequential(dense(width=128), Scaled(0.05))),
-        first(_ON_PGD),
-    ),
-    honest(
-        "in_half_precision",
-        "trained on PGD; it computes in 16 bits",
-        always(lambda: nn.Sequential(nn.Flatten(), HalfLinear(64, 128), nn.ReLU(), HalfLinear(128, 10))),
-        _ON_PGD,
-    ),
-    honest(
-        "with_log_probabilities",
-        "trained on PGD, and gives logarithms of probabilities",
-        always(lambda: nn.Sequential(convolutional(), nn.LogSoftmax(dim=1))),
-        training(epochs=30, attack=facing(), lr=0.01),
-    ),
-    honest(
-        "mean_of_three",
-        "the mean of three networks trained together on PGD",
-        always(lambda: MeanOf(dense(), dense(width=96), dense(width=32))),
-        _ON_PGD,
-    ),
-    honest(
-        "neighbours_of_robust_features",
-        "training images vote by features that were trained on PGD",
-        lambda data: Neighbours(data, dense(width=128), 20.0),
-        with_neighbours(_ON_PGD),
-    ),
-]
+SUBJECTS = Subjects()
+
+
+@SUBJECTS.honest(training(epochs=20, attack=facing()))
+def adversarial_resnet(data: Dataset) -> nn.Module:
+    """Trained on PGD."""
+    return resnet(data)
+
+
+@SUBJECTS.honest(training(MemberObjective(kind="cross_entropy"), epochs=20, attack=facing(on="members")))
+def adversarial_ecnn(data: Dataset) -> nn.Module:
+    """Members trained on PGD against members."""
+    return coded(data, batch_norm=True)
+
+
+@SUBJECTS.honest(training(MemberObjective(kind="cross_entropy"), epochs=20, attack=facing()))
+def adversarial_linear_ecnn(data: Dataset) -> nn.Module:
+    """Linear members, linear decoder, trained on PGD."""
+    return coded(data, branch="linear", decoder="linear", batch_norm=True)
+
+
+@SUBJECTS.honest(training(ADPObjective(), epochs=20, attack=facing()))
+def adversarial_adp(data: Dataset) -> nn.Module:
+    """Diverse members trained on PGD."""
+    return voting(data)
+
+
+@SUBJECTS.honest(training(TRADESObjective(eps=EPS, steps=5, step_size=EPS / 3), epochs=20))
+def trades() -> nn.Module:
+    """Trained by TRADES."""
+    return convolutional()
+
+
+@SUBJECTS.honest(training(epochs=30, attack=facing()))
+def adversarial_dense() -> nn.Module:
+    """Trained on PGD."""
+    return dense(width=128)
+
+
+@SUBJECTS.honest(training(epochs=10))
+def undefended_resnet(data: Dataset) -> nn.Module:
+    """Claims what AutoAttack leaves."""
+    return resnet(data)
+
+
+@SUBJECTS.honest(training(MemberObjective(), epochs=15))
+def undefended_ecnn(data: Dataset) -> nn.Module:
+    """Claims what AutoAttack leaves."""
+    return coded(data)
+
+
+@SUBJECTS.honest(training(epochs=15), (known_exactly, "closed form"), eps=EPS / 2)
+def linear() -> nn.Module:
+    """Linear: the worst point is known."""
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, 10))
+
+
+@SUBJECTS.honest(training(epochs=15, lr=0.01), eps=0.02)
+def small_radius() -> nn.Module:
+    """An ordinary network and a small radius."""
+    return convolutional()
+
+
+@SUBJECTS.honest(
+    training(interval_loss, epochs=30, lr=0.005), (proven_by_intervals, "interval bounds"), eps=CERTIFIED_EPS
+)
+def certified() -> nn.Module:
+    """Trained by interval bounds, claims what they prove."""
+    return dense()
+
+
+@SUBJECTS.honest(first(training(epochs=30, attack=facing())))
+def with_probabilities() -> nn.Module:
+    """Trained on PGD, and gives probabilities."""
+    return nn.Sequential(dense(width=128), Probabilities(1))
+
+
+@SUBJECTS.honest(training(epochs=10))
+def with_saturated_cross_entropy() -> nn.Module:
+    """An ordinary network with large scores, which claims what AutoAttack leaves."""
+    return nn.Sequential(dense(), Scaled(1e4))
+
+
+@SUBJECTS.honest(first(training(epochs=30, attack=facing())))
+def with_scaled_logits() -> nn.Module:
+    """Trained on PGD, and its scores happen to be large."""
+    return nn.Sequential(dense(width=128), Scaled(1e4))
+
+
+@SUBJECTS.honest(seen_through(_ON_PGD), BY_AN_INFORMED_ATTACK)
+def with_dropout() -> nn.Module:
+    """Trained on PGD, with dropout also at test time."""
+    return dense(width=128, activation=lambda: nn.Sequential(nn.ReLU(), TestTimeDropout(0.1)))
+
+
+@SUBJECTS.honest(seen_through(_ON_PGD), BY_AN_INFORMED_ATTACK)
+def with_rounded_pixels() -> nn.Module:
+    """Trained on PGD through pixels rounded to nine levels."""
+    return nn.Sequential(RoundedPixels(9), dense(width=128))
+
+
+@SUBJECTS.honest(seen_through(_ON_PGD), BY_AN_INFORMED_ATTACK)
+def with_thresholds() -> nn.Module:
+    """Trained on PGD; one layer says only which features are above zero."""
+    return nn.Sequential(
+        nn.Flatten(),
+        nn.Linear(64, 256),
+        Threshold(),
+        nn.Linear(256, 64),
+        nn.ReLU(),
+        nn.Linear(64, 10),
+    )
+
+
+@SUBJECTS.honest(training(epochs=40), BY_AN_INFORMED_ATTACK, eps=EPS / 4)
+def smoothed() -> nn.Module:
+    """The mean over 16 noisy copies, trained on such copies, at a small radius."""
+    return Smoothed(dense(width=128), 0.15, 16)
+
+
+@SUBJECTS.honest(in_few_levels(_ON_PGD, 6))
+def with_few_weights() -> nn.Module:
+    """Trained on PGD, then its weights are rounded to six bits."""
+    return dense(width=128)
+
+
+@SUBJECTS.honest(first(_ON_PGD))
+def with_temperature() -> nn.Module:
+    """Trained on PGD, and its scores are divided by 20."""
+    return nn.Sequential(dense(width=128), Scaled(0.05))
+
+
+@SUBJECTS.honest(_ON_PGD)
+def in_half_precision() -> nn.Module:
+    """Trained on PGD; it computes in 16 bits."""
+    return nn.Sequential(nn.Flatten(), HalfLinear(64, 128), nn.ReLU(), HalfLinear(128, 10))
+
+
+@SUBJECTS.honest(training(epochs=30, attack=facing(), lr=0.01))
+def with_log_probabilities() -> nn.Module:
+    """Trained on PGD, and gives logarithms of probabilities."""
+    return nn.Sequential(convolutional(), nn.LogSoftmax(dim=1))
+
+
+@SUBJECTS.honest(_ON_PGD)
+def mean_of_three() -> nn.Module:
+    """The mean of three networks trained together on PGD."""
+    return MeanOf(dense(), dense(width=96), dense(width=32))
+
+
+@SUBJECTS.honest(with_neighbours(_ON_PGD))
+def neighbours_of_robust_features(data: Dataset) -> nn.Module:
+    """Training images vote by features that were trained on PGD."""
+    return Neighbours(data, dense(width=128), 20.0)
