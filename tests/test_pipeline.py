@@ -23,7 +23,7 @@ from ecnn.cli import app, main
 from ecnn.codes import CodeMatrix, load_code
 from ecnn.data import Split, load_data
 from ecnn.errors import InputError
-from ecnn.pipeline import evaluate_run, plan, plan_evaluation, train_run, training_attack
+from ecnn.pipeline import evaluate_run, open_model, plan, plan_evaluation, train_run, training_attack
 from ecnn.pipeline.threads import suitable_threads
 from ecnn.spec import DataTable, Spec, load_spec, make_attack
 
@@ -279,7 +279,8 @@ def test_a_run_on_a_folder_of_images_remembers_where_it_is(tmp_path: Path) -> No
     asked = written.changed({"attacks": {"fgsm": {"norm": "linf", "eps": 0.1}}, "data.test_limit": 4})
 
     def evaluated(**options: Any) -> Any:
-        found = evaluate_run(plan_evaluation(str(tmp_path / "run"), asked, device="cpu", **options))
+        opened = open_model(str(tmp_path / "run"), spec=asked, device="cpu", **options)
+        found = evaluate_run(plan_evaluation(asked, opened))
         return found.clean.label.tolist()
 
     assert sorted(evaluated(root=tmp_path)) == [0, 0, 1, 1]

@@ -61,11 +61,12 @@ def run(photos: Path) -> Path:
         "deepfool": {"norm": "l2", "steps": 2},
     }
     asked = read_run(folder).spec.changed({"attacks": tables})
-    pipeline.evaluate_run(pipeline.plan_evaluation(str(folder), asked, device="cpu"), out=folder)
+    opened = pipeline.open_model(str(folder), spec=asked, device="cpu")
+    pipeline.evaluate_run(pipeline.plan_evaluation(asked, opened), out=folder)
     table = AuditTable(eps=0.1, claim=0.9, limit=4, budget="quick")
     with pytest.MonkeyPatch.context() as patch:
         shorten_audits(patch)
-        pipeline.audit_run(pipeline.plan_audit(table, source=str(folder), device="cpu"), out=folder)
+        pipeline.audit_run(pipeline.plan_audit(table, opened), out=folder)
     torch.set_num_threads(threads)
     return folder
 

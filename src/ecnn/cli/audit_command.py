@@ -9,30 +9,17 @@ from typing import Annotated
 import typer
 
 import ecnn
-from ecnn.cli.options import (
-    NORM_HELP,
-    BatchSize,
-    Classes,
-    Cluster,
-    Device,
-    DryRun,
-    ImageSize,
-    JsonFlag,
-    ModelOrModule,
-    Module,
-    Resume,
-    Root,
-)
+from ecnn.cli import options
 from ecnn.cli.statuses import telling_if_finished
 
 
 def audit(
-    model: ModelOrModule = None,
+    model: options.ModelOrModule = None,
     eps: Annotated[
         str | None, typer.Option(help="Radius it is said to be robust in, 0.04 or 8/255.  [required]")
     ] = None,
-    module: Module = None,
-    norm: Annotated[str, typer.Option(help=NORM_HELP)] = "linf",
+    module: options.Module = None,
+    norm: Annotated[str, typer.Option(help=options.NORM_HELP)] = "linf",
     claim: Annotated[
         float | None,
         typer.Option(help="The accuracy in question, 0.72; without it only what is found is judged."),
@@ -45,7 +32,7 @@ def audit(
         int | None,
         typer.Option(help="The first so many test images.  [default: 100, 1,000, 1,000 or 10,000 by budget]"),
     ] = None,
-    classes: Classes = None,
+    classes: options.Classes = None,
     attack: Annotated[
         list[str] | None,
         typer.Option(
@@ -53,22 +40,19 @@ def audit(
             "joins the suite. Runs the file's code. Repeatable."
         ),
     ] = None,
-    data: Annotated[
-        str | None,
-        typer.Option(help="A dataset or a folder of images.  [default: what the run was trained on]"),
-    ] = None,
-    root: Root = Path("data"),
-    image_size: ImageSize = None,
-    batch_size: BatchSize = None,
+    data: options.TestData = None,
+    root: options.Root = Path("data"),
+    image_size: options.ImageSize = None,
+    batch_size: options.BatchSize = None,
     seed: Annotated[int, typer.Option(help="Same seed, same audit.")] = 0,
     out: Annotated[
         Path | None, typer.Option(help="Keep records, audit.json, audit.md and audit.png there, and resume.")
     ] = None,
-    resume: Resume = True,
-    cluster: Cluster = None,
-    device: Device = "auto",
-    dry_run: DryRun = False,
-    as_json: JsonFlag = False,
+    resume: options.Resume = True,
+    cluster: options.Cluster = None,
+    device: options.Device = "auto",
+    dry_run: options.DryRun = False,
+    as_json: options.JsonFlag = False,
 ) -> int:
     """Find the accuracy that is left under attack, and say whether to believe a claimed one."""
     from ecnn import pipeline
@@ -81,17 +65,10 @@ def audit(
     table = AuditTable(
         norm=norm, eps=eps, claim=claim, min_accuracy=min_accuracy, limit=limit, budget=budget, seed=seed
     )
-    made = pipeline.plan_audit(
-        table,
-        source=model,
-        module=module,
-        data=data,
-        root=root,
-        image_size=image_size,
-        device=device,
-        classes=classes,
-        attacks=attack or (),
+    opened = pipeline.open_model(
+        model, module=module, data=data, root=root, image_size=image_size, device=device
     )
+    made = pipeline.plan_audit(table, opened, classes=classes, attacks=attack or ())
     more = f" and {', '.join(made.attacks)}" if made.attacks else ""
     cost = f"at most {made.cost} for {made.images:,} images, and diagnostics{more}; answers to alarms come on top"
     typer.echo(cost, err=True)

@@ -20,6 +20,9 @@ Module = Annotated[
         "the file's code."
     ),
 ]
+TestData = Annotated[
+    str | None, typer.Option(help="A dataset or a folder of images.  [default: what the run was trained on]")
+]
 ImageSize = Annotated[int | None, typer.Option(help="Pixels of a side, of a folder of images for --module.")]
 Classes = Annotated[
     str | None, typer.Option(help="Only images of these classes: 3,5,7 or names.  [default: all]")

@@ -15,7 +15,8 @@ from ecnn.auditing import Audit, Cost, audit, estimate_cost, resolve_budget
 from ecnn.data import Split
 from ecnn.evaluation import OwnAttack, read_images
 from ecnn.evaluation.batch import BATCH_SIZE, check_request
-from ecnn.pipeline.opening import load_attacks, open_model
+from ecnn.pipeline.evaluating import own_attacks
+from ecnn.pipeline.opening import Opened
 from ecnn.pipeline.threads import suitable_threads
 from ecnn.pipeline.training import AnyPath
 from ecnn.plots import plot_audit
@@ -46,40 +47,22 @@ class AuditPlan:
 
 
 def plan_audit(
-    table: AuditTable,
-    *,
-    source: str | None = None,
-    module: str | None = None,
-    data: str | None = None,
-    root: AnyPath = "data",
-    image_size: int | None = None,
-    device: str = "auto",
-    classes: str | None = None,
-    attacks: Sequence[str] = (),
+    table: AuditTable, opened: Opened, *, classes: str | None = None, attacks: Sequence[str] = ()
 ) -> AuditPlan:
-    """Loads model and images, tries the model on one of them, and counts what the suite will ask.
+    """Tries the model on one image, and counts what the suite will ask.
 
     Args:
-        source: a run folder or the name of a shipped model; None when a module is given.
-        module: "file.py:name", as `load_module` takes it.
-        data: None for what the table says, or else the data that the model was trained on.
-        root: where dataset files are.
-        image_size: of a folder of images, for a module; a saved model knows its own.
+        table: what is asked; its data were opened with the model.
+        opened: the model and its images, by `open_model`.
         classes: "3,5,7" or names: only images of these.
         attacks: of the user's, each "file.py:function".
     """
-    found = open_model(
-        source, module=module, data=data or table.data, root=root, image_size=image_size, device=device
-    )
-    chosen, budget = found.find_classes(classes), resolve_budget(table.budget)
-    ball: Any = {"norm": table.norm, "eps": table.eps, "seed": table.seed}
-    own = {
-        one.name: OwnAttack(function=one.function, source=one.source, **ball) for one in load_attacks(attacks)
-    }
+    chosen, budget = opened.find_classes(classes), resolve_budget(table.budget)
+    own = own_attacks(attacks, table.norm, [table.eps], table.seed)
     limit = budget.images if table.limit is None else table.limit
-    images = len(check_request(found.model, read_images(found.split, classes=chosen), limit, BATCH_SIZE))
-    cost = estimate_cost(found.model, budget, images, found.num_classes, norm=table.norm)  # type: ignore[arg-type]
-    return AuditPlan(table, found.model, found.split, images, cost, chosen, own)
+    images = len(check_request(opened.model, read_images(opened.split, classes=chosen), limit, BATCH_SIZE))
+    cost = estimate_cost(opened.model, budget, images, opened.num_classes, norm=table.norm)  # type: ignore[arg-type]
+    return AuditPlan(table, opened.model, opened.split, images, cost, chosen, own)
 
 
 def audit_run(

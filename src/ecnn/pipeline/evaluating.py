@@ -22,7 +22,7 @@ from ecnn.errors import InputError
 from ecnn.evaluation import Evaluation, OwnAttack, evaluate, load_images, read_images
 from ecnn.evaluation.batch import BATCH_SIZE, check_request
 from ecnn.evaluation.records import SUMMARY
-from ecnn.pipeline.opening import load_attacks, open_model
+from ecnn.pipeline.opening import Opened, load_attacks
 from ecnn.pipeline.threads import suitable_threads
 from ecnn.pipeline.training import AnyPath
 from ecnn.progress import Progress
@@ -90,7 +90,9 @@ def _check_complete(kind: str, table: Mapping[str, Any], eps: str | None) -> Non
     )
 
 
-def own_attacks(sources: Sequence[str], norm: str, eps: Sequence[str], seed: int) -> dict[str, OwnAttack]:
+def own_attacks(
+    sources: Sequence[str], norm: str, eps: Sequence[float | str], seed: int
+) -> dict[str, OwnAttack]:
     """Attacks of the user's, each "file.py:function", in the first of these balls."""
     if sources and not eps:
         raise InputError(
@@ -132,49 +134,37 @@ class EvaluationPlan:
 
 
 def plan_evaluation(
-    source: str | None,
     spec: Spec,
+    opened: Opened,
     *,
-    module: str | None = None,
-    data: str | None = None,
-    root: AnyPath = "data",
-    image_size: int | None = None,
-    device: str = "auto",
     classes: str | None = None,
     own: Mapping[str, OwnAttack] | None = None,
     eps: Sequence[str] = (),
     presets: Mapping[str, Preset] | None = None,
 ) -> EvaluationPlan:
-    """Loads model and images, makes the spec's attacks, and tries the model on one image.
+    """Makes the spec's attacks, and tries the model on one image.
 
     Args:
-        source: a run folder or the name of a shipped model; None when a module is given.
         spec: the run's own, or any for a module, with the attacks to be made; see `evaluation_spec`.
-        module: "file.py:name", as `load_module` takes it.
-        data: another dataset than the model was trained on, or "optprojtran".
-        image_size: of a folder of images, for a module.
+        opened: the model and its images, by `open_model`.
         classes: "3,5,7" or names: only images of these.
         own: attacks of the user's, by name.
         eps: radii that these are repeated at, if there are several.
         presets: those that attacks of the spec were made with.
     """
-    found = open_model(
-        source, module=module, spec=spec, data=data, root=root, image_size=image_size, device=device
-    )
-    place = runs.find_device(device)
-    groups, cost = _groups(spec, place), Cost(0, 0)
+    groups, cost = _groups(spec, opened.device), Cost(0, 0)
     for name, attack in (own or {}).items():
         key = (spec.data.test_limit, tuple(eps) if len(eps) > 1 else None)
         groups.setdefault(key, {})[name] = attack
     groups = groups or {(spec.data.test_limit, None): {}}
-    chosen = found.find_classes(classes)
+    chosen = opened.find_classes(classes)
     for (most, radii), group in groups.items():
-        images = len(check_request(found.model, read_images(found.split, classes=chosen), most, BATCH_SIZE))
+        images = len(check_request(opened.model, read_images(opened.split, classes=chosen), most, BATCH_SIZE))
         for attack in group.values():
             if isinstance(attack, Attack):
-                cost += attack.cost(found.num_classes) * (images * len(radii or (None,)))
+                cost += attack.cost(opened.num_classes) * (images * len(radii or (None,)))
     names = {kind: preset.name for kind, preset in (presets or {}).items()}
-    return EvaluationPlan(found.model, found.split, groups, cost, chosen, names)
+    return EvaluationPlan(opened.model, opened.split, groups, cost, chosen, names)
 
 
 def evaluate_run(

@@ -11,6 +11,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from ecnn import files, runs
@@ -31,11 +32,13 @@ class Opened:
     Attributes:
         split: the test images.
         class_names: in the order of the scores.
+        device: where the model is.
     """
 
     model: nn.Module
     split: Split
     class_names: tuple[str, ...]
+    device: torch.device
 
     @property
     def num_classes(self) -> int:
@@ -85,12 +88,12 @@ def open_model(
     if source is not None:
         spec = runs.read_spec(source) if spec is None else spec
         model = runs.load_model(source, device=place)
-        return Opened(model, load_test_images(spec, root, data), runs.class_names(source))
+        return Opened(model, load_test_images(spec, root, data), runs.class_names(source), place)
     if data is None:
         raise InputError("a module of your own needs --data: the name of a dataset or a folder of images.")
     model = load_module(str(module)).to(place).eval()
     found = load_data(data, root, image_size=None if data in NAMES else image_size)
-    return Opened(model, found.test, found.class_names)
+    return Opened(model, found.test, found.class_names, place)
 
 
 class _Answers(nn.Module):

@@ -15,6 +15,7 @@ from ecnn.evaluation import load_evaluation
 from ecnn.experiment import Arm, Experiment, load_experiment, quick_form
 from ecnn.pipeline.auditing import audit_run, plan_audit
 from ecnn.pipeline.evaluating import evaluate_run, plan_evaluation
+from ecnn.pipeline.opening import open_model
 from ecnn.pipeline.publishing import write_report
 from ecnn.pipeline.training import AnyPath, load_spec_data, plan, train_run
 from ecnn.plots import plot_code
@@ -108,7 +109,7 @@ def _attack(arm: Arm, folder: Path, device: str, progress: Progress | None) -> s
     trained = runs.read_spec(folder)
     data = dataclasses.replace(trained.data, test_limit=arm.spec.data.test_limit)
     asked = dataclasses.replace(trained, attacks=arm.spec.attacks, data=data)
-    made = plan_evaluation(str(folder), asked, device=device)
+    made = plan_evaluation(asked, open_model(str(folder), spec=asked, device=device))
     evaluate_run(made, seed=arm.spec.seed, out=folder, progress=progress)
     return f"  attacked as papers do: {100 * _claim(folder):.0f} % left"
 
@@ -121,7 +122,7 @@ def _claim(folder: Path) -> float:
 def _audit(arm: Arm, folder: Path, device: str, progress: Progress | None) -> str:
     assert arm.spec.audit is not None  # quickstart.toml has one
     table = dataclasses.replace(arm.spec.audit, claim=_claim(folder))
-    made = plan_audit(table, source=str(folder), device=device)
+    made = plan_audit(table, open_model(str(folder), data=table.data, device=device))
     found = audit_run(made, out=folder, progress=progress)
     return f"  audited: {100 * found.accuracy:.1f} % left; the claim is {found.verdict}"
 

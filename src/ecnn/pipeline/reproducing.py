@@ -20,6 +20,7 @@ from ecnn.experiment import AUDIT, Arm, Experiment
 from ecnn.pipeline.adopting import adopt
 from ecnn.pipeline.auditing import PICTURE, audit_run, plan_audit
 from ecnn.pipeline.evaluating import evaluate_run, plan_evaluation
+from ecnn.pipeline.opening import open_model
 from ecnn.pipeline.recording import (
     AUDIT_RESULT,
     AUDITS,
@@ -140,7 +141,8 @@ def _run_stages(
             with _timed(folder, name):
                 _attack(task, name, table, root, device, progress)
     if "audit" in stages and spec.audit is not None:
-        made = plan_audit(spec.audit, source=str(folder), root=root, device=device)
+        opened = open_model(str(folder), data=spec.audit.data, root=root, device=device)
+        made = plan_audit(spec.audit, opened)
         if not _is_audited(folder, spec.audit, made.images):
             with _timed(folder, AUDIT):
                 audit_run(made, out=folder, progress=progress)
@@ -177,7 +179,8 @@ def _attack(
     one = dataclasses.replace(
         trained, attacks={name: table}, data=dataclasses.replace(trained.data, test_limit=limit)
     )
-    made = plan_evaluation(str(task.folder), one, data=table.get("data"), root=root, device=device)
+    opened = open_model(str(task.folder), spec=one, data=table.get("data"), root=root, device=device)
+    made = plan_evaluation(one, opened)
     evaluate_run(made, seed=task.seed, out=place_of(task.folder, table.get("data")), progress=progress)
 
 
@@ -217,7 +220,7 @@ def audit_again(
         raise InputError(
             f"{task.folder} has a record but no network to audit again: reproduce it in another folder (--out)."
         )
-    made = plan_audit(table, source=str(task.folder), root=root, device=device)
+    made = plan_audit(table, open_model(str(task.folder), data=table.data, root=root, device=device))
     with _timed(task.folder, f"{AUDIT} {AUDIT_VERSION}"):
         audit_run(made, out=task.folder / AUDITS / str(AUDIT_VERSION), progress=progress)
     _write_record(task)
