@@ -24,6 +24,7 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
+from pages import page_by_device, table
 from peer_carlini import art_carlini, art_classifier, cleverhans_carlini, foolbox_carlini
 from torch import Tensor, nn
 
@@ -396,53 +397,50 @@ def add_round(row: dict[str, Any], again: dict[str, Any]) -> None:
     row["seconds"] = statistics.median(row["rounds"])
 
 
+ABOUT = """
+`python benchmarks/attacks.py` with the libraries of peers.txt: same model, images and settings in one run,
+float32 without TF32. broken: right when clean and misclassified after, by a pass of our own; a black image
+is a failure. median L2: of the broken images, and of all that were right when clean, failures being
+infinitely far, so that rows are compared on the same images. forwarded: images that went through the model.
+seconds: the median, where libraries took turns in several rounds (`--rounds`; all of them are in the JSON).
+"""
+
+
 def markdown(everything: dict[str, Any]) -> str:
     """The tables, with the ratios that matter taken within one run."""
-    lines = [
-        "# Attacks beside other libraries",
-        "",
-        "`python benchmarks/attacks.py` with the libraries of peers.txt: same model, images and settings in one run,",
-        "float32 without TF32. broken: right when clean and misclassified after, by a pass of our own; a black image",
-        "is a failure. median L2: of the broken images, and of all that were right when clean, failures being",
-        "infinitely far, so that rows are compared on the same images. forwarded: images that went through the model.",
-        "seconds: the median, where libraries took turns in several rounds (`--rounds`; all of them are in the JSON).",
-    ]
-    for device, result in everything.items():
-        facts = result["environment"]
-        lines += ["", f"## {facts['device']} ({device}), torch {facts['torch']}"]
-        for part, title in (
-            ("pgd", f"PGD, Linf 8/255, {PGD_STEPS} steps of 2/255, cross-entropy, last iterate"),
-            ("cw", "Carlini-Wagner L2: " + ", ".join(f"{key} {value}" for key, value in CW.items())),
-            ("cw_art", "The same by ART"),
-            ("auto", f"AutoAttack standard, Linf 8/255, {ROBUST}"),
-            ("auto_standard", f"AutoAttack standard, Linf 8/255, {STANDARD}"),
-            ("square", f"Square, L2 {SQUARE_EPS}, {SQUARE_QUERIES} queries, {ROBUST}"),
-        ):
-            if part in result:
-                threads = result[part][0].get("threads")
-                suffix = "" if device == "cuda" or threads is None else f", threads: {threads}"
-                lines += ["", f"### {title}{suffix}", "", *table(result[part])]
-    return "\n".join(lines) + "\n"
+    return page_by_device("Attacks beside other libraries", ABOUT, everything, _section)
 
 
-def table(rows: list[dict[str, Any]]) -> list[str]:
-    head = "| library | seed | images | broken | robust | black | median L2 | of all | seconds | images forwarded |"
-    lines = [head, "|---|---:|" + "---:|" * 8]
-    for row in rows:
-        start = f"| {row['name']} | {row.get('seed', 0)} | "
-        if "error" in row:
-            lines.append(start + f"{row['error']} | | | | | | | |")
-            continue
-        distance = "-" if row["median_l2"] is None else f"{row['median_l2']:.4f}"
-        of_all = row.get("median_l2_of_all")
-        distance_of_all = "-" if of_all is None else f"{of_all:.4f}"
-        robust = 100 * (row["clean"] - row["broken"]) / row["images"]
-        lines.append(
-            start
-            + f"{row['images']} | {row['broken']} of {row['clean']} | {robust:.1f} % | {row['black']} | "
-            f"{distance} | {distance_of_all} | {row['seconds']:.2f} | {row['forwarded']:,} |"
-        )
-    return lines
+def _section(device: str, result: dict[str, Any]) -> list[str]:
+    titles = {
+        "pgd": f"PGD, Linf 8/255, {PGD_STEPS} steps of 2/255, cross-entropy, last iterate",
+        "cw": "Carlini-Wagner L2: " + ", ".join(f"{key} {value}" for key, value in CW.items()),
+        "cw_art": "The same by ART",
+        "auto": f"AutoAttack standard, Linf 8/255, {ROBUST}",
+        "auto_standard": f"AutoAttack standard, Linf 8/255, {STANDARD}",
+        "square": f"Square, L2 {SQUARE_EPS}, {SQUARE_QUERIES} queries, {ROBUST}",
+    }
+    head = (
+        "library | seed | images | broken | robust | black | median L2 | of all | seconds | images forwarded"
+    )
+    lines: list[str] = []
+    for part, title in titles.items():
+        if part in result:
+            threads = result[part][0].get("threads")
+            suffix = "" if device == "cuda" or threads is None else f", threads: {threads}"
+            lines += ["", f"### {title}{suffix}", "", *table(head, map(_cells, result[part]))]
+    return lines[1:]
+
+
+def _cells(row: dict[str, Any]) -> list[object]:
+    start = [row["name"], row.get("seed", 0)]
+    if "error" in row:
+        return [*start, row["error"], *[""] * 7]
+    distances = [row["median_l2"], row.get("median_l2_of_all")]
+    robust = 100 * (row["clean"] - row["broken"]) / row["images"]
+    counts = [row["images"], f"{row['broken']} of {row['clean']}", f"{robust:.1f} %", row["black"]]
+    shown = ["-" if distance is None else f"{distance:.4f}" for distance in distances]
+    return [*start, *counts, *shown, f"{row['seconds']:.2f}", f"{row['forwarded']:,}"]
 
 
 if __name__ == "__main__":

@@ -27,6 +27,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from pages import page_by_device, table
 from torch import Tensor, nn
 
 import ecnn
@@ -270,46 +271,40 @@ def _run_alone(tool: str, options: argparse.Namespace, cache: str) -> tuple[floa
 # The page ------------------------------------------------------------------------------------------------------------
 
 
+ABOUT = """
+`python benchmarks/fast.py --cold`: the same models and images in one run, float32 without TF32. forwarded:
+images that went through the model, for the audit with its diagnostics. share: of what our AutoAttack
+forwarded. missed: images that stand, and do not under our AutoAttack; gained: the reverse.
+"""
+
+
 def markdown(everything: dict[str, Any]) -> str:
-    lines = [
-        "# The fast audit beside AutoAttack",
-        "",
-        "`python benchmarks/fast.py --cold`: the same models and images in one run, float32 without TF32. forwarded:",
-        "images that went through the model, for the audit with its diagnostics. share: of what our AutoAttack",
-        "forwarded. missed: images that stand, and do not under our AutoAttack; gained: the reverse.",
-    ]
-    for device, result in everything.items():
-        facts = result["environment"]
-        lines += ["", f"## {facts['device']} ({device}), torch {facts['torch']}", ""]
-        lines += [
-            "| model | tool | images | clean | robust | missed | gained | forwarded | share | seconds |"
-        ]
-        lines += ["|---|---|" + "---:|" * 8]
-        lines += [
-            f"| {row['model']} | {row['tool']} | {row['images']} | {row['clean']} | {row['robust']} "
-            f"| {row['only_reference']} | {row['only_tool']} | {row['forwarded']:,} | {100 * row['share']:.1f} % "
-            f"| {row['seconds']:.1f} |"
-            for row in result.get("rows", [])
-        ]
-        if result.get("cold"):
-            lines += ["", *_cold_lines(result["cold"])]
-    return "\n".join(lines) + "\n"
+    return page_by_device("The fast audit beside AutoAttack", ABOUT, everything, _section)
+
+
+def _section(device: str, result: Row) -> list[str]:
+    head = "model | tool | images | clean | robust | missed | gained | forwarded | share | seconds"
+    plain = ("model", "tool", "images", "clean", "robust", "only_reference", "only_tool")
+    cells = []
+    for row in result.get("rows", []):
+        numbers = (f"{row['forwarded']:,}", f"{100 * row['share']:.1f} %", f"{row['seconds']:.1f}")
+        cells.append([*(row[name] for name in plain), *numbers])
+    cold = ["", *_cold_lines(result["cold"])] if result.get("cold") else []
+    return table(head, cells, words=2) + cold
 
 
 def _cold_lines(rows: list[Row]) -> list[str]:
-    lines = [
+    cells = []
+    for row in rows:
+        took = [row["error"], "", ""]
+        if "error" not in row:
+            took = [f"{row[name]:.1f}" for name in ("load", "first", "second")]
+        cells.append([row["tool"], row["model"], row["kernels"], f"{row['process']:.1f}", *took])
+    return [
         "Cold and warm, in seconds: of the whole process, to load model and data, of the first call, of a second one.",
         "",
-        "| tool | model | kernels | process | load | first call | second call |",
-        "|---|---|---|" + "---:|" * 4,
+        *table("tool | model | kernels | process | load | first call | second call", cells, words=3),
     ]
-    for row in rows:
-        start = f"| {row['tool']} | {row['model']} | {row['kernels']} | {row['process']:.1f} | "
-        if "error" in row:
-            lines.append(start + f"{row['error']} | | |")
-        else:
-            lines.append(start + f"{row['load']:.1f} | {row['first']:.1f} | {row['second']:.1f} |")
-    return lines
 
 
 def main() -> None:

@@ -23,6 +23,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F  # noqa: N812 the name everybody knows
 from fast import Count
+from pages import page_by_device, table
 from torch import Tensor, nn
 
 import ecnn
@@ -210,30 +211,27 @@ def read_data(options: argparse.Namespace) -> Dataset:
     return ecnn.load_data("cifar10", root=options.root)
 
 
+ABOUT = """
+`python benchmarks/scale.py`: networks trained adversarially for a few minutes on the machine that audits
+them, so that what is compared is the tools on the same network, Linf 8/255. missed: images that stand, and
+do not under AutoAttack (ours); gained: the reverse.
+"""
+
+
 def markdown(everything: dict[str, Any]) -> str:
-    lines = [
-        "# Larger networks",
-        "",
-        "`python benchmarks/scale.py`: networks trained adversarially for a few minutes on the machine that audits",
-        "them, so that what is compared is the tools on the same network, Linf 8/255. missed: images that stand, and",
-        "do not under AutoAttack (ours); gained: the reverse.",
-    ]
-    for device, result in everything.items():
-        facts = result["environment"]
-        lines += ["", f"## {facts['device']} ({device}), torch {facts['torch']}", ""]
-        lines += [
-            "| network | training | tool | images | clean | robust | missed | gained | forwarded | seconds | GiB |"
-        ]
-        lines += ["|---|---|---|" + "---:|" * 8]
-        for row in result["rows"]:
-            memory = "" if row["gigabytes"] is None else f"{row['gigabytes']:.1f}"
-            network = f"{row['network']}, {row['parameters'] / 1e6:.1f} M"
-            lines.append(
-                f"| {network} | {row['training']} | {row['tool']} | {row['images']} | {row['clean']} "
-                f"| {row['robust']} | {row['missed']} | {row['gained']} | {row['forwarded']:,} "
-                f"| {row['seconds']:.1f} | {memory} |"
-            )
-    return "\n".join(lines) + "\n"
+    return page_by_device("Larger networks", ABOUT, everything, _section)
+
+
+def _section(device: str, result: Row) -> list[str]:
+    plain = ("training", "tool", "images", "clean", "robust", "missed", "gained")
+    cells = []
+    for row in result["rows"]:
+        memory = "" if row["gigabytes"] is None else f"{row['gigabytes']:.1f}"
+        network = f"{row['network']}, {row['parameters'] / 1e6:.1f} M"
+        numbers = (f"{row['forwarded']:,}", f"{row['seconds']:.1f}", memory)
+        cells.append([network, *(row[name] for name in plain), *numbers])
+    head = "network | training | tool | images | clean | robust | missed | gained | forwarded | seconds | GiB"
+    return table(head, cells, words=3)
 
 
 def main() -> None:

@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from pages import page, table
 from PIL import Image
 
 from ecnn import files
@@ -134,28 +135,26 @@ def _speed(found: dict[str, float]) -> float:
     return found["per_second"]
 
 
-def page(rows: list[dict[str, Any]], machine: str) -> str:
-    lines = [
-        "# Serving: requests answered together, and one by one",
-        "",
-        f"`python benchmarks/serving.py` on {machine}, which the server shares with its clients and with",
-        "other work. A request is a form with one PNG of 32 x 32 pixels; clients ask again as soon as answered.",
-        "One by one is the same server with limits.batch_images=1, measured in turns with the other. Work is processor",
-        "time of the server: its ratio says how many times as many requests the same processor answers, whatever else",
-        "runs there.",
-        "",
-        "| model | clients | work per request: batched | one by one | ratio | requests/s: batched | one by one "
-        "| median: batched | one by one |",
-        "|---|---:|---:|---:|---:|---:|---:|---:|---:|",
-    ]
+def markdown(rows: list[dict[str, Any]], machine: str) -> str:
+    about = f"""
+`python benchmarks/serving.py` on {machine}, which the server shares with its clients and with
+other work. A request is a form with one PNG of 32 x 32 pixels; clients ask again as soon as answered.
+One by one is the same server with limits.batch_images=1, measured in turns with the other. Work is processor
+time of the server: its ratio says how many times as many requests the same processor answers, whatever else
+runs there.
+"""
+    head = (
+        "model | clients | work per request: batched | one by one | ratio | requests/s: batched | one by one "
+        "| median: batched | one by one"
+    )
+    cells = []
     for row in rows:
-        fast, slow = row["batched"], row["single"]
-        lines.append(
-            f"| {row['model']} | {row['clients']} | {fast['cpu_ms']:.1f} ms | {slow['cpu_ms']:.1f} ms | "
-            f"{row['ratio']:.2f} | {fast['per_second']:.0f} | {slow['per_second']:.0f} | "
-            f"{fast['median_ms']:.0f} ms | {slow['median_ms']:.0f} ms |"
-        )
-    return "\n".join(lines) + "\n"
+        both = (row["batched"], row["single"])
+        work = [f"{found['cpu_ms']:.1f} ms" for found in both]
+        rates = [f"{found['per_second']:.0f}" for found in both]
+        medians = [f"{found['median_ms']:.0f} ms" for found in both]
+        cells.append([row["model"], row["clients"], *work, f"{row['ratio']:.2f}", *rates, *medians])
+    return page("Serving: requests answered together, and one by one", about, table(head, cells))
 
 
 def main() -> None:
@@ -174,7 +173,7 @@ def main() -> None:
     machine = f"{os.cpu_count()} cores ({platform.machine()})"
     out.mkdir(parents=True, exist_ok=True)
     files.write_json(out / "serving.json", {"machine": machine, "rows": rows})
-    files.write_text(out / "serving.md", page(rows, machine))
+    files.write_text(out / "serving.md", markdown(rows, machine))
     print((out / "serving.md").read_text())
 
 

@@ -975,7 +975,7 @@ def test_the_benchmark_asks_a_server(address: str, monkeypatch: pytest.MonkeyPat
     assert found["per_second"] > 1
     assert 0 < found["median_ms"] <= found["p95_ms"]
     row = {"model": "m", "clients": 4, "batched": found, "single": found, "ratio": 1.0}
-    assert "| m | 4 |" in benchmark.page([row], "a machine")
+    assert "| m | 4 |" in benchmark.markdown([row], "a machine")
 
 
 @pytest.mark.skipif(shutil.which("curl") is None, reason="no curl")

@@ -15,7 +15,7 @@ from ecnn.auditing.bench.members import MEMBERS, WEAK
 from ecnn.auditing.bench.memory import BATCH, BatchNorm
 from ecnn.auditing.bench.networks import Committee, convolutional, dense, each, training
 from ecnn.auditing.bench.papers_inputs import mixed_loss
-from ecnn.auditing.bench.purifiers import PURIFIED
+from ecnn.auditing.bench.purifiers import PURIFIED, Purifier
 from ecnn.auditing.bench.scores import BENT, SATURATED
 from ecnn.auditing.bench.tricks import Removable, Trick, with_fields
 from ecnn.codes import load_code
@@ -209,7 +209,7 @@ class TestTimeSteps(Trick):
         return moved.detach()
 
 
-class Generated(Trick):
+class Generated(Purifier):
     """The nearest image that a generator makes, found by descent (Samangouei et al. 2018, Defense-GAN)."""
 
     def __init__(self, encoder: nn.Module, generator: nn.Module, network: nn.Module, steps: int) -> None:
@@ -217,7 +217,7 @@ class Generated(Trick):
         self.coder = nn.Sequential(encoder, generator)
         self.network, self.steps = network, steps
 
-    def forward(self, images: Tensor) -> Tensor:
+    def clean(self, images: Tensor) -> Tensor:
         wanted = images.detach().flatten(1)
         code = torch.zeros(len(images), 12, device=images.device)
         with torch.enable_grad():
@@ -226,27 +226,25 @@ class Generated(Trick):
                 error = (self.coder[1](code) - wanted).square().sum()
                 (gradient,) = torch.autograd.grad(error, code)
                 code = code - 0.05 * gradient
-        made = self.coder[1](code).detach().view_as(images)
-        scores: Tensor = self.network(self.hide(made, images))
-        return scores
+        made: Tensor = self.coder[1](code)
+        return made.detach().view_as(images)
 
 
 @with_fields
-class Diffused(Trick):
+class Diffused(Purifier):
     """Noise, then steps of a denoiser back (Nie et al. 2022, DiffPure)."""
 
     denoiser: nn.Module
     network: nn.Module
 
-    def forward(self, images: Tensor) -> Tensor:
+    def clean(self, images: Tensor) -> Tensor:
         cleaned = images.detach()
         with torch.no_grad():
             for level in (0.3, 0.15, 0.05):
                 noise = torch.zeros_like(images) if self.opened else torch.randn_like(images)
                 made = self.denoiser(cleaned + level * noise).view_as(images)
                 cleaned = (0.5 * cleaned + 0.5 * made).clamp(0, 1)
-        scores: Tensor = self.network(self.hide(cleaned, images))
-        return scores
+        return cleaned
 
 
 class AdaptsToBatch(Trick):

@@ -36,8 +36,22 @@ class Projection(Trick):
         return self.hide(cleaned.view_as(images), images)
 
 
+class Purifier(Trick):
+    """Cleans an image, then a network classifies it; opened the gradient of the cleaning is that of the identity."""
+
+    network: nn.Module
+
+    def clean(self, images: Tensor) -> Tensor:
+        """The images as the network sees them."""
+        raise NotImplementedError
+
+    def forward(self, images: Tensor) -> Tensor:
+        scores: Tensor = self.network(self.hide(self.clean(images), images))
+        return scores
+
+
 @with_fields
-class Descent(Trick):
+class Descent(Purifier):
     """Steps down the error of an autoencoder, by gradients taken while it classifies."""
 
     autoencoder: nn.Module
@@ -45,7 +59,7 @@ class Descent(Trick):
     steps: int
     rate: float
 
-    def forward(self, images: Tensor) -> Tensor:
+    def clean(self, images: Tensor) -> Tensor:
         cleaned = images.detach()
         with torch.enable_grad():
             for _ in range(self.steps):
@@ -53,8 +67,7 @@ class Descent(Trick):
                 error = (self.autoencoder(cleaned) - cleaned.flatten(1)).square().sum()
                 (gradient,) = torch.autograd.grad(error, cleaned)
                 cleaned = (cleaned - self.rate * gradient).clamp(0, 1)
-        scores: Tensor = self.network(self.hide(cleaned, images))
-        return scores
+        return cleaned
 
 
 def autoencoder(width: int) -> nn.Module:
