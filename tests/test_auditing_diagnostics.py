@@ -290,6 +290,15 @@ def test_random_models_fall_to_averages() -> None:
     assert check("randomness", network()).evidence == {"largest_difference": 0.0, "flipped_predictions": 0}
 
 
+def test_dropout_at_test_time_is_attacked_beside_the_same_images() -> None:
+    """What an image draws depends on its place in the batch: broken images must not leave it before the verdict."""
+    dropped = Changed(before=lambda images: F.dropout(images, 0.3, training=True))
+    subject = replace(make_subject(dropped, images=96), budget=replace(BUDGET, probe_images=96))
+    for name in ("radius", "unbounded"):
+        assert CHECKS[name](subject).level == "ok"
+    assert CHECKS["unbounded"](subject).evidence["left"] == 0
+
+
 def wavy_subject(blind: bool) -> Subject:
     model = Wavy(blind).eval()
     images = digits("test")[0][:48]

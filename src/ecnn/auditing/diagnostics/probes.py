@@ -274,6 +274,8 @@ class Probe:
         """(image,) which of all images the attack breaks, of the rows (a mask on the CPU) it is given."""
         found = torch.zeros(len(self.images), dtype=torch.bool)
         chosen = torch.nonzero(rows).squeeze(1)
+        if self.raw is not self:  # what each image draws depends on the others: all stay, until the point is verified
+            attack, chosen = replace(attack, early_exit=False), self.rows.cpu()
         with forked_generators(self.images.device, self.seed):
             for part in torch.split(chosen, at_once(_GROUP)):
                 here = part.to(self.images.device)
@@ -287,7 +289,7 @@ class Probe:
                 found[part] = attacked.success.cpu()
                 self._spent[0] += int(attacked.forwards.sum())
                 self._spent[1] += int(attacked.backwards.sum())
-        return found & self.right
+        return found & rows & self.right
 
     def pgd(self, eps: float, **options: Any) -> PGD:
         """PGD with the margin loss and the walks' step rule, at another radius or with other options."""
