@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812 the name everybody knows
 from torch import Tensor, nn
-from toys import Constant, Linear, TanhNet, distance, half_spaces
+from toys import Constant, Counted, LabelsOnly, Linear, TanhNet, distance, half_spaces
 
 from ecnn.attacks.base import Attack, Target
 from ecnn.attacks.blackbox import HopSkipJump, RandomNoise, Transfer, _Border
@@ -33,31 +33,6 @@ class Net(TanhNet):
         super().__init__(seed, pixels=FEATURES, hidden=16)
         self.dropout = nn.Dropout(0.0)
         self.to(dtype)
-
-
-class Counted(nn.Module):
-    """Another model, and how many images it was shown, in how large portions."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model, self.shown, self.largest = model, 0, 0
-
-    def forward(self, images: Tensor) -> Tensor:
-        self.shown += len(images)
-        self.largest = max(self.largest, len(images))
-        return self.model(images)  # type: ignore[no-any-return]
-
-
-class LabelsOnly(nn.Module):
-    """Another model that tells its class and nothing else."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, images: Tensor) -> Tensor:
-        scores: Tensor = self.model(images)
-        return F.one_hot(scores.argmax(dim=1), scores.shape[1]).to(scores.dtype)
 
 
 def some_images(batch: int = 6, dtype: torch.dtype = torch.float64) -> Tensor:

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from test_attacks_blackbox import FEATURES, SHAPE, LabelsOnly, Net, classes, plane_and_images, some_images
-from toys import half_spaces
+from test_attacks_blackbox import FEATURES, SHAPE, Net, classes, plane_and_images, some_images
+from toys import LabelsOnly, half_spaces
 
 from ecnn.attacks import PGD, Neighbours, RaySearch, rays
 

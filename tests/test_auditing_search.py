@@ -12,25 +12,16 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812 the name everybody knows
-from test_auditing_suite import EPS, Sees, broken, firm_images
+from test_auditing_suite import EPS, Hiding, Sees, broken, firm_images
 from torch import Tensor, nn
 
 from ecnn.attacks import PGD
 from ecnn.attacks.views import Averaged
+from ecnn.auditing import opaque
 from ecnn.auditing.adaptive import MeanAround
 from ecnn.auditing.bpda import Passing, can_pass_through, straight_through
 from ecnn.auditing.budgets import BUDGETS
 from ecnn.auditing.layers import LayerScores, LayerVotes, survey_layers
-from ecnn.auditing.opaque import (
-    Bridged,
-    ImageInput,
-    Skipping,
-    SkippingBy,
-    find_dead_modules,
-    find_image_inputs,
-    fit_bridges,
-    fit_image_bridge,
-)
 from ecnn.auditing.search import search
 from ecnn.auditing.soft_values import Soft
 from ecnn.auditing.subject import Subject
@@ -165,20 +156,9 @@ HIDING: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-class Hiding(Sees):
-    """Something before the first layer that has no derivative, or a false one."""
-
-    def __init__(self, how: str) -> None:
-        super().__init__()
-        self.how = how
-
-    def forward(self, images: Tensor) -> Tensor:
-        return self.logits(HIDING[self.how](images)) + 0 * images.sum()
-
-
 @pytest.mark.parametrize("how", HIDING)
 def test_gradients_pass_and_values_stay(how: str) -> None:
-    model = Hiding(how)
+    model = Hiding(HIDING[how])
     images, labels = firm_images(model)
     assert can_pass_through(model, images[:3])
     with straight_through(model, batch=len(images)):
@@ -311,8 +291,8 @@ class Compiled(Sees):
 def test_the_module_where_the_signal_dies_is_named_and_passed() -> None:
     model = Compiled()
     images, labels = firm_images(model)
-    assert find_dead_modules(model, images, images + 0.05) == ("rounds",)
-    assert find_dead_modules(Sees(), images, images + 0.05) == ()
+    assert opaque.find_dead_modules(model, images, images + 0.05) == ("rounds",)
+    assert opaque.find_dead_modules(Sees(), images, images + 0.05) == ()
     view = Passing(view="scores", dead=("rounds",))
     assert broken(PGD(on=view, **WALK), model, images, labels) >= 0.9
 
@@ -330,10 +310,10 @@ def test_an_opaque_part_gets_a_stand_in_that_has_learnt_it() -> None:
     model = Neighbours()
     images, labels = firm_images(model)
     points = torch.rand(300, 1, 8, 8, generator=torch.Generator().manual_seed(1))
-    bridges = fit_bridges(model, points, 0)
+    bridges = opaque.fit_bridges(model, points, 0)
     assert list(bridges) == ["8-to-4"]
     assert broken(PGD(**WALK), model, images, labels) == 0
-    view = Bridged(view="scores", bridges=bridges)
+    view = opaque.Bridged(view="scores", bridges=bridges)
     assert broken(PGD(on=view, **WALK), model, images, labels) >= 0.9
 
 
@@ -353,10 +333,10 @@ class Purifies(nn.Module):
 def test_what_makes_images_of_images_is_passed_over() -> None:
     model = Purifies()
     images, labels = firm_images(model)
-    (found,) = find_image_inputs(model, images)
+    (found,) = opaque.find_image_inputs(model, images)
     assert (found.module, found.call) == ("network", 1)
-    assert find_image_inputs(Sees(), images) == []
-    view = Skipping(view="scores", module=found.module, call=found.call)
+    assert opaque.find_image_inputs(Sees(), images) == []
+    view = opaque.Skipping(view="scores", module=found.module, call=found.call)
     assert broken(PGD(on=view, **WALK), model, images, labels) == 1
 
 
@@ -373,12 +353,12 @@ def test_what_makes_images_of_images_is_learnt() -> None:
     model = Blurs()
     images, labels = firm_images(model)
     points = torch.rand(200, 1, 8, 8, generator=torch.Generator().manual_seed(1))
-    bridge = fit_image_bridge(model, ImageInput("network", 1), points, 0)
+    bridge = opaque.fit_image_bridge(model, opaque.ImageInput("network", 1), points, 0)
     assert bridge is not None
     assert (bridge(images) - (1 - images)).abs().mean() < 0.05
     around: dict[str, Any] = {"view": "scores", "module": "network", "call": 1}
-    assert broken(PGD(on=Skipping(**around), **WALK), model, images, labels) == 0
-    assert broken(PGD(on=SkippingBy(bridge=bridge, **around), **WALK), model, images, labels) >= 0.9
+    assert broken(PGD(on=opaque.Skipping(**around), **WALK), model, images, labels) == 0
+    assert broken(PGD(on=opaque.SkippingBy(bridge=bridge, **around), **WALK), model, images, labels) >= 0.9
 
 
 def test_a_smoothed_view_leads_where_a_jumping_gradient_does_not() -> None:

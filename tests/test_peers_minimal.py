@@ -16,6 +16,7 @@ import pytest
 import torch
 from conftest import DATA, benchmark
 from torch import Tensor, nn
+from toys import Counted, LabelsOnly
 
 from ecnn.attacks.carlini import CarliniWagnerL2
 from ecnn.attacks.minimal import FMN, DeepFool
@@ -180,32 +181,20 @@ def test_fmn_and_foolbox(norm: Any) -> None:
     assert float(lengths[0].median()) <= 1.001 * float(lengths[1].median())
 
 
-class AnswersOnly(nn.Module):
-    """Another model's answers, one-hot, and how many images it was asked about."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model, self.asked = model, 0
-
-    def forward(self, images: Tensor) -> Tensor:
-        self.asked += len(images)
-        return nn.functional.one_hot(self.model(images).argmax(dim=1), 10).to(images.dtype)
-
-
 def test_rays_break_more_than_foolboxs_hopskipjump_with_as_many_questions() -> None:
     """On a plain network on digits in Linf, where about a third of the images cannot be broken."""
     foolbox = pytest.importorskip("foolbox")
     images, labels = load_data("digits").test[:60]
-    model = AnswersOnly(bench.open_tricks(bench.build("detached"))).eval()
+    model = Counted(LabelsOnly(bench.open_tricks(bench.build("detached")))).eval()
     right = model(images).argmax(dim=1) == labels
     images, labels, eps = images[right], labels[right], 0.1
-    model.asked = 0
+    model.shown = 0
     start = foolbox.attacks.LinearSearchBlendedUniformNoiseAttack(steps=20)
     walk = foolbox.attacks.HopSkipJumpAttack(
         init_attack=start, steps=8, initial_gradient_eval_steps=50, constraint="linf"
     )
     theirs = run_foolbox(walk, model, images, labels)
-    asked = model.asked // len(images)
+    asked = model.shown // len(images)
     fell = ((theirs - images).flatten(1).abs().amax(dim=1) <= eps + 1e-6) & (
         model(theirs).argmax(dim=1) != labels
     )

@@ -162,6 +162,31 @@ class Wrapped(nn.Module):
         return scores
 
 
+class Counted(nn.Module):
+    """Another model, and how many images it was shown, in how large portions."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model, self.shown, self.largest = model, 0, 0
+
+    def forward(self, images: Tensor) -> Tensor:
+        self.shown += len(images)
+        self.largest = max(self.largest, len(images))
+        return self.model(images)  # type: ignore[no-any-return]
+
+
+class LabelsOnly(nn.Module):
+    """Another model that tells its class and nothing else."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, images: Tensor) -> Tensor:
+        scores: Tensor = self.model(images)
+        return nn.functional.one_hot(scores.argmax(dim=1), scores.shape[1]).to(scores.dtype)
+
+
 class TanhNet(nn.Module):
     """One hidden layer in float64: a crooked border, and small enough to differentiate by hand."""
 

@@ -19,6 +19,7 @@ from ecnn.attacks.images import at_once
 from ecnn.attacks.views import Aim, Look, WrappedView, find_view
 from ecnn.auditing.bpda import straight_through
 from ecnn.auditing.soft_values import pass_gradient
+from ecnn.auditing.surrogates import step_down
 
 _STEPS, _LR, _BATCH, _WIDTH, _CHANNELS = 400, 3e-3, 64, 128, 16
 _MOST_NUMBERS = 20_000  # of a row on either side of a bridge
@@ -334,9 +335,7 @@ def _train(
         for _ in range(_STEPS):
             chosen = torch.randint(len(rows), (batch,), generator=generator).to(rows.device)
             loss = F.mse_loss(ask(rows[chosen]), goal[chosen])
-            for parameter, gradient in zip(parameters, torch.autograd.grad(loss, parameters), strict=True):
-                parameter.grad = gradient
-            optimiser.step()
+            step_down(loss, parameters, optimiser)
     for parameter in parameters:
         parameter.grad = None
     network.requires_grad_(False).eval()

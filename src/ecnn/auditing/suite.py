@@ -205,14 +205,6 @@ class Maker:
     traits: Traits
 
     @property
-    def model(self) -> nn.Module:
-        return self.subject.model
-
-    @property
-    def eps(self) -> float:
-        return self.subject.eps
-
-    @property
     def budget(self) -> Budget:
         return self.subject.budget
 
@@ -223,7 +215,7 @@ class Maker:
     @property
     def walk(self) -> dict[str, Any]:
         """Settings of gradient searches: steps that fall from a quarter of the radius to nothing."""
-        size = {"steps": self.budget.steps, "step_size": self.eps / 4, "schedule": "cosine"}
+        size = {"steps": self.budget.steps, "step_size": self.subject.eps / 4, "schedule": "cosine"}
         return {**self.ball, **size, "restarts": self.budget.restarts}
 
     @property
@@ -235,7 +227,7 @@ class Maker:
         return min(self.budget.targets, self.num_classes - 1)
 
     def plain(self) -> dict[str, Attack]:
-        walk = {**self.ball, "steps": self.budget.steps, "step_size": self.eps / 4}
+        walk = {**self.ball, "steps": self.budget.steps, "step_size": self.subject.eps / 4}
         return {PLAIN: PGD(loss="cross_entropy", **walk)}
 
     def on_scores(self) -> dict[str, Attack]:
@@ -270,7 +262,7 @@ class Maker:
             "members": PGD(on="members", loss="margin", **self.walk),
             "cheapest-bits": PGD(on=CheapestBits(), **self.walk),
         }
-        if hasattr(self.model, "decode"):
+        if hasattr(self.subject.model, "decode"):
             attacks["tempered"] = PGD(on="tempered", loss="margin", **self.walk)
         attacks["linear-targets"] = APGD(on="linear", loss="margin", targets=self.targets, **self.auto)
         if self.budget.race:
@@ -299,18 +291,18 @@ class Maker:
             views["eot-inner-scores"] = InnerScores(num_classes=self.num_classes)
         if self.traits.blind:
             views["eot-straight-through"] = Passing(view="scores")
+        return {name: self._on_mean(view) for name, view in views.items()}
+
+    def _on_mean(self, view: str | View) -> Attack:
         walk = {**self.walk, "steps": max(1, self.budget.steps // 2), "restarts": 1, "keep": "last"}
-        return {
-            name: PGD(on=Averaged(view=view, passes=self.budget.eot), **walk) for name, view in views.items()
-        }
+        return PGD(on=Averaged(view=view, passes=self.budget.eot), **walk)
 
     def where_found(self, found: Found, *, random: bool) -> dict[str, Attack]:
         """Attacks on the places that a search has found, with targets where it pays."""
         attacks: dict[str, Attack] = {}
         for name, view in found.views.items():
             if random:
-                walk = {**self.walk, "steps": max(1, self.budget.steps // 2), "restarts": 1, "keep": "last"}
-                attacks[f"found-{name}"] = PGD(on=Averaged(view=view, passes=self.budget.eot), **walk)
+                attacks[f"found-{name}"] = self._on_mean(view)
                 continue
             attacks[f"found-{name}"] = PGD(on=view, **self.walk)
             if view.has_goals and found.broken[name] >= _DOUBTFUL * found.standing:
@@ -319,7 +311,7 @@ class Maker:
 
     def by_surrogates(self, surrogates: Surrogates, *, imitate: bool, random: bool) -> dict[str, Attack]:
         attacks: dict[str, Attack] = {}
-        craft = APGD(**{**self.auto, "restarts": 1}, loss="cross_entropy", keep="last")
+        craft = self._craft()
         keep: Any = "last" if random else "best"
         if self.traits.has_features:
             if not random:
@@ -334,6 +326,10 @@ class Maker:
                 dense = surrogates.student(dense=True)
                 attacks["dense-student"] = Transfer(source=dense, attack=craft, keep=keep)
         return attacks
+
+    def _craft(self) -> Attack:
+        """What is made on a surrogate and shown to the model."""
+        return APGD(**{**self.auto, "restarts": 1}, loss="cross_entropy", keep="last")
 
     def relays(self) -> dict[str, Attack]:
         """Once more from the best point so far."""
@@ -383,11 +379,11 @@ class Maker:
         """
         known: dict[str, Any] = {} if surrogates is None else {"neighbours": surrogates.neighbours()}
         if surrogates is not None and imitate:
-            craft = APGD(**{**self.auto, "restarts": 1}, loss="cross_entropy", keep="last")
-            known["starts"] = (Transfer(source=surrogates.student(), attack=craft),)
+            known["starts"] = (Transfer(source=surrogates.student(), attack=self._craft()),)
         most = max(self.budget.answers, self.budget.queries)
         few = min(most, max(_FEW_ANSWERS, most // 10))
-        most = few if isinstance(self.model, OneAtATime) else most  # each question costs a pass of its own
+        if isinstance(self.subject.model, OneAtATime):  # each question costs a pass of its own
+            most = few
         attacks: dict[str, Attack] = {"rays": RaySearch(queries=few, **known, **self.ball)}
         long = RaySearch(queries=most, **known, **self.ball)
         if few < most and len(self.subject.images) <= self.budget.searched:

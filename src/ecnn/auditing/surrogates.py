@@ -7,7 +7,7 @@ answers for labels, so that no true label is used twice.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -249,9 +249,14 @@ def _teach(
         for _ in range(steps):
             rows = torch.randint(len(asked), (_STUDENT_BATCH,), generator=generator).to(asked.device)
             loss = F.cross_entropy(student(asked[rows]), answers[rows])
-            for parameter, gradient in zip(parameters, torch.autograd.grad(loss, parameters), strict=True):
-                parameter.grad = gradient
-            optimiser.step()
+            step_down(loss, parameters, optimiser)
+
+
+def step_down(loss: Tensor, parameters: Sequence[nn.Parameter], optimiser: torch.optim.Optimizer) -> None:
+    """A step of the optimiser on the loss, which leaves the gradients of all other parameters alone."""
+    for parameter, gradient in zip(parameters, torch.autograd.grad(loss, parameters), strict=True):
+        parameter.grad = gradient
+    optimiser.step()
 
 
 def rebuild_head(model: nn.Module, state: dict[str, Tensor]) -> HeadOnFeatures:
