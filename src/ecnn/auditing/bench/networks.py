@@ -91,6 +91,28 @@ class Committee(nn.Module):
         return torch.stack([network(images) for network in self.networks])
 
 
+class Remembering(nn.Module):
+    """A network that is trained, and answers that go by what it made of the training images."""
+
+    network: nn.Sequential
+
+    def remember(self, images: Tensor) -> None:
+        """Keeps what the network makes of the training images, in buffers."""
+        raise NotImplementedError
+
+
+def then_remembering(train: Train) -> Train:
+    """Trains the network of a `Remembering`, which then keeps what it needs of the training images."""
+
+    def train_and_remember(model: nn.Module, data: Dataset) -> None:
+        assert isinstance(model, Remembering)
+        train(model.network, data)
+        with torch.no_grad():
+            model.eval().remember(data.train[:][0])
+
+    return train_and_remember
+
+
 def training(
     objective: Any = "cross_entropy", *, epochs: int, attack: Attack | None = None, lr: float | None = None
 ) -> Train:

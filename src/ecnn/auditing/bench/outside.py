@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from ecnn.auditing.bench.claims import BY_PGD, Subjects
-from ecnn.auditing.bench.networks import dense, training
+from ecnn.auditing.bench.networks import Remembering, dense, then_remembering, training
 from ecnn.auditing.bench.tricks import Trick, with_fields
 from ecnn.data import Dataset
 
@@ -52,7 +52,7 @@ class NumpyCodec(InNumpy):
         return np.clip(restored, 0, 1).astype(np.float32)
 
 
-class NumpyNeighbours(Trick):
+class NumpyNeighbours(Remembering, Trick):
     """Votes of the training images with the nearest features, counted in numpy; opened all vote, near ones more."""
 
     known: Tensor
@@ -65,6 +65,9 @@ class NumpyNeighbours(Trick):
         self.register_buffer("known", torch.randn(len(labels), 64))
         self.register_buffer("labels", labels)
 
+    def remember(self, images: Tensor) -> None:
+        self.known.copy_(self.network[:-1](images))
+
     def forward(self, images: Tensor) -> Tensor:
         features: Tensor = self.network[:-1](images)
         if self.is_open:
@@ -75,14 +78,6 @@ class NumpyNeighbours(Trick):
         nearest = np.argpartition(apart, self.count, axis=1)[:, : self.count]
         votes = np.eye(10, dtype=np.float32)[self.labels.cpu().numpy()[nearest]].mean(axis=1)
         return torch.from_numpy(votes).to(images)
-
-
-def _train_and_keep(model: nn.Module, data: Dataset) -> None:
-    """Trains the network, then keeps the features of the training images."""
-    assert isinstance(model, NumpyNeighbours)
-    training(epochs=10)(model.network, data)
-    with torch.no_grad():
-        model.known.copy_(model.network[:-1](data.train[:][0]))
 
 
 SUBJECTS = Subjects()
@@ -100,7 +95,7 @@ def numpy_codec() -> nn.Module:
     return nn.Sequential(NumpyCodec(1.0), dense())
 
 
-@SUBJECTS.false(OUTSIDE, _train_and_keep, BY_PGD)
+@SUBJECTS.false(OUTSIDE, then_remembering(training(epochs=10)), BY_PGD)
 def numpy_neighbours(data: Dataset) -> nn.Module:
     """Nearest neighbours of a network's features vote, in numpy: no gradient."""
     return NumpyNeighbours(data, dense(), 7)

@@ -13,7 +13,15 @@ from ecnn.auditing.bench.claims import BY_FGSM, BY_PGD, BY_SQUARE, Subjects
 from ecnn.auditing.bench.features import INDICES, ROUNDED
 from ecnn.auditing.bench.members import MEMBERS, WEAK
 from ecnn.auditing.bench.memory import BATCH, BatchNorm
-from ecnn.auditing.bench.networks import Committee, convolutional, dense, each, training
+from ecnn.auditing.bench.networks import (
+    Committee,
+    Remembering,
+    convolutional,
+    dense,
+    each,
+    then_remembering,
+    training,
+)
 from ecnn.auditing.bench.papers_inputs import mixed_loss
 from ecnn.auditing.bench.purifiers import PURIFIED, Purifier
 from ecnn.auditing.bench.scores import BENT, SATURATED
@@ -98,7 +106,7 @@ class Saturated(Trick):
         return self.hide(steep, torch.sigmoid(3 * features)) if self.is_open else steep
 
 
-class LayerNeighbours(Trick):
+class LayerNeighbours(Remembering, Trick):
     """Votes of the training images nearest in each layer (Papernot & McDaniel 2018, deep k-nearest neighbours)."""
 
     labels: Tensor
@@ -112,6 +120,10 @@ class LayerNeighbours(Trick):
         self.register_buffer("labels", labels)
         for name in ("first", "second"):
             self.register_buffer(name, torch.randn(len(labels), 64))
+
+    def remember(self, images: Tensor) -> None:
+        for known, features in zip((self.first, self.second), self.layers(images), strict=True):
+            known.copy_(features)
 
     def layers(self, images: Tensor) -> tuple[Tensor, Tensor]:
         """(batch, feature) after the first and the second hidden layer."""
@@ -128,16 +140,6 @@ class LayerNeighbours(Trick):
             else:
                 total = total + answers[apart.topk(self.count, largest=False).indices].mean(dim=1)
         return torch.log(total / 2 + 1e-6) if self.is_open else total
-
-
-def _train_and_keep(model: nn.Module, data: Dataset) -> None:
-    """Trains the network, then keeps the features of the training images."""
-    assert isinstance(model, LayerNeighbours)
-    training(epochs=10)(model.network, data)
-    with torch.no_grad():
-        first, second = model.eval().layers(data.train[:][0])
-        model.first.copy_(first)
-        model.second.copy_(second)
 
 
 class HardDecoded(Trick):
@@ -346,7 +348,7 @@ def saturated_units() -> nn.Module:
     return dense(width=128, activation=lambda: Saturated(2000.0))
 
 
-@SUBJECTS.false(INDICES, _train_and_keep, BY_PGD)
+@SUBJECTS.false(INDICES, then_remembering(training(epochs=10)), BY_PGD)
 def deep_neighbours(data: Dataset) -> nn.Module:
     """Neighbours in two layers vote (Papernot & McDaniel 2018, deep k-nearest neighbours): no gradient."""
     return LayerNeighbours(data, dense(), 15)

@@ -17,6 +17,7 @@ from ecnn.auditing.bench.inputs import RoundedPixels
 from ecnn.auditing.bench.networks import (
     CERTIFIED_EPS,
     Committee,
+    Remembering,
     coded,
     convolutional,
     dense,
@@ -25,6 +26,7 @@ from ecnn.auditing.bench.networks import (
     interval_loss,
     resnet,
     seen_through,
+    then_remembering,
     training,
     voting,
 )
@@ -71,7 +73,7 @@ class HalfLinear(nn.Linear):
         return F.linear(features.half(), self.weight.half(), self.bias.half()).float()
 
 
-class Neighbours(nn.Module):
+class Neighbours(Remembering):
     """Training images vote by the likeness of their features to those of the image."""
 
     known: Tensor
@@ -82,6 +84,9 @@ class Neighbours(nn.Module):
         self.network, self.sharpness = network, sharpness
         self.register_buffer("known", torch.randn(len(data.train), 128))
         self.register_buffer("labels", data.train[:][1])
+
+    def remember(self, images: Tensor) -> None:
+        self.known.copy_(self.features(images))
 
     def features(self, images: Tensor) -> Tensor:
         return F.normalize(self.network[:-1](images), dim=1)
@@ -97,18 +102,6 @@ class MeanOf(Committee):
 
     def forward(self, images: Tensor) -> Tensor:
         return self.all_scores(images).mean(dim=0)
-
-
-def with_neighbours(train: Train) -> Train:
-    """Trains the network, then keeps the features of the training images."""
-
-    def train_and_keep(model: nn.Module, data: Dataset) -> None:
-        assert isinstance(model, Neighbours)
-        train(model.network, data)
-        with torch.no_grad():
-            model.known.copy_(model.eval().features(data.train[:][0]))
-
-    return train_and_keep
 
 
 def in_few_levels(train: Train, bits: int) -> Train:
@@ -277,7 +270,7 @@ def mean_of_three() -> nn.Module:
     return MeanOf(dense(), dense(width=96), dense(width=32))
 
 
-@SUBJECTS.honest(with_neighbours(_ON_PGD))
+@SUBJECTS.honest(then_remembering(_ON_PGD))
 def neighbours_of_robust_features(data: Dataset) -> nn.Module:
     """Training images vote by features that were trained on PGD."""
     return Neighbours(data, dense(width=128), 20.0)
