@@ -274,7 +274,9 @@ class Probe:
         """(image,) which of all images the attack breaks, of the rows (a mask on the CPU) it is given."""
         found = torch.zeros(len(self.images), dtype=torch.bool)
         chosen = torch.nonzero(rows).squeeze(1)
-        if self.raw is not self:  # what each image draws depends on the others: all stay, until the point is verified
+        if (
+            self.raw is not self
+        ):  # what each image draws depends on the others: all stay, until the point is verified
             attack, chosen = replace(attack, early_exit=False), self.rows.cpu()
         with forked_generators(self.images.device, self.seed):
             for part in torch.split(chosen, at_once(_GROUP)):
