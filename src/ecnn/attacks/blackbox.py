@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ecnn.attacks.attempts import Attempts
 from ecnn.attacks.base import Attack, Attacked, BallAttack, Cost, Target
 from ecnn.attacks.draws import Draws
-from ecnn.attacks.images import at_once, per_image
+from ecnn.attacks.images import add_up, at_once, per_image
 from ecnn.attacks.norms import NORMS, Norm, l2_norm
 from ecnn.attacks.views import score_loss
 from ecnn.backbones import undisturbed
@@ -194,8 +194,8 @@ class _Border:
             wrong = self._ask(asked.flatten(0, 1), labels.repeat_interleave(size))
             signs = (2 * wrong.to(points.dtype) - 1).view(-1, size)
             moves = (asked - centres) / reach  # what was asked in truth, after rounding and cutting
-            signed = signed + _add_up(moves * signs.view(-1, size, *[1] * (points.ndim - 1)))
-            plain, balance = plain + _add_up(moves), balance + signs.sum(dim=1)
+            signed = signed + add_up(moves * signs.view(-1, size, *[1] * (points.ndim - 1)))
+            plain, balance = plain + add_up(moves), balance + signs.sum(dim=1)
         mean = balance / count
         # Their mean is taken off to lower the variance, unless all agree: nothing would be left.
         return signed - per_image(torch.where(mean.abs() < 1, mean, 0.0), points) * plain
@@ -212,15 +212,6 @@ class _Border:
                 break
             rows, part, lengths = rows[stays], part.narrow(stays), lengths / 2
         return found
-
-
-def _add_up(values: Tensor) -> Tensor:
-    """The sum over the second axis, by halves: how `sum` rounds may depend on the size of the batch, this does not."""
-    while (count := values.shape[1]) > 1:
-        half = count // 2
-        halves = values[:, :half] + values[:, half : 2 * half]
-        values = halves if count % 2 == 0 else torch.cat([halves, values[:, -1:]], dim=1)
-    return values.squeeze(1)
 
 
 @dataclass(frozen=True, kw_only=True)

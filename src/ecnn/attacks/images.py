@@ -61,3 +61,12 @@ def per_image(values: Tensor, images: Tensor) -> Tensor:
 def room_of(points: Tensor, directions: Tensor) -> Tensor:
     """How far each pixel can go from the points before it leaves [0, 1], in the direction of its sign."""
     return torch.where(directions > 0, 1 - points, points)
+
+
+def add_up(values: Tensor) -> Tensor:
+    """The sum over the second axis, by halves: how `sum` rounds may depend on the size of the batch, this does not."""
+    while (count := values.shape[1]) > 1:
+        half = count // 2
+        halves = values[:, :half] + values[:, half : 2 * half]
+        values = halves if count % 2 == 0 else torch.cat([halves, values[:, -1:]], dim=1)
+    return values.squeeze(1)

@@ -2,28 +2,35 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
-from typing import Literal, Self
+from typing import Self
 
 import torch
 from torch import Tensor
 
 from ecnn.attacks.base import Attack, BallAttack, Cost, Target
-from ecnn.attacks.blackbox import _add_up
 from ecnn.attacks.draws import Draws
-from ecnn.attacks.images import at_once, per_image
+from ecnn.attacks.images import add_up, at_once, per_image
 from ecnn.attacks.norms import NORMS, Norm, l2_norm
+from ecnn.attacks.ray_directions import (
+    LARGE,
+    Neighbours,
+    Step,
+    first_patterns,
+    largest_entry,
+    layout,
+    next_blocks,
+    probe_noise,
+    stretch,
+    tours,
+)
 from ecnn.checks import check_count, check_kind, check_number
 from ecnn.errors import InputError
 from ecnn.objectives import predicted_classes
 
 _STREAM = 31
-#: Directions that are tried together, a fixed number, so that the size of a batch changes no result.
-_WIDTH = 16
-_NEIGHBOURS, _OTHERS = 4, 8
 #: Points asked around the border to learn which way it faces, and how many of them at once.
 _PROBES, _PROBES_AT_ONCE = 64, 32
 #: Numbers of one tensor, so that large images are searched in smaller groups.
@@ -36,55 +43,10 @@ _ENTRIES = 7  # radii of a race
 _STALLED = 0.01
 #: Given up is what so many starts have brought no nearer than so many radii.
 _PATIENCE, _FAR = 4, 1.5
-_ROUNDS = 4  # of blocks between two looks at which way the border faces
 _PROBE_LENGTHS = (0.1, 0.3, 0.03)  # of the probes, as shares of the move's length; in turn
 _TURNED = 0.15  # share of the pixels that a probe turns in a box
 _KICK = 0.2  # share of the pixels that another start from the best direction turns
 _DEEP = 0.5  # of the radius: where keep="last" looks, so that it ends deep on the wrong side
-_LARGE = 1e3  # a direction times this is longer than any ball
-
-
-@dataclass(frozen=True, eq=False, kw_only=True)
-class Neighbours:
-    """Images whose fate is known: what broke them may break an image that is near.
-
-    Attributes:
-        images: (neighbour, channel, height, width).
-        labels: (neighbour,) their classes.
-        moves: (neighbour, channel, height, width) to a misclassified point; zero if none is known.
-    """
-
-    images: Tensor
-    labels: Tensor
-    moves: Tensor
-
-    def __post_init__(self) -> None:
-        if self.images.shape != self.moves.shape or len(self.images) != len(self.labels):
-            raise InputError(
-                f"neighbours need a label and a move for each image, not {len(self.labels)} labels and moves of "
-                f"{tuple(self.moves.shape)} for images of {tuple(self.images.shape)}."
-            )
-
-    def directions(self, norm: Norm, images: Tensor, labels: Tensor, draws: Draws | None) -> Tensor:
-        """(batch, direction, ...): what broke the nearest neighbours of the class, and the way to those of others.
-
-        Args:
-            draws: by which others than the nearest are chosen now and then; None takes the nearest.
-        """
-        known, own = self.images.to(images), self.labels.to(labels.device)
-        apart = torch.cdist(images.flatten(1).double(), known.flatten(1).double())
-        if draws is not None:
-            apart = apart * (1 + draws.uniform(len(own), dtype=apart.dtype))
-        is_broken = (self.moves.flatten(1) != 0).any(dim=1).to(labels.device)
-        is_other = own != labels[:, None]
-        near = torch.where(is_other | ~is_broken, math.inf, apart).argsort(dim=1, stable=True)
-        found = [_stretch(norm, self.moves.to(images)[near[:, :_NEIGHBOURS]])]
-        left = torch.where(is_other, apart, math.inf)
-        for _ in range(_OTHERS):  # one of each class
-            chosen = left.argmin(dim=1)
-            found.append(known[chosen, None] - images[:, None])
-            left = left.masked_fill(own == own[chosen, None], math.inf)
-        return torch.cat(found, dim=1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,7 +117,7 @@ class RaySearch(BallAttack):
         for directions in self._first_directions(target, images, labels, draws.fold(1)):
             field.enter(whole, directions)
         rows, rays = torch.arange(len(images), device=images.device), whole
-        for number, step in enumerate(_tours(images.shape[1:])):
+        for number, step in enumerate(tours(images.shape[1:])):
             going = torch.nonzero(rays.may_fall(field.eps) & (rays.asked < self.queries)).squeeze(1)
             if len(going) < len(rows):
                 whole.put(rows, rays)
@@ -177,10 +139,10 @@ class RaySearch(BallAttack):
                 start.search(target, images, labels, draws.fold(k)) for k, start in enumerate(self.starts)
             ]
             moves = torch.stack([end - images for end in ends], dim=1)
-            yield torch.cat([moves, _stretch(self.norm, moves)], dim=1)
+            yield torch.cat([moves, stretch(self.norm, moves)], dim=1)
         if self.neighbours is not None:
             yield self.neighbours.directions(self.norm, images, labels, None)
-        yield _patterns(self.norm, images, draws.fold(len(self.starts)))
+        yield first_patterns(self.norm, images, draws.fold(len(self.starts)))
 
 
 @dataclass(kw_only=True)
@@ -245,58 +207,6 @@ def _begin(images: Tensor, labels: Tensor, draws: Draws) -> _Rays:
     )
 
 
-@dataclass(frozen=True)
-class _Step:
-    """What a search does next.
-
-    Attributes:
-        kind: look which way the border "faces", change "blocks", or take stock at the end of a "tour".
-        number: how often that was done before; of blocks, the first one to change.
-        side: of the blocks.
-        apart: whether each channel has blocks of its own.
-        tour: how many tours went before.
-    """
-
-    kind: Literal["faces", "blocks", "tour"]
-    number: int = 0
-    side: int = 1
-    apart: bool = False
-    tour: int = 0
-
-
-def _tours(shape: torch.Size) -> Iterator[_Step]:
-    """Tours of all blocks, from those of half the image to single pixels, without an end."""
-    channels, height, width = _layout(shape)
-    looks = 0
-    for tour in itertools.count():
-        rounds = 0
-        for side in _sides(max(height, width)):
-            across = math.ceil(height / side) * math.ceil(width / side)
-            # Single pixels of all channels together cost as much as one channel and say little that these do not.
-            for apart in (False, True) if channels > 1 and side > 1 else (channels > 1,):
-                for first in range(0, across * (channels if apart else 1), _WIDTH):
-                    if rounds % _ROUNDS == 0:
-                        yield _Step("faces", looks, tour=tour)
-                        looks += 1
-                    rounds += 1
-                    yield _Step("blocks", first, side, apart, tour)
-        yield _Step("tour", tour=tour)
-
-
-def _layout(shape: torch.Size) -> tuple[int, int, int]:
-    """Channels, height and width; what is no picture is one row of pixels."""
-    return (shape[0], shape[1], shape[2]) if len(shape) == 3 else (1, 1, shape.numel())
-
-
-def _sides(longest: int) -> Iterator[int]:
-    side = longest
-    while side > 1:
-        side = math.ceil(side / 2)
-        yield side
-    if longest <= 1:
-        yield 1
-
-
 class _Field:
     """The model as a search by classes asks it, for the images that are left."""
 
@@ -338,7 +248,7 @@ class _Field:
             parts = torch.split(points, at_once(self.attack.max_batch))
             return torch.cat([predicted_classes(self.target.model(part)) for part in parts]) != labels
 
-    def advance(self, rays: _Rays, step: _Step, draws: Draws) -> None:
+    def advance(self, rays: _Rays, step: Step, draws: Draws) -> None:
         """One step of the search. An image for which nothing is misclassified yet tries other directions."""
         lost = torch.isinf(rays.radii)
         if step.kind == "tour":
@@ -387,12 +297,12 @@ class _Field:
         if neighbours is not None and tour % 2 == 0:
             self.enter(rays, neighbours.directions(self.norm, rays.images, rays.labels, draws))
             return
-        patterns = _patterns(self.norm, rays.images, draws)
+        patterns = first_patterns(self.norm, rays.images, draws)
         if tour % 4 == 1:
             known = per_image(torch.isfinite(rays.best_radii), rays.images)
             best = rays.best_directions[:, None]
             picked = draws.fold(7).uniform(*patterns.shape[1:], dtype=patterns.dtype) < _KICK
-            kicked = torch.where(picked, patterns.sign() * _size(best), best)
+            kicked = torch.where(picked, patterns.sign() * largest_entry(best), best)
             patterns = torch.where(known[:, None], kicked, patterns)
         self.enter(rays, patterns)
 
@@ -464,7 +374,7 @@ class _Field:
             self._fell(rays, wrong & (radii[0] <= self.eps)[:, None], points)
             weights = wrong.to(directions.dtype).view(*wrong.shape, *[1] * (directions.ndim - 2))
             changes = (directions - rays.directions[:, None]) * weights
-            union = rays.directions + _add_up(changes)
+            union = rays.directions + add_up(changes)
             several = wrong.sum(dim=1) > 1
             # The sum runs first, so that it wins over its parts where it is as good.
             directions = torch.cat([union[:, None], directions], dim=1)
@@ -489,7 +399,7 @@ class _Field:
         base = _unit(_base(self.norm, rays.directions, rays.radii))
         mixed = [base + weight * _unit(rays.facing) for weight in (0.25, 0.5, 1.0, 2.0, 4.0, 16.0)]
         mixed += [base + weight * facing for weight in (1.0, 4.0)]
-        self.improve(rays, _stretch(self.norm, torch.stack(mixed, dim=1)))
+        self.improve(rays, stretch(self.norm, torch.stack(mixed, dim=1)))
 
     def _slope(self, rays: _Rays, points: Tensor, draws: Draws, number: int) -> Tensor:
         """Which way the wrong side lies, from the classes of points around each point."""
@@ -505,8 +415,8 @@ class _Field:
             self.count(rays, torch.full_like(rays.asked, _PROBES_AT_ONCE))
             signs = 2 * wrong.to(points.dtype) - 1
             moves = asked - points[:, None]
-            signed = signed + _add_up(moves * signs.view(*signs.shape, *[1] * (points.ndim - 1)))
-            plain, balance = plain + _add_up(moves), balance + signs.sum(dim=1)
+            signed = signed + add_up(moves * signs.view(*signs.shape, *[1] * (points.ndim - 1)))
+            plain, balance = plain + add_up(moves), balance + signs.sum(dim=1)
         return signed - per_image(balance / _PROBES, points) * plain
 
     def _around(self, rays: _Rays, points: Tensor, draws: Draws, number: int) -> Tensor:
@@ -520,92 +430,29 @@ class _Field:
             turned = draws.uniform(count, *points.shape[1:], dtype=points.dtype) < _TURNED
             opposite = (images - (points[:, None] - images)).clamp(0, 1)
             return torch.where(turned, opposite, points[:, None])
-        noise = _noise(points, count, draws, number).flatten(0, 1)
+        noise = probe_noise(points, count, draws, number).flatten(0, 1)
         lengths = (l2_norm(points - rays.images) * length).clamp_min(1e-6).repeat_interleave(count)
         moves = noise * per_image(lengths / l2_norm(noise).clamp_min(1e-30), noise)
         return (points[:, None] + moves.view(-1, count, *points.shape[1:])).clamp(0, 1)
 
-    def change_blocks(self, rays: _Rays, draws: Draws, step: _Step) -> None:
+    def change_blocks(self, rays: _Rays, draws: Draws, step: Step) -> None:
         """Tries what some blocks can gain by another sign or weight."""
-        inside = _blocks(rays, step)
+        inside = next_blocks(rays.images, rays.keys, step)
         moves = rays.directions[:, None]
         numbers = draws.uniform(inside.shape[1], 2, dtype=moves.dtype)
         turns, weights = (numbers[:, :, k].view(*inside.shape[:2], *[1] * (moves.ndim - 2)) for k in range(2))
         signs = torch.where(turns < 0.5, -1.0, 1.0).to(moves.dtype)
         if NORMS[self.norm].is_box:
-            changed = torch.where(moves == 0, signs, -moves.sign()) * _LARGE
+            changed = torch.where(moves == 0, signs, -moves.sign()) * LARGE
         elif NORMS[self.norm].is_sparse:
-            changed = torch.where(weights < 1 / 3, 0.0, signs * 1.5 * _size(moves))
+            changed = torch.where(weights < 1 / 3, 0.0, signs * 1.5 * largest_entry(moves))
         else:
-            side = step.side / max(_layout(rays.images.shape[1:])[1:])
+            side = step.side / max(layout(rays.images.shape[1:])[1:])
             angles = math.pi / 4 * math.sqrt(min(1.0, side)) * weights.sqrt()
             count = inside.flatten(2).sum(dim=2).clamp_min(1).to(moves.dtype)
             lengths = l2_norm(rays.directions).view(-1, 1) / count.sqrt()
             changed = moves + signs * angles.tan() * lengths.view_as(signs)
         self.improve(rays, torch.where(inside, changed, moves), together=True)
-
-
-def _blocks(rays: _Rays, step: _Step) -> Tensor:
-    """(batch, block, channel, height, width) which pixels belong to each of the next blocks, in an order by chance."""
-    shape = rays.images.shape[1:]
-    channels, height, width = _layout(shape)
-    down, across = math.ceil(height / step.side), math.ceil(width / step.side)
-    count = down * across * (channels if step.apart else 1)
-    stride = next(k for k in itertools.count(max(1, round(0.618 * count))) if math.gcd(k, count) == 1)
-    first = Draws(rays.keys).fold(1000 + step.tour).fold(step.side).integers(count, 1)
-    places = torch.arange(step.number, min(step.number + _WIDTH, count), device=first.device)
-    numbers = (first + places * stride) % count
-    channel, rest = numbers // (down * across), numbers % (down * across)
-    rows = torch.arange(height, device=first.device) // step.side == (rest // across)[..., None]
-    columns = torch.arange(width, device=first.device) // step.side == (rest % across)[..., None]
-    inside = rows[:, :, None, :, None] & columns[:, :, None, None, :]
-    if step.apart:
-        own = torch.arange(channels, device=first.device) == channel[..., None]
-        inside = inside & own[..., None, None]
-    return inside.expand(-1, -1, channels, -1, -1).reshape(*numbers.shape, *shape)
-
-
-def _patterns(norm: Norm, images: Tensor, draws: Draws) -> Tensor:
-    """(batch, direction, ...) brighter, darker, more and less contrast, and random signs in blocks of any size."""
-    shape = images.shape[1:]
-    _, height, width = _layout(shape)
-    sides = [1, *_sides(max(height, width))][: _WIDTH - 4]
-    up, contrast = torch.ones_like(images), images - 0.5
-    found = [up, -up, contrast, -contrast]
-    found += [_coarse(draws.fold(k).normal(*shape, dtype=images.dtype), side) for k, side in enumerate(sides)]
-    if NORMS[norm].is_box:
-        found = [direction.sign() for direction in found]
-    return _stretch(norm, torch.stack(found, dim=1))
-
-
-def _noise(points: Tensor, count: int, draws: Draws, number: int) -> Tensor:
-    """(batch, count, ...) normal numbers; of large images in turn smooth ones, which tell more with few questions."""
-    noise = draws.normal(count, *points.shape[1:], dtype=points.dtype)
-    _, height, width = _layout(points.shape[1:])
-    side = max(1, max(height, width) // (8, 16, max(height, width))[number % 3])
-    return noise if side == 1 else _coarse(noise.flatten(0, 1), side).view_as(noise)
-
-
-def _coarse(noise: Tensor, side: int) -> Tensor:
-    """The noise with the same number in every block of that side."""
-    if side == 1 or noise.ndim != 4:
-        return noise
-    rows = torch.arange(noise.shape[2], device=noise.device) // side * side
-    columns = torch.arange(noise.shape[3], device=noise.device) // side * side
-    return noise[:, :, rows][:, :, :, columns]
-
-
-def _stretch(norm: Norm, directions: Tensor) -> Tensor:
-    """The directions (batch, n, ...), so long that they leave every ball."""
-    if NORMS[norm].is_box:
-        return directions.sign() * _LARGE
-    return directions / _size(directions).clamp_min(1e-30) * _LARGE
-
-
-def _size(directions: Tensor) -> Tensor:
-    """(batch, n, 1, ...) the largest entry of each direction (batch, n, ...)."""
-    sizes = directions.flatten(2).abs().amax(dim=2)
-    return sizes.view(*sizes.shape, *[1] * (directions.ndim - 2))
 
 
 def _base(norm: Norm, moves: Tensor, radii: Tensor) -> Tensor:
