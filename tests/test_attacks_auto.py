@@ -23,6 +23,8 @@ from ecnn.attacks.auto import AutoAttack, examine
 from ecnn.attacks.base import Attack, Target
 from ecnn.attacks.draws import Draws
 from ecnn.attacks.fab import FAB
+from ecnn.attacks.gradient import PGD
+from ecnn.attacks.images import at_most, together
 from ecnn.attacks.norms import NORMS, Norm, solve_capped_sum
 from ecnn.attacks.race import Race
 from ecnn.attacks.square import Square, _two_bumps, square_share
@@ -244,6 +246,40 @@ def test_rows_know_nothing_of_each_other(name: str, norm: Norm) -> None:
         part = attack.run(model, images[rows], labels[rows], seed=3, index=index[rows])
         for value in ("images", "success", "forwards", "backwards"):
             assert torch.equal(getattr(part, value), getattr(whole, value)[rows])
+
+
+@pytest.mark.parametrize("early_exit", [True, False])
+@pytest.mark.parametrize("kind", ["pgd", "apgd", "fab"])
+def test_attempts_made_together_find_the_same_with_fewer_passes(kind: str, early_exit: bool) -> None:
+    model, images, labels = curved_case()
+    size: dict[str, Any] = {
+        "norm": "linf",
+        "eps": 0.4 * RADIUS["linf"],
+        "steps": 6,
+        "targets": 2,
+        "restarts": 3,
+    }
+    attack: Attack = {
+        "pgd": PGD(step_size=size["eps"] / 4, early_exit=early_exit, **size),
+        "apgd": APGD(loss="margin", early_exit=early_exit, **size),
+        "fab": FAB(early_exit=early_exit, **size),
+    }[kind]
+    batches: list[int] = []
+    handle = model.register_forward_hook(lambda module, given, said: batches.append(len(given[0])))
+    alone = attack.run(model, images, labels, seed=3)
+    passes = len(batches)
+    with together(2**12):
+        joint = attack.run(model, images, labels, seed=3)
+    assert 0 < alone.success.sum() < len(images)
+    assert torch.equal(joint.images, alone.images)
+    assert torch.equal(joint.predictions, alone.predictions)
+    assert torch.equal(joint.forwards[~alone.success], alone.forwards[~alone.success])
+    assert len(batches) - passes < passes / 2
+    batches.clear()
+    with together(2**12), at_most(len(images)):
+        attack.run(model, images, labels, seed=3)
+    assert max(batches) <= len(images)
+    handle.remove()
 
 
 @pytest.mark.parametrize("norm", NORMS)

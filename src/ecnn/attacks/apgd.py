@@ -10,7 +10,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ecnn.attacks.attempts import Attempts, ClimbingAttack, Rows, iterate_rows
+from ecnn.attacks.attempts import Attempts, ClimbingAttack, Rows, iterate_rows, spread
 from ecnn.attacks.base import Cost, Target
 from ecnn.attacks.draws import Draws
 from ecnn.attacks.images import per_image
@@ -92,10 +92,12 @@ class APGD(ClimbingAttack):
         goals = self.goals(target, images, labels)
         draws = draws.fold(_STREAM)
         attempts = Attempts(target, images, early_exit=self._drops_rows)
-        settings = itertools.product(range(self.restarts), enumerate(goals))
-        for (start, (rank, goal)), part, rows in attempts.each(settings):
-            own_draws = draws.fold(start).fold(rank + 1 if self.targets else 0).take(rows)
-            own_goals = None if goal is None else goal[rows]
+        settings = [
+            (draws.fold(start).fold(rank + 1 if self.targets else 0), goal)
+            for start, (rank, goal) in itertools.product(range(self.restarts), enumerate(goals))
+        ]
+        for several, part, rows in attempts.several(settings):
+            own_draws, own_goals = spread(several, rows)
             attempts.keep(*self.climb(part, images[rows], labels[rows], own_goals, own_draws))
         return attempts.points
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Self, TypeVar
@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from ecnn.attacks.base import BallAttack, Target
-from ecnn.attacks.images import per_image
+from ecnn.attacks.draws import Draws
+from ecnn.attacks.images import copies_at_once, per_image
 from ecnn.attacks.views import Loss, LossFunction, View, find_view
 from ecnn.checks import check_count
 from ecnn.errors import InputError
@@ -156,15 +157,51 @@ class Attempts:
             is_whole = len(self._rows) == len(self.points)
             yield setting, self._target if is_whole else self._target.narrow(self._rows), self._rows
 
+    def several(self, settings: Iterable[Setting]) -> Iterator[tuple[list[Setting], Target, Tensor]]:
+        """Yields (settings, target, rows) like `each`, but several attempts at once where `together` allows it.
+
+        The rows are those of the first setting, then those of the second, and so on. The first attempt is made alone,
+        since it breaks most.
+        """
+        left, count = list(settings), 1
+        while left and len(self._rows):
+            now, left = left[:count], left[count:]
+            rows = self._rows if len(now) == 1 else self._rows.repeat(len(now))
+            is_whole = len(now) == 1 and len(rows) == len(self.points)
+            yield now, self._target if is_whole else self._target.narrow(rows), rows
+            count = copies_at_once(len(self._rows), self.points[:1].numel())
+
     def keep(self, found: Tensor, broken: Tensor, worth: Tensor) -> None:
-        """Takes what the attempt found where it is better: points, (n,) whether they are broken, (n,) their worth."""
-        rows, before = self._rows, self._broken[self._rows]
-        better = (broken & ~before) | ((broken == before) & (worth > self._worth[rows]))
-        self.points[rows] = torch.where(per_image(better, found), found, self.points[rows])
-        self._worth[rows] = torch.where(better, worth.to(self._worth.dtype), self._worth[rows])
-        self._broken[rows] = before | broken
+        """Takes what the attempt found where it is better: points, (n,) whether they are broken, (n,) their worth.
+
+        Of several attempts at once an earlier one comes first, as if they had been made one after the other.
+        """
+        rows = self._rows
+        for points, wrong, gain in zip(
+            *(torch.split(part, len(rows)) for part in (found, broken, worth)), strict=True
+        ):
+            before = self._broken[rows]
+            better = (wrong & ~before) | ((wrong == before) & (gain > self._worth[rows]))
+            if self._early_exit:
+                better = better & ~before
+            self.points[rows] = torch.where(per_image(better, points), points, self.points[rows])
+            self._worth[rows] = torch.where(better, gain.to(self._worth.dtype), self._worth[rows])
+            self._broken[rows] = before | wrong
         if self._early_exit:
             self._rows = torch.nonzero(~self._broken).squeeze(1)
+
+
+def spread(settings: Sequence[tuple[Draws, Tensor | None]], rows: Tensor) -> tuple[Draws, Tensor | None]:
+    """The draws and goals of attempts at the same images, row by row.
+
+    Args:
+        settings: draws of all images and the goals (batch,) of all, or None, for each attempt.
+        rows: as `Attempts.several` gives them.
+    """
+    parts = torch.split(rows, len(rows) // len(settings))
+    keys = [draws.keys[part] for (draws, _), part in zip(settings, parts, strict=True)]
+    goals = [goal[part] for (_, goal), part in zip(settings, parts, strict=True) if goal is not None]
+    return Draws(torch.cat(keys)), torch.cat(goals) if goals else None
 
 
 def best_wrong_classes(scores: Tensor, labels: Tensor, count: int) -> Tensor:

@@ -123,12 +123,17 @@ class Target:
     def count(self, forwards: int | Tensor, backwards: int | Tensor = 0) -> None:
         """Books questions that an attack asked of the model by itself: a number for all images, or (n,) of each."""
         for kind, number in enumerate((forwards, backwards)):
-            if isinstance(number, Tensor):
-                self._root._counts[kind][slice(None) if self._rows is None else self._rows] += number.cpu()
-            elif self._rows is None:
-                self._root._all_counts[kind] += number
-            elif number:
-                self._root._counts[kind][self._rows] += number
+            if isinstance(number, int):
+                if self._rows is None:
+                    self._root._all_counts[kind] += number
+                    continue
+                if not number:
+                    continue
+                number = torch.full_like(self._rows, number)
+            if self._rows is None:
+                self._root._counts[kind] += number.cpu()
+            else:  # an image may stand in several rows
+                self._root._counts[kind].index_add_(0, self._rows, number.cpu())
 
     def ascend(self, view: View, points: Tensor, aim: Aim) -> tuple[Look, Tensor]:
         """What the view shows at the points, and the gradient of each row's loss in its own pixels."""

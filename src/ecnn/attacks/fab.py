@@ -10,7 +10,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ecnn.attacks.attempts import Attempts, Rows, best_wrong_classes, iterate_rows
+from ecnn.attacks.attempts import Attempts, Rows, best_wrong_classes, iterate_rows, spread
 from ecnn.attacks.base import BallAttack, Cost, Target
 from ecnn.attacks.draws import Draws
 from ecnn.attacks.images import per_image
@@ -77,13 +77,20 @@ class FAB(BallAttack):
         leads, goals = -score_margin(scores, labels), best_wrong_classes(scores, labels, self.targets)
         draws = draws.fold(_STREAM)
         attempts = Attempts(target, images, early_exit=self._drops_rows)
-        settings = itertools.product(range(self.restarts), range(goals.shape[1]))
-        for (start, rank), part, rows in attempts.each(settings):
-            points = own = images[rows]
-            if start:
-                points = norm.random(own, eps / 2, draws.fold(start).fold(rank).take(rows))
-            hunt = _start_hunt(own, labels[rows], goals[rows, rank], points)
-            attempts.keep(*self._hunt(part, hunt, leads[rows], eps))
+        settings = [
+            (start, (draws.fold(start).fold(rank), goals[:, rank]))
+            for start, rank in itertools.product(range(self.restarts), range(goals.shape[1]))
+        ]
+        for several, part, rows in attempts.several(settings):
+            own = images[rows]
+            own_draws, own_goals = spread([setting for _, setting in several], rows)
+            assert own_goals is not None
+            is_first = torch.tensor([not start for start, _ in several], device=own.device)
+            is_first = is_first.repeat_interleave(len(rows) // len(several))
+            points = torch.where(per_image(is_first, own), own, norm.random(own, eps / 2, own_draws))
+            attempts.keep(
+                *self._hunt(part, _start_hunt(own, labels[rows], own_goals, points), leads[rows], eps)
+            )
         found = attempts.points
         near = per_image(norm.length(found - images) <= eps, images)
         return torch.where(near, found, norm.project(found, images, eps))

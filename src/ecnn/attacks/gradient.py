@@ -11,7 +11,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
-from ecnn.attacks.attempts import Attempts, ClimbingAttack, Rows, iterate_rows
+from ecnn.attacks.attempts import Attempts, ClimbingAttack, Rows, iterate_rows, spread
 from ecnn.attacks.base import Cost, Target
 from ecnn.attacks.draws import Draws
 from ecnn.attacks.images import per_image
@@ -73,10 +73,11 @@ class PGD(ClimbingAttack):
             return self._last_iterate(target, images, labels, draws.fold(0))
         goals = self.goals(target, images, labels)
         attempts = Attempts(target, images, early_exit=self.early_exit)
-        for (start, goal), part, rows in attempts.each(itertools.product(range(self.restarts), goals)):
-            own, own_goals = images[rows], None if goal is None else goal[rows]
-            points = self._first(part, own, draws.fold(start).take(rows))
-            attempts.keep(*self.climb(part, own, labels[rows], own_goals, points))
+        settings = itertools.product([draws.fold(start) for start in range(self.restarts)], goals)
+        for several, part, rows in attempts.several(settings):
+            starts, own_goals = spread(several, rows)
+            points = self._first(part, images[rows], starts)
+            attempts.keep(*self.climb(part, images[rows], labels[rows], own_goals, points))
         return attempts.points
 
     def climb(

@@ -12,6 +12,7 @@ from torch import Tensor
 from ecnn.errors import InputError
 
 _MOST: ContextVar[int | None] = ContextVar("most_images_at_once", default=None)
+_TOGETHER: ContextVar[int] = ContextVar("values_of_attempts_together", default=0)
 
 
 @contextmanager
@@ -29,6 +30,26 @@ def at_once(usual: int) -> int:
     """How many images to ask a model about at once, where nothing but the memory speaks against `usual`."""
     most = _MOST.get()
     return usual if most is None else min(usual, most)
+
+
+@contextmanager
+def together(values: int) -> Iterator[None]:
+    """Inside, several attempts at few images are made at once, while they have no more pixel values than so many.
+
+    A small network takes as long for one image as for dozens. No attempt finds anything else; an image that one of them
+    breaks has been asked about by the others too.
+    """
+    token = _TOGETHER.set(values)
+    try:
+        yield
+    finally:
+        _TOGETHER.reset(token)
+
+
+def copies_at_once(images: int, values: int) -> int:
+    """How many copies of so many images of so many pixel values may be asked about at once; 1 outside of `together`."""
+    most = at_once(_TOGETHER.get() // max(1, values))
+    return max(1, most // max(1, images))
 
 
 def check_pixels(images: Tensor) -> None:

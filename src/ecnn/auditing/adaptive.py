@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from ecnn.attacks import NORMS, PGD, Attack, Draws, Transfer
 from ecnn.attacks.base import BallAttack, Cost, Target, raw_gradient
-from ecnn.attacks.images import per_image
+from ecnn.attacks.images import copies_at_once, per_image
 from ecnn.attacks.norms import l2_norm
 from ecnn.attacks.views import (
     Aim,
@@ -190,13 +190,20 @@ class MeanAround(WrappedView):
 
     def look(self, model: nn.Module, images: Tensor, aim: Aim) -> Look:
         view = find_view(self.view)
+        if not torch.is_grad_enabled():
+            return view.look(model, images, aim)
         generator = torch.Generator().manual_seed(0)
         noise = self.deviation * torch.randn(self.pairs, *images.shape[1:], generator=generator).to(images)
-        first = view.look(model, images, aim)
-        if not torch.is_grad_enabled():
-            return first
-        around = [view.look(model, images + shift, aim).losses for shift in torch.cat([noise, -noise])]
-        return Look(torch.stack([first.losses, *around]).mean(dim=0), first.scores)
+        looks, most = [], copies_at_once(len(images), images[:1].numel())
+        for shifts in torch.split(torch.cat([torch.zeros_like(noise[:1]), noise, -noise]), most):
+            points = (images + shifts[:, None]).flatten(0, 1)
+            goals = None if aim.goals is None else aim.goals.repeat(len(shifts))
+            looks.append(
+                view.look(model, points, Aim(aim.labels.repeat(len(shifts)), goals, aim.loss, aim.slack))
+            )
+        losses = torch.cat([look.losses for look in looks]).view(-1, len(images))
+        scores = looks[0].scores
+        return Look(losses.mean(dim=0), None if scores is None else scores[: len(images)])
 
 
 def last_layers(model: nn.Module, num_classes: int) -> list[nn.Module]:

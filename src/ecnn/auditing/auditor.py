@@ -19,7 +19,7 @@ from ecnn import files
 from ecnn.attacks.auto import examine as examine_as_autoattack
 from ecnn.attacks.base import Target, read_model
 from ecnn.attacks.draws import forked_generators
-from ecnn.attacks.images import at_most, at_once
+from ecnn.attacks.images import at_most, at_once, together
 from ecnn.attacks.norms import NORMS, Norm
 from ecnn.auditing.budgets import Budget, resolve_budget
 from ecnn.auditing.certificates import Certificate, certify
@@ -63,6 +63,7 @@ SLACK = 0.01
 #: That the truth lies this far below a claim must be ruled out before the claim is believed.
 RESOLUTION = 0.05
 _FLAGGED = 256
+_TOGETHER = 2**16  # pixel values of the attempts at a few images that are made at once
 _SPOILED = 0.01  # of the gradients
 
 
@@ -141,7 +142,11 @@ def audit(
     subject = Subject(
         model=model, images=images, labels=labels, norm=norm, eps=eps, budget=budget, seed=int(seed)
     )
-    with at_most(batch_size), nullcontext() if run_dir is None else files.locked(run_dir, "audit"):
+    with (
+        at_most(batch_size),
+        together(_TOGETHER),
+        nullcontext() if run_dir is None else files.locked(run_dir, "audit"),
+    ):
         deployment, findings = examine(deployment, subject)
         request = _Request(split, folder, resume, progress, attacks, classes, batch_size, cluster)
         found = _audit(dataclasses.replace(subject, model=deployment.fresh()), deployment, request)
