@@ -34,11 +34,7 @@ def audit(
     ] = None,
     classes: options.Classes = None,
     attack: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="file.py:function of an attack of yours, (model, images, labels, *, norm, eps, seed) -> images, that "
-            "joins the suite. Runs the file's code. Repeatable."
-        ),
+        list[str] | None, typer.Option(help=f"Joins the suite: {options.OWN_ATTACK_HELP} Repeatable.")
     ] = None,
     data: options.TestData = None,
     root: options.Root = Path("data"),

@@ -18,8 +18,8 @@ def evaluate(
     attack: Annotated[
         list[str] | None,
         typer.Option(
-            help="pgd, autoattack, cw, ...; or file.py:function of one of yours, (model, images, labels, *, norm, eps, "
-            "seed) -> images, which runs the file's code. Repeatable; their worst case is given.  [required]"
+            help=f"pgd, autoattack, cw, ...; or {options.OWN_ATTACK_HELP} Repeatable; their worst case is given.  "
+            "[required]"
         ),
     ] = None,
     module: options.Module = None,
