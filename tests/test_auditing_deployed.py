@@ -278,6 +278,26 @@ def test_rounded_points_are_bytes_in_the_ball(norm: Any, eps: float) -> None:
     assert not torch.equal(rounded, subject.images)
 
 
+def test_a_point_near_the_border_is_taken_farther_before_it_is_rounded() -> None:
+    """Attacks stop just beyond the border, where rounding takes points back that a longer move keeps."""
+    model = toys.LinearOfThree()
+    subject = make_subject(model)
+    images, labels = subject.images, subject.labels
+    scores = model(images).detach()
+    lead, second = scores.topk(2, dim=1).values.diff().squeeze(1).neg(), scores.topk(2, dim=1).indices[:, 1]
+    slopes = (model.weight[second] - model.weight[labels]).detach().view_as(images)
+    shares = lead / (EPS * slopes.abs().flatten(1).sum(dim=1))
+    rows = ((scores.argmax(dim=1) == labels) & (shares < 0.7)).nonzero().flatten()
+    moves = 1.0001 * (shares * EPS).view(-1, 1, 1, 1) * slopes.sign()
+    points = (images + moves)[rows]
+    rounded = round_points(subject, points, images[rows])
+    healed = model(rounded).argmax(dim=1) == labels[rows]
+    assert healed.sum() >= 3
+    found = confirm(take_copy(model), subject, points, rows, are_bytes=True)
+    assert found.rounded is not None
+    assert found.rounded.all()
+
+
 def test_rounding_is_told() -> None:
     found = run_audit(toys.LinearOfThree())
     (finding,) = [finding for finding in found.findings if finding.name == "rounding"]

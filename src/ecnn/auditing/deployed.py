@@ -376,10 +376,7 @@ def confirm(
         order = torch.randperm(len(points), generator=torch.Generator().manual_seed(subject.seed))
         full = np.zeros(len(points), dtype=bool)
         full[order.numpy()] = _is_broken(_scores(deployment, subject, points[order]), labels[order])
-        rounded = None
-        if are_bytes:
-            there = subject.images[rows.to(subject.images.device)]
-            rounded = _is_broken(_scores(deployment, subject, round_points(subject, points, there)), labels)
+        rounded = _broken_when_rounded(deployment, subject, points, rows, labels) if are_bytes else None
         late = None if deployment.trouble else _what_came_late(deployment, subject, holds, full)
     return Confirmation(holds=holds, full=full, rounded=rounded, late=late)
 

@@ -34,7 +34,8 @@ def audit(
     ] = None,
     classes: options.Classes = None,
     attack: Annotated[
-        list[str] | None, typer.Option(help=f"Joins the suite: {options.OWN_ATTACK_HELP} Repeatable.")
+        list[str] | None,
+        typer.Option(help=f"Joins the suite: {options.OWN_ATTACK_HELP} Runs its code. Repeatable."),
     ] = None,
     data: options.TestData = None,
     root: options.Root = Path("data"),

@@ -18,8 +18,8 @@ def evaluate(
     attack: Annotated[
         list[str] | None,
         typer.Option(
-            help=f"pgd, autoattack, cw, ...; or {options.OWN_ATTACK_HELP} Repeatable; their worst case is given.  "
-            "[required]"
+            help=f"pgd, autoattack, cw, ...; or {options.OWN_ATTACK_HELP} Runs its code. Repeatable; their worst "
+            "case is given.  [required]"
         ),
     ] = None,
     module: options.Module = None,

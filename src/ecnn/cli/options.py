@@ -37,7 +37,7 @@ Cluster = Annotated[
         "outcomes."
     ),
 ]
-OWN_ATTACK_HELP = "file.py:function of one of yours, (model, images, labels, *, norm, eps, seed) -> images, which runs the file's code."
+OWN_ATTACK_HELP = "file.py:function of one of yours, (model, images, labels, *, norm, eps, seed) -> images."
 NORM_HELP = "linf, l2 or l1."
 Resume = Annotated[bool, typer.Option(help="Go on with what --out holds.")]
 DryRun = Annotated[
