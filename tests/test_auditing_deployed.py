@@ -218,6 +218,60 @@ def test_a_model_that_remembers_is_judged_by_fresh_copies(model: nn.Module, hone
     assert getattr(model, "seen", []) == []  # the caller's object was never asked
 
 
+class WritesImages(toys.LinearOfThree):
+    """Normalises what it is given where it lies."""
+
+    def forward(self, images: Tensor) -> Tensor:
+        return images.sub_(0.5).flatten(1) @ self.weight.T
+
+
+class WritesScores(toys.LinearOfThree):
+    """Gives the same tensor every time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.said = torch.zeros(0, 3)
+
+    def forward(self, images: Tensor) -> Tensor:
+        self.said.resize_(len(images), 3).copy_(super().forward(images).detach())
+        return self.said
+
+
+class TakesOne(toys.LinearOfThree):
+    def forward(self, images: Tensor) -> Tensor:
+        if len(images) != 1:
+            raise ValueError("one image, please")
+        return super().forward(images)
+
+
+class SaysYesOrNo(toys.LinearOfThree):
+    def forward(self, images: Tensor) -> Tensor:
+        scores = super().forward(images)
+        return scores == scores.amax(dim=1, keepdim=True)
+
+
+@pytest.mark.parametrize(
+    ("model", "name", "kind"),
+    [
+        (WritesImages(), "copies", "writes"),
+        (WritesScores(), "copies", "writes"),
+        (TakesOne(), "batch_dependent", "single"),
+        (SaysYesOrNo(), None, None),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, nn.Module) else "",
+)
+def test_models_that_cannot_be_asked_as_usual_are_judged_all_the_same(
+    model: nn.Module, name: str | None, kind: str | None, honest: float
+) -> None:
+    images = SPLIT.images.clone()
+    found = run_audit(model, claim=0.95)
+    assert [finding.kind for finding in found.findings if finding.name == name] == ([kind] if name else [])
+    assert found.clean_accuracy == 1
+    assert found.accuracy <= honest + 0.1
+    assert found.verdict == "not believable"
+    assert torch.equal(SPLIT.images, images)
+
+
 def test_a_model_whose_batch_decides_is_asked_beside_the_same_images() -> None:
     model = BatchNormed()
     split = make_split(model)

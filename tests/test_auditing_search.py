@@ -16,6 +16,7 @@ from test_auditing_suite import EPS, Hiding, Sees, broken, firm_images
 from torch import Tensor, nn
 
 from ecnn.attacks import PGD
+from ecnn.attacks.base import raw_gradient
 from ecnn.attacks.images import together
 from ecnn.attacks.views import Averaged
 from ecnn.auditing import opaque
@@ -182,6 +183,29 @@ def test_a_choice_frees_its_graph_and_weighs_places_only_when_asked() -> None:
     graph = weakref.ref(soft)
     del soft, top
     assert graph() is None
+
+
+def test_what_a_model_keeps_has_no_graph_afterwards() -> None:
+    class Keeping(Sees):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("mean", torch.zeros(()))
+            self.last = torch.zeros(0)
+
+        def forward(self, images: Tensor) -> Tensor:
+            self.mean.mul_(0.9).add_(0.1 * images.detach().mean())
+            self.last = images.detach().round()
+            return super().forward(self.last)
+
+    model = Keeping()
+    images = torch.rand(3, 1, 8, 8).requires_grad_(True)
+    for _ in range(2):
+        with straight_through(model, batch=3):
+            scores = model(images)
+        assert raw_gradient(scores.sum(), images).abs().sum() > 0
+        assert not model.mean.requires_grad
+        assert not model.last.requires_grad
+    assert model.mean > 0
 
 
 @pytest.mark.parametrize(

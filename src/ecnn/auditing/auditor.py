@@ -28,6 +28,7 @@ from ecnn.auditing.deployed import (
     Late,
     batch_dependent,
     examine,
+    meet,
     named,
     stateful,
     take_copy,
@@ -63,6 +64,7 @@ SLACK = 0.01
 #: That the truth lies this far below a claim must be ruled out before the claim is believed.
 RESOLUTION = 0.05
 _FLAGGED = 256
+_FEW = 8
 _TOGETHER = 2**16  # pixel values of the attempts at a few images that are made at once
 _SPOILED = 0.01  # of the gradients
 
@@ -132,6 +134,7 @@ def audit(
     check_kind("model", model, nn.Module, "a torch module")
     deployment = take_copy(model)  # before anything is asked
     split = read_images(split, limit + MOST_EXAMPLES, classes=classes, progress=progress)
+    deployment = meet(deployment, place(model, split[:_FEW][0]))
     chosen = check_request(deployment.fresh(), split, limit, batch_size or BATCH_SIZE)
     check_reading(deployment.fresh(), chosen, batch_size=batch_size or BATCH_SIZE)
     folder = None if run_dir is None else Path(run_dir) / FOLDER

@@ -370,6 +370,32 @@ def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 
 @contextmanager
+def _keeping_no_graph(model: nn.Module) -> Iterator[None]:
+    """Afterwards no tensor that a module keeps for itself has a graph, unless it had one before.
+
+    What a model detaches and keeps, as a mean over questions, is not detached meanwhile.
+    """
+    before = {id(value) for _, _, value in _kept_tensors(model) if value.requires_grad}
+    try:
+        yield
+    finally:
+        for module, name, value in _kept_tensors(model):
+            if value.grad_fn is not None and id(value) not in before:
+                setattr(module, name, value.detach())
+
+
+def _kept_tensors(model: nn.Module) -> list[tuple[nn.Module, str, Tensor]]:
+    """Buffers and plain attributes of all modules that are tensors."""
+    return [
+        (module, name, value)
+        for module in model.modules()
+        if not isinstance(module, torch.jit.ScriptModule)
+        for name, value in (*module._buffers.items(), *vars(module).items())
+        if isinstance(value, Tensor)
+    ]
+
+
+@contextmanager
 def straight_through(
     model: nn.Module | None = None, *, dead: tuple[str, ...] = (), **options: Any
 ) -> Iterator[StraightThrough]:
@@ -389,6 +415,7 @@ def straight_through(
         for name in ("__enter__", "__exit__"):
             stack.enter_context(_replaced(inference, name, mode.ignore))
         if model is not None:
+            stack.enter_context(_keeping_no_graph(model))
             stack.enter_context(_without_backward_hooks(model, mode))
             handle = nn.modules.module.register_module_forward_hook(mode.hear_module)
             stack.callback(handle.remove)

@@ -83,6 +83,22 @@ def _draw_seed() -> int:
     return int(torch.randint(2**31, ()))
 
 
+class Isolated(nn.Module):
+    """A model that gets a copy of the images and gives a copy of its scores: it may change the one and reuse the other.
+
+    Args:
+        model: the model.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, images: Tensor) -> Any:
+        said = self.model(images.clone())
+        return said.clone() if isinstance(said, Tensor) else said
+
+
 class OneAtATime(nn.Module):
     """A model that is asked about each image by itself, or beside the same clean images every time.
 
@@ -112,23 +128,26 @@ class Deployment:
         trouble: why it cannot be copied; empty if it can.
         forgets: every question goes to a fresh copy.
         company: not None if every image is asked about by itself, beside these clean ones, which may be none.
+        isolated: it gets copies of images, and its scores are copied.
     """
 
     pristine: nn.Module
     trouble: str = ""
     forgets: bool = False
     company: Tensor | None = None
+    isolated: bool = False
 
     @property
     def is_wrapped(self) -> bool:
         """Whether `fresh` gives something else than a copy."""
-        return self.forgets or self.company is not None
+        return self.forgets or self.company is not None or self.isolated
 
     def fresh(self) -> nn.Module:
         """A copy that nobody has asked, or the model itself where there is no copy."""
         if self.trouble:
-            return self.pristine
+            return Isolated(self.pristine) if self.isolated else self.pristine
         model = FreshEachTime(self.pristine) if self.forgets else copy.deepcopy(self.pristine)
+        model = Isolated(model) if self.isolated else model
         return model if self.company is None else OneAtATime(model, self.company)
 
     def alone(self) -> Deployment:
@@ -143,6 +162,34 @@ def take_copy(model: nn.Module) -> Deployment:
     except Exception as error:  # whatever a model holds: locks, handles, tensors with a history
         trouble = (str(error).splitlines() or [type(error).__name__])[0][:200]
         return Deployment(pristine=model, trouble=trouble)
+
+
+def meet(taken: Deployment, images: Tensor) -> Deployment:
+    """How the model can be asked at all, from the first questions to copies of it.
+
+    A model that takes one image but not several is asked about each by itself. One that writes into the images that it
+    is given, or into scores that it gave before, gets copies and is copied from.
+
+    Args:
+        images: a few, not changed here whatever the model does to what it is given.
+    """
+    for asked in (taken, taken.alone()):
+        try:
+            return dataclasses.replace(asked, isolated=_writes(asked.fresh(), images))
+        except Exception:  # noqa: S112 one that cannot answer at all says so when it is asked in earnest
+            continue
+    return taken
+
+
+def _writes(model: nn.Module, images: Tensor) -> bool:
+    """Whether a model changes what it is given, or what it has answered."""
+    with undisturbed(model), torch.no_grad():
+        given = [images.clone(), 1 - images]
+        first = model(given[0])
+        kept = first.clone()
+        model(given[1])
+    is_untouched = torch.equal(given[0], images) and torch.equal(given[1], 1 - images)
+    return not (is_untouched and torch.equal(first.nan_to_num(), kept.nan_to_num()))
 
 
 def examine(taken: Deployment, subject: Subject) -> tuple[Deployment, list[Finding]]:
@@ -178,6 +225,20 @@ class _Examination:
                 ),
                 "copies",
             )
+        if taken.isolated:
+            self._find(
+                note(
+                    "The model writes into the images that it is given, or into scores that it gave before: it gets "
+                    "copies of the ones, and copies are taken of the others.",
+                    {"images": len(self.images)},
+                    "Let the model work on copies: whoever asks it otherwise measures something else.",
+                    kind="writes",
+                ),
+                "copies",
+            )
+        if taken.company is not None:
+            claim = "The model takes one image at a time: it is attacked and judged so."
+            self._find(note(claim, {"images": len(self.images)}, kind="single"), "batch_dependent")
         first, again = (self.ask(taken.fresh(), self.images, self.seed) for _ in range(2))
         is_loose = bool(_differ(first, again).any()) and not taken.trouble
         if is_loose:
@@ -194,7 +255,7 @@ class _Examination:
             return taken, self.findings
         taken = self._look_for_state(first)
         remembers_all_the_same = any(finding.is_open for finding in self.findings)
-        if not remembers_all_the_same and not self._is_random(taken):
+        if taken.company is None and not remembers_all_the_same and not self._is_random(taken):
             taken = self._look_for_company(taken, first)
         return taken, self.findings
 

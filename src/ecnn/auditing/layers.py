@@ -227,7 +227,7 @@ def _hear_all(model: nn.Module, points: Tensor) -> tuple[dict[str, Tensor], Tens
         for part in torch.split(points, at_once(_BATCH)):
             with Listener(len(part)) as listener:
                 scores = model(part)
-            answers.append(scores.argmax(dim=1))
+            answers.append(full_precision(scores).argmax(dim=1))
             parts.append(listener.heard)
     shared = [key for key in parts[0] if all(key in part for part in parts)]
     alike = [key for key in shared if len({part[key].shape[1] for part in parts}) == 1]

@@ -43,6 +43,7 @@ from ecnn.auditing.opaque import (
     fit_image_bridge,
 )
 from ecnn.auditing.subject import Subject
+from ecnn.backbones import full_precision
 from ecnn.errors import InputError
 
 _TRIED, _ASKED = 128, 48  # most images for the usual attacks, and most of those that stand for the search
@@ -169,7 +170,10 @@ def _right(subject: Subject, images: Tensor, labels: Tensor, *, is_random: bool)
     passes = 2 * _TRIAL_PASSES if is_random else 1
     with torch.no_grad(), forked_generators(images.device, subject.seed):
         pieces = torch.split(images, at_once(max(1, len(images))))
-        answers = (torch.cat([subject.model(part).argmax(dim=1) for part in pieces]) for _ in range(passes))
+        answers = (
+            torch.cat([full_precision(subject.model(part)).argmax(dim=1) for part in pieces])
+            for _ in range(passes)
+        )
         right = [classes == labels for classes in answers]
     return torch.stack(right).double().mean(dim=0) > 0.5
 

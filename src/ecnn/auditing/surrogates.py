@@ -20,7 +20,7 @@ from ecnn.attacks import PGD, Draws
 from ecnn.attacks.images import at_once
 from ecnn.attacks.norms import Norm
 from ecnn.auditing.adaptive import features_of
-from ecnn.backbones import undisturbed
+from ecnn.backbones import full_precision, undisturbed
 from ecnn.data import Split
 from ecnn.errors import InputError
 from ecnn.evaluation.batch import place
@@ -66,7 +66,9 @@ def choose_examples(model: nn.Module, split: Split, audited: int) -> Examples:
 def give_answers(model: nn.Module, images: Tensor) -> Tensor:
     """(image,) the model's classes of the images, batch by batch."""
     with undisturbed(model), torch.no_grad():
-        return torch.cat([model(part).argmax(dim=1) for part in torch.split(images, at_once(_BATCH))])
+        return torch.cat(
+            [full_precision(model(part)).argmax(dim=1) for part in torch.split(images, at_once(_BATCH))]
+        )
 
 
 def all_features(model: nn.Module, images: Tensor) -> Tensor:
