@@ -187,6 +187,8 @@ def test_a_choice_frees_its_graph_and_weighs_places_only_when_asked() -> None:
 
 def test_what_a_model_keeps_has_no_graph_afterwards() -> None:
     class Keeping(Sees):
+        mean: Tensor
+
         def __init__(self) -> None:
             super().__init__()
             self.register_buffer("mean", torch.zeros(()))
