@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from ecnn import files
 from ecnn.attacks import PGD, Attack, Attacked
 from ecnn.auditing import Audit, Finding, Stage, audit, load_audit, resolve_budget
-from ecnn.auditing.auditor import judge
 from ecnn.auditing.report import EXIT_CODES, Verdict
+from ecnn.auditing.verdicts import judge
 from ecnn.data import Split
 from ecnn.errors import InputError
 from ecnn.plots import plot_audit

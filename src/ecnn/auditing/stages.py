@@ -277,8 +277,8 @@ class _Cascade(Stages):
             "accuracy_when_rounded": (left + healed) / n,
         }
         claim = (
-            f"Of {int(broken.sum())} images that fell, {healed} are right again when the point that was found is "
-            "rounded to 8 bits."
+            f"Of {int(broken.sum())} images that fell, {healed} are right again when the point that was found, and "
+            "those farther on, are rounded to 8 bits."
         )
         advice = (
             "The accuracy counts points as they are. As files of 8 bits they would have to be searched for."

@@ -13,10 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from ecnn.attacks import PGD, Attack, AutoAttack
-from ecnn.auditing.auditor import SLACK, audit
+from ecnn.auditing.auditor import audit
 from ecnn.auditing.bench.informed import share_right
 from ecnn.auditing.bench.subject import seeded
 from ecnn.auditing.budgets import BUDGETS
+from ecnn.auditing.verdicts import SLACK
 from ecnn.data import Split
 from ecnn.evaluation.intervals import wilson_interval
 from ecnn.objectives import predicted_classes
