@@ -16,8 +16,8 @@ from ecnn.attacks.images import add_up, at_once, per_image
 from ecnn.attacks.norms import NORMS, Norm, l2_norm
 from ecnn.attacks.ray_directions import (
     LARGE,
-    Neighbours,
     Step,
+    as_counted,
     first_patterns,
     largest_entry,
     layout,
@@ -25,12 +25,14 @@ from ecnn.attacks.ray_directions import (
     probe_noise,
     stretch,
     tours,
+    unit,
 )
 from ecnn.checks import check_count, check_kind, check_number
 from ecnn.errors import InputError
 from ecnn.objectives import predicted_classes
 
 _STREAM = 31
+_NEIGHBOURS, _OTHERS = 4, 8  # neighbours of the class, and of other classes, that give directions
 #: Points asked around the border to learn which way it faces, and how many of them at once.
 _PROBES, _PROBES_AT_ONCE = 64, 32
 #: Numbers of one tensor, so that large images are searched in smaller groups.
@@ -47,6 +49,49 @@ _PROBE_LENGTHS = (0.1, 0.3, 0.03)  # of the probes, as shares of the move's leng
 _TURNED = 0.15  # share of the pixels that a probe turns in a box
 _KICK = 0.2  # share of the pixels that another start from the best direction turns
 _DEEP = 0.5  # of the radius: where keep="last" looks, so that it ends deep on the wrong side
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Neighbours:
+    """Images whose fate is known: what broke them may break an image that is near.
+
+    Attributes:
+        images: (neighbour, channel, height, width).
+        labels: (neighbour,) their classes.
+        moves: (neighbour, channel, height, width) to a misclassified point; zero if none is known.
+    """
+
+    images: Tensor
+    labels: Tensor
+    moves: Tensor
+
+    def __post_init__(self) -> None:
+        if self.images.shape != self.moves.shape or len(self.images) != len(self.labels):
+            raise InputError(
+                f"neighbours need a label and a move for each image, not {len(self.labels)} labels and moves of "
+                f"{tuple(self.moves.shape)} for images of {tuple(self.images.shape)}."
+            )
+
+    def directions(self, norm: Norm, images: Tensor, labels: Tensor, draws: Draws | None) -> Tensor:
+        """(batch, direction, ...): what broke the nearest neighbours of the class, and the way to those of others.
+
+        Args:
+            draws: by which others than the nearest are chosen now and then; None takes the nearest.
+        """
+        known, own = self.images.to(images), self.labels.to(labels.device)
+        apart = torch.cdist(images.flatten(1).double(), known.flatten(1).double())
+        if draws is not None:
+            apart = apart * (1 + draws.uniform(len(own), dtype=apart.dtype))
+        is_broken = (self.moves.flatten(1) != 0).any(dim=1).to(labels.device)
+        is_other = own != labels[:, None]
+        near = torch.where(is_other | ~is_broken, math.inf, apart).argsort(dim=1, stable=True)
+        found = [stretch(norm, self.moves.to(images)[near[:, :_NEIGHBOURS]])]
+        left = torch.where(is_other, apart, math.inf)
+        for _ in range(_OTHERS):  # one of each class
+            chosen = left.argmin(dim=1)
+            found.append(known[chosen, None] - images[:, None])
+            left = left.masked_fill(own == own[chosen, None], math.inf)
+        return torch.cat(found, dim=1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -394,10 +439,10 @@ class _Field:
     def turn(self, rays: _Rays, draws: Draws, number: int) -> None:
         """Asks points around the border which way the wrong side lies, and turns the direction there."""
         points = self.at(rays, rays.directions, rays.radii)
-        facing = _unit(self._slope(rays, points, draws, number))
+        facing = unit(self._slope(rays, points, draws, number))
         rays.facing = rays.facing / 2 + facing
-        base = _unit(_base(self.norm, rays.directions, rays.radii))
-        mixed = [base + weight * _unit(rays.facing) for weight in (0.25, 0.5, 1.0, 2.0, 4.0, 16.0)]
+        base = unit(as_counted(self.norm, rays.directions, rays.radii))
+        mixed = [base + weight * unit(rays.facing) for weight in (0.25, 0.5, 1.0, 2.0, 4.0, 16.0)]
         mixed += [base + weight * facing for weight in (1.0, 4.0)]
         self.improve(rays, stretch(self.norm, torch.stack(mixed, dim=1)))
 
@@ -453,12 +498,3 @@ class _Field:
             lengths = l2_norm(rays.directions).view(-1, 1) / count.sqrt()
             changed = moves + signs * angles.tan() * lengths.view_as(signs)
         self.improve(rays, torch.where(inside, changed, moves), together=True)
-
-
-def _base(norm: Norm, moves: Tensor, radii: Tensor) -> Tensor:
-    """The moves as far as they count at the radii."""
-    return NORMS[norm].shorten(moves, radii) if NORMS[norm].is_box else moves
-
-
-def _unit(directions: Tensor) -> Tensor:
-    return NORMS["l2"].steepest(directions)
