@@ -146,7 +146,7 @@ def test_a_gate_below_which_an_audit_fails() -> None:
     for least, verdict, status in (
         (truth + 0.001, "below minimum", 1),
         (truth - 0.2, "trustworthy", 0),
-        (truth, "inconclusive", 3),  # 150 images do not tell it from five points less
+        (truth, "trustworthy", 0),
     ):
         found = audit(model, split, min_accuracy=least, budget=TINY, **BALL)
         assert (found.verdict, found.exit_code, found.min_accuracy) == (verdict, status, least)
@@ -168,7 +168,12 @@ def test_a_ball_of_radius_zero_leaves_the_clean_accuracy(norm: Any) -> None:
         (0.50, None, 400, 1000, ["noise"], "not believable"),
         (0.408, None, 40_000, 100_000, [], "believable"),  # less than a point above
         (0.43, None, 400, 1000, [], "inconclusive"),  # the interval reaches from 37 to 43 %
-        (0.41, None, 400, 1000, [], "believable"),  # within sampling error
+        (0.42, None, 400, 1000, [], "believable"),  # within sampling error
+        (0.42, None, 40_000, 100_000, [], "not believable"),  # and not
+        (0.40, None, 40, 100, [], "believable"),  # what was found supports the claim
+        (0.42, None, 40, 100, [], "believable"),
+        (0.43, None, 40, 100, [], "inconclusive"),
+        (0.40, None, 8, 20, [], "inconclusive"),  # twenty images support anything
         (0.48, None, 40, 100, [], "inconclusive"),  # too few images
         (0.40, None, 400, 1000, ["noise"], "inconclusive"),
         (0.10, None, 400, 1000, ["noise"], "inconclusive"),
@@ -204,7 +209,7 @@ def test_too_few_images_says_how_many_would_do(share: float, above: float) -> No
     claim = min(1.0, max(0.0, share + above))
     verdict, reason = judge(share, 3, [], claim=claim)
     if verdict == "believable":  # claims of nothing need no images
-        assert claim <= 0.05
+        assert claim <= 0.1
         return
     assert verdict == "inconclusive"
     enough = int(re.search(r"([\d,]+) images would do", reason)[1].replace(",", ""))  # type: ignore[index]

@@ -92,7 +92,8 @@ def audit(
     - "not believable" when the claim lies above the audited accuracy by more than a point and above its interval;
     - "below minimum" when the audited accuracy is below `min_accuracy`;
     - "inconclusive" when no attack contradicts the claim, or what was found, but an alarm says that attacks are
-      fooled; or when the images are too few to rule out, at 95 %, that the truth lies five points below the claim;
+      fooled; or when the images are too few to rule out, at 95 %, that the truth lies five points below the claim,
+      or ten where what was found is at most two points below it;
     - "believable" otherwise. Without a claim there is nothing to believe: what was found is then "trustworthy".
 
     A model whose passes differ is judged by the mean over passes: of each image the point is taken at which it is

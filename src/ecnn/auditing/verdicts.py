@@ -10,8 +10,12 @@ from ecnn.evaluation.intervals import Interval, wilson_interval
 
 #: A claim this little above the audited accuracy is rounding, not a false claim.
 SLACK = 0.01
-#: That the truth lies this far below a claim must be ruled out before the claim is believed.
+#: An audited accuracy this little below a claim supports it.
+SUPPORT = 0.02
+#: That the truth lies this far below a claim must be ruled out before the claim is believed,
 RESOLUTION = 0.05
+#: or, if the audited accuracy supports it, this far: images then only have to be enough to be worth asking.
+SUPPORTED_RESOLUTION = 0.1
 
 
 def judge(
@@ -47,7 +51,8 @@ def judge(
         )
     if asked is not None and not _rules_out_less(asked, accuracy, images):
         return "inconclusive", (
-            f"{said}: too few images to tell whether it is {_percent(asked)} or five points less. "
+            f"{said}: too few images to tell whether it is {_percent(asked)} "
+            f"or {100 * _resolution(asked, accuracy):.0f} points less. "
             f"{_images_to_tell(asked, accuracy):,} images would do if they go the same way."
         )
     why = "nothing says that the attacks were fooled"
@@ -66,9 +71,13 @@ def _images_to_tell(asked: float, accuracy: float) -> int:
 
 
 def _rules_out_less(asked: float, accuracy: float, images: int) -> bool:
-    """Whether that share of so many images says, at 95 %, that the truth is not five points below what is asked."""
+    """Whether that share of so many images says, at 95 %, that the truth is not far below what is asked."""
     low, _ = wilson_interval(round(accuracy * images), images, confidence=0.9)  # 5 % on either side
-    return low >= asked - RESOLUTION
+    return low >= asked - _resolution(asked, accuracy)
+
+
+def _resolution(asked: float, accuracy: float) -> float:
+    return SUPPORTED_RESOLUTION if asked - accuracy < SUPPORT + 1e-9 else RESOLUTION
 
 
 def interval_of(accuracy: float, images: int) -> Interval:
