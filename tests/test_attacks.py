@@ -13,7 +13,7 @@ from conftest import DATA
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
-from toys import Saturated, distance, images_of_classes, random_linear, tiny_ecnn
+from toys import Counting, Saturated, distance, images_of_classes, random_linear, tiny_ecnn
 
 import ecnn
 from ecnn.attacks import (
@@ -406,3 +406,13 @@ def test_the_papers_effect_on_cifar() -> None:
     clean = float((model(images).argmax(1) == labels).float().mean())
     assert after(steps=30, step_size=0.02, on="scores") >= clean - 0.02
     assert after(steps=15, step_size=0.01, on="members") <= 0.01
+
+
+def test_many_random_numbers_are_drawn_in_pieces_and_are_the_same() -> None:
+    draws = Draws.of(3, torch.arange(2))
+    with Counting() as counted:
+        drawn = draws.uniform(3, 250_000)
+    whole = ((draws.bits(3, 250_000) >> 40) & (2**24 - 1)).to(torch.float32) * 2.0**-24
+    assert torch.equal(drawn, whole)
+    assert counted.largest == drawn.numel()
+    assert max(counted.calls.values()) > 1  # more than one piece

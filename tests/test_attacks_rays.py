@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from test_attacks_blackbox import FEATURES, SHAPE, Net, classes, plane_and_images, some_images
-from toys import LabelsOnly, half_spaces
+from toys import Counting, LabelsOnly, half_spaces
 
 from ecnn.attacks import PGD, Neighbours, RaySearch, rays
 
@@ -136,3 +136,18 @@ def test_images_that_are_no_pictures() -> None:
         images = 0.5 + 0.1 * (some_images(4).flatten(1)[:, :6] - 0.5).view(4, *shape)
         found = RaySearch(norm="linf", eps=0.2, queries=200).run(model, images, classes(model, images))
         assert found.success.all()
+
+
+def test_large_images_are_searched_a_few_at_a_time() -> None:
+    """Of 12 images of 96 pixels at once a tensor of probes would hold 10.6 million numbers; the fate is the same."""
+    generator = torch.Generator().manual_seed(0)
+    images = torch.rand(12, 3, 96, 96, generator=generator) * 0.02 + 0.49
+    model = half_spaces(torch.randn(images[0].numel(), generator=generator))
+    labels = classes(model, images)
+    attack = RaySearch(norm="linf", eps=0.001, queries=200)
+    with Counting() as counted:
+        found = attack.run(model, images, labels)
+    assert counted.largest <= 2**23
+    alone = attack.run(model, images[5:6], labels[5:6], index=torch.tensor([5]))
+    assert torch.equal(alone.images, found.images[5:6])
+    assert found.forwards.max() > 64  # probes were asked

@@ -13,11 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 from torch import Tensor, nn
-from toys import SMALL, TINY, Linear
+from toys import SMALL, TINY, Counting, Linear
 from verifier import certified_margin, layers_of, small_digits, trained, verify
 
 from ecnn.attacks import APGD, Square
-from ecnn.auditing import Smoothed, audit, certify, load_audit
+from ecnn.auditing import Smoothed, audit, certify, load_audit, relaxations
 from ecnn.auditing.auditor import _contradictions
 from ecnn.auditing.certificates import _ball, _prove
 from ecnn.auditing.relaxations import interval_bounds, least_margins, lipschitz_bound, tighten
@@ -170,6 +170,21 @@ def test_a_linear_model_is_certified_up_to_its_border() -> None:
         assert inside is not None
         assert inside.accuracy == 1
         assert certify(model, image, label, norm=norm, eps=border + 1e-4) is None  # type: ignore[arg-type]
+
+
+def test_many_classes_are_bounded_a_few_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Flatten(), nn.Linear(768, 8), nn.ReLU(), nn.Linear(8, 40)).double()
+    images = torch.rand(3, 3, 16, 16, dtype=torch.float64)
+    labels, program = model(images).argmax(dim=1), trace(model, images[:1])
+    ball = _ball(images, "linf", 0.01)
+    bounds = interval_bounds(program, ball)
+    whole = least_margins(program, ball, bounds, labels)
+    monkeypatch.setattr(relaxations, "_VALUES_AT_ONCE", 4 * 3 * 768)
+    with Counting() as counted:
+        parts = least_margins(program, ball, bounds, labels)
+    assert torch.allclose(parts, whole, rtol=0, atol=1e-12)
+    assert counted.largest <= 4 * 3 * 768 < 39 * 3 * 768
 
 
 def test_own_networks_are_known() -> None:

@@ -15,8 +15,9 @@ import torch.nn.functional as F  # noqa: N812 the name everybody knows
 from test_auditing_suite import EPS, Hiding, Sees, broken, firm_images
 from torch import Tensor, nn
 
-from ecnn.attacks import PGD
+from ecnn.attacks import NORMS, PGD
 from ecnn.attacks.base import raw_gradient
+from ecnn.attacks.draws import Draws
 from ecnn.attacks.images import together
 from ecnn.attacks.views import Averaged
 from ecnn.auditing import opaque
@@ -24,7 +25,7 @@ from ecnn.auditing.adaptive import MeanAround
 from ecnn.auditing.bpda import Passing, can_pass_through, straight_through
 from ecnn.auditing.budgets import BUDGETS
 from ecnn.auditing.layers import LayerScores, LayerVotes, survey_layers
-from ecnn.auditing.search import search
+from ecnn.auditing.search import _mixed, search
 from ecnn.auditing.soft_values import Soft
 from ecnn.auditing.subject import Subject
 from ecnn.errors import InputError
@@ -452,3 +453,22 @@ def test_randomness_and_rounding_are_passed_together() -> None:
         assert (model(found).argmax(1) != labels).double().mean() >= 0.9
     subject = make_subject(model, images, labels)
     assert search(subject, images, 4, is_random=True).share >= 0.9
+
+
+def test_what_a_search_learns_from_is_clean_noisy_and_attacked_images() -> None:
+    """Noise is drawn for a few images at a time, each by its number, as if for all at once."""
+    images = torch.rand(75, 1, 4, 4, generator=torch.Generator().manual_seed(0))
+    clean, ends = [images[:40], images[40:60]], [images[60:]]
+    subject = Subject(
+        model=nn.Identity(),
+        images=images,
+        labels=torch.zeros(75),
+        norm="l2",
+        eps=0.3,
+        budget=BUDGETS["quick"],
+        seed=4,
+    )
+    noisy = NORMS["l2"].random(images[:60], 0.3, Draws.of(4, torch.arange(60)))
+    expected = torch.cat([images[:60], noisy, images[60:]])
+    order = torch.randperm(135, generator=torch.Generator().manual_seed(4))
+    assert torch.equal(_mixed(clean, ends, subject), expected[order])

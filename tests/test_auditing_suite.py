@@ -14,7 +14,7 @@ from toys import TINY, coded_model
 
 from ecnn.attacks import APGD, PGD, Attack, AutoAttack, Cost, HopSkipJump, Race, Transfer
 from ecnn.attacks.views import SCORES, Aim, Averaged, Look, View, WeakestBit
-from ecnn.auditing import adaptive
+from ecnn.auditing import adaptive, surrogates
 from ecnn.auditing.bpda import Passing, can_pass_through, straight_through
 from ecnn.auditing.budgets import BUDGETS, Budget
 from ecnn.auditing.deployed import OneAtATime
@@ -512,8 +512,8 @@ def test_neighbours_survive_a_model_that_raises_and_are_kept(tmp_path: Path) -> 
             return super().forward(images)
 
     subject = make_subject(Breaks(), "linf", EPS, TINY)
-    surrogates = Surrogates(subject, examples_of(Decides()), 4, None, True)
-    assert not surrogates.neighbours().moves.any()
+    made = Surrogates(subject, examples_of(Decides()), 4, None, True)
+    assert not made.neighbours().moves.any()
     subject = make_subject(Decides(), "linf", EPS, TINY)
     first, again = (
         Surrogates(subject, examples_of(Decides()), 4, tmp_path, True).neighbours() for _ in range(2)
@@ -532,6 +532,18 @@ def test_a_student_learns_from_answers_alone() -> None:
         assert broken(Transfer(source=student, attack=craft), model, images, labels) >= 0.75
         again = rebuild_student(own_state(student))
         assert torch.equal(again(images), student(images))
+
+
+def test_a_student_of_large_images_is_shown_fewer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ten images, four noisy and four mixed copies of each, and in three rounds 20 points: no more is held or asked."""
+    model = Decides()
+    examples, asked = examples_of(model), list[int]()
+    monkeypatch.setattr(surrogates, "_STUDENT_STEPS", 2)
+    monkeypatch.setattr(surrogates, "_STUDENT_NUMBERS", 160 * examples.images[0].numel())
+    model.register_forward_pre_hook(lambda module, given: asked.append(len(given[0])))
+    train_student(model, examples, 4, EPS, seed=0)
+    assert len(examples.images) > 10
+    assert sum(asked) == 10 * 9 + 3 * 20
 
 
 def test_class_means_are_means_and_absent_classes_are_never_aimed_at() -> None:

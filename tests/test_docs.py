@@ -15,6 +15,7 @@ import ast
 import json
 import re
 import shlex
+import sys
 from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +26,7 @@ import torch
 from test_data import write_cifar, write_pictures
 from typer.testing import CliRunner
 
+from ecnn.auditing.bench import FAMILIES, SUBJECTS
 from ecnn.auditing.diagnostics import CHECKS
 from ecnn.cli import app
 
@@ -140,6 +142,21 @@ def test_every_finding_is_explained() -> None:
     assert [name for name in CHECKS if f"`{name}`" not in page] == []
 
 
+def test_every_family_of_the_benchmark_has_a_false_claim_told_in_three_sentences() -> None:
+    told = (
+        (ROOT / "docs" / "auditing.md")
+        .read_text()
+        .split("## One false claim per family\n")[1]
+        .split("\n## ")[0]
+    )
+    entries = re.findall(r"^- \*\*(.+?)\*\* \(`(\w+)`\): ((?:.|\n(?!- ))+)", told, re.M)
+    families = {name: models for name, models in FAMILIES.items() if not SUBJECTS[models[0]].honest}
+    assert {family for family, _, _ in entries} == set(families)
+    for family, model, text in entries:
+        assert model in families[family]
+        assert len(re.split(r"(?<=\.)\s+(?=[A-Z])", text.strip())) == 3, family
+
+
 def test_every_link_leads_somewhere() -> None:
     for page in PAGES:
         for target in re.findall(r"\]\(([^)\s]+)\)", BLOCK.sub("", page.read_text())):
@@ -164,13 +181,16 @@ def test_page_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     for folder in ("signs", "my_photos"):
         write_pictures(tmp_path / folder, {f"class {number}": 4 for number in range(10)})
     monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delenv("ECNN_DATA", raising=False)
     torch.manual_seed(0)
     names: dict[str, Any] = {"__name__": page.stem}
     for block in blocks_of(page):
         where = f"{page.name}:{block.line}"
         if block.note.startswith("save as "):
-            (tmp_path / block.note.removeprefix("save as ")).write_text(block.text)
+            path = tmp_path / block.note.removeprefix("save as ")
+            path.write_text(block.text)
+            monkeypatch.delitem(sys.modules, path.stem, raising=False)
         elif block.language == "python" and not block.note.startswith("skip, "):
             run_python(block, names, where)
         elif block.language == "sh" and not block.note.startswith("skip, "):

@@ -218,15 +218,19 @@ def coded_model() -> ECNN:
 
 
 class Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the operations that reach the device."""
+    """Counts the operations that reach the device, and the numbers of the largest tensor that one of them made."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.calls: Counter[str] = Counter()
+        self.largest = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.calls[str(func)] += 1
-        return func(*args, **(kwargs or {}))
+        made = func(*args, **(kwargs or {}))
+        if isinstance(made, Tensor):
+            self.largest = max(self.largest, made.numel())
+        return made
 
 
 def count(module: nn.Module) -> int:

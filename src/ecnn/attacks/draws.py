@@ -18,6 +18,7 @@ _FORKED: ContextVar[bool] = ContextVar("forked", default=False)
 _GOLDEN = 0x9E3779B97F4A7C15 - 2**64
 _FIRST = 0xBF58476D1CE4E5B9 - 2**64
 _SECOND = 0x94D049BB133111EB - 2**64
+_AT_ONCE = 2**20  # numbers that are mixed together: what that takes on the way is many times as large
 
 
 @dataclass(frozen=True)
@@ -53,19 +54,28 @@ class Draws:
 
     def bits(self, *shape: int) -> Tensor:
         """(batch, *shape) int64, all 64 bits random. Asking twice gives the same; `fold` first for others."""
-        count = math.prod(shape)
-        counters = torch.arange(1, count + 1, device=self.keys.device) * _GOLDEN
-        return _mix(self.keys[:, None] + counters).view(len(self.keys), *shape)
+        return self._bits(0, math.prod(shape)).view(len(self.keys), *shape)
+
+    def _bits(self, first: int, end: int) -> Tensor:
+        counters = torch.arange(first + 1, end + 1, device=self.keys.device) * _GOLDEN
+        return _mix(self.keys[:, None] + counters)
 
     def uniform(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         """(batch, *shape) in [0, 1), multiples of 2^-24, so that every dtype from float32 up has the same."""
-        return (_shift(self.bits(*shape), 40).to(dtype)) * 2.0**-24
+        count, batch = math.prod(shape), len(self.keys)
+        most = max(1, _AT_ONCE // max(1, batch))
+        if count <= most:
+            return (_shift(self.bits(*shape), 40).to(dtype)) * 2.0**-24
+        values = torch.empty(batch, count, dtype=dtype, device=self.keys.device)
+        for first in range(0, count, most):
+            end = min(first + most, count)
+            values[:, first:end] = _shift(self._bits(first, end), 40)
+        return values.mul_(2.0**-24).view(batch, *shape)
 
     def normal(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         """(batch, *shape) standard normal, by Box and Muller's method."""
-        radius = (-2 * (1 - self.fold(1).uniform(*shape, dtype=dtype)).log()).sqrt()
-        normal: Tensor = radius * (2 * math.pi * self.fold(2).uniform(*shape, dtype=dtype)).cos()
-        return normal
+        radius = (1 - self.fold(1).uniform(*shape, dtype=dtype)).log_().mul_(-2).sqrt_()
+        return radius.mul_(self.fold(2).uniform(*shape, dtype=dtype).mul_(2 * math.pi).cos_())
 
     def integers(self, high: int | Tensor, *shape: int) -> Tensor:
         """(batch, *shape) int64 from 0 to high - 1."""

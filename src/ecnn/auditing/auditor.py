@@ -192,7 +192,7 @@ def _audit(subject: Subject, deployment: Deployment, request: _Request) -> _Foun
     with undisturbed(subject.model), without_tf32():
         num_classes = read_model(subject.model, subject.images[:2]).shape[1]
         is_random = find_traits(subject.model, subject.images[:_FLAGGED], num_classes).is_random
-        examples = choose_examples(subject.model, request.split, len(subject.images))
+        examples = choose_examples(subject.model, request.split, subject.images)
         kept: dict[str, Any] = {"folder": request.folder, "resume": request.resume}
         stages = make_stages(
             subject,

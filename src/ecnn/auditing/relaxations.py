@@ -144,7 +144,10 @@ def margin_rows(num_classes: int, labels: Tensor) -> Tensor:
 def least_margins(program: Program, ball: Ball, bounds: list[Bounds], labels: Tensor) -> Tensor:
     """(batch,) a lower bound of the smallest margin of each image's label over the ball."""
     rows = margin_rows(program.shapes[program.result][1], labels)
-    return least_of(program, ball, bounds, program.result, rows).amin(dim=1)
+    width = max(1, _VALUES_AT_ONCE // (len(labels) * max(map(program.units, range(program.result + 1)))))
+    parts = torch.split(rows, width, dim=1)  # many classes of large images do not fit at once
+    margins = [least_of(program, ball, bounds, program.result, part).amin(dim=1) for part in parts]
+    return torch.stack(margins).amin(dim=0)
 
 
 def least_of(program: Program, ball: Ball, bounds: list[Bounds], number: int, rows: Tensor) -> Tensor:

@@ -47,6 +47,7 @@ from ecnn.backbones import full_precision
 from ecnn.errors import InputError
 
 _TRIED, _ASKED = 128, 48  # most images for the usual attacks, and most of those that stand for the search
+_EXAMPLES, _NOISY_AT_ONCE = 256, 32
 _STEPS = 15
 _FEW_STEPS, _KEPT = 8, 10  # the first trial of every view, on half of the images, and how many get the second
 _DIRECT, _READ = 4, 3  # layers with a score per class, and readings of others
@@ -114,21 +115,36 @@ def set_scene(subject: Subject, examples: Tensor, num_classes: int, *, is_random
     right = [_right(subject, part, labels, is_random=is_random) for part in (images, *ends)]
     standing = torch.stack(right).all(dim=0)
     rows = standing.nonzero().flatten()[: min(_ASKED, tried // 2)]
-    clean = torch.cat([examples[:256], images])
-    draws = Draws.of(subject.seed, torch.arange(len(clean), device=clean.device))
-    norm = NORMS[subject.norm]
-    noisy = norm.random(clean, subject.eps, draws)
-    points = torch.cat([clean, noisy, *ends])
-    order = torch.randperm(len(points), generator=torch.Generator().manual_seed(subject.seed))
     return Scene(
         subject=subject,
         num_classes=num_classes,
         is_random=is_random,
         images=images[rows],
         labels=labels[rows],
-        points=points[order.to(points.device)],
+        points=_mixed([examples[:_EXAMPLES], images], ends, subject),
         asked=len(images),
     )
+
+
+def _mixed(clean: list[Tensor], ends: list[Tensor], subject: Subject) -> Tensor:
+    """The clean images, a noisy point of the ball around each, and the ends of attacks, in an order by chance.
+
+    Large images are many numbers: each is written to where it stays, and noise is drawn for a few at a time.
+    """
+    norm, count = NORMS[subject.norm], sum(map(len, clean))
+    total = 2 * count + sum(map(len, ends))
+    points = clean[0].new_empty(total, *clean[0].shape[1:])
+    order = torch.randperm(total, generator=torch.Generator().manual_seed(subject.seed))
+    places = order.argsort().to(points.device)
+    given, noisy = torch.cat([places[:count], places[2 * count :]]), places[count : 2 * count]
+    for part, own in zip(
+        (*clean, *ends), torch.split(given, [len(part) for part in (*clean, *ends)]), strict=True
+    ):
+        points[own] = part
+    draws = Draws.of(subject.seed, torch.arange(count, device=points.device))
+    for rows in torch.split(torch.arange(count, device=points.device), _NOISY_AT_ONCE):
+        points[noisy[rows]] = norm.random(points[given[rows]], subject.eps, draws.take(rows))
+    return points
 
 
 def _number_tried(subject: Subject) -> int:

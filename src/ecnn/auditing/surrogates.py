@@ -30,6 +30,9 @@ MOST_EXAMPLES = 1000
 _HEAD_STEPS, _HEAD_LR = 300, 0.1
 _STUDENT_STEPS, _STUDENT_LR, _STUDENT_BATCH, _STUDENT_WIDTH = 500, 3e-3, 64, 16
 _STUDENT_ROUNDS, _STUDENT_ATTACKED, _STUDENT_COPIES, _STUDENT_QUESTIONS = 3, 500, 8, 6000
+_STUDENT_NUMBERS = (
+    2**28
+)  # about as many pixel values does it see; images larger than 70 pixels are therefore fewer
 _BATCH = 256
 
 
@@ -52,15 +55,19 @@ class Examples:
             raise InputError(f"{len(self.images)} images and {len(self.labels)} labels are no examples.")
 
 
-def choose_examples(model: nn.Module, split: Split, audited: int) -> Examples:
-    """Images of the split after the audited ones, with their labels; or the audited ones with the model's answers."""
-    rest = min(len(split) - audited, MOST_EXAMPLES)
-    # A few would not do: each class should be there several times.
-    are_true = rest >= 100
-    part = slice(audited, audited + rest) if are_true else slice(min(audited, MOST_EXAMPLES))
-    images, labels = split[part]
+def choose_examples(model: nn.Module, split: Split, audited: Tensor) -> Examples:
+    """Images of the split after the audited ones, with their labels; or the audited ones with the model's answers.
+
+    Args:
+        audited: (image, channel, height, width) the first of the split, where the model is.
+    """
+    rest = min(len(split) - len(audited), MOST_EXAMPLES)
+    if rest < 100:  # a few would not do: each class should be there several times
+        images = audited[:MOST_EXAMPLES]
+        return Examples(images, give_answers(model, images), are_true=False)
+    images, labels = split[len(audited) : len(audited) + rest]
     images = place(model, images)
-    return Examples(images, labels.to(images.device) if are_true else give_answers(model, images), are_true)
+    return Examples(images, labels.to(images.device), are_true=True)
 
 
 def give_answers(model: nn.Module, images: Tensor) -> Tensor:
@@ -194,6 +201,7 @@ def train_student(
         dense: a network without convolutions, for small images.
     """
     images = examples.images
+    images = images[: max(1, _STUDENT_NUMBERS // (16 * images[0].numel()))]
     asked = _around(images, eps, seed)
     answers = give_answers(model, asked)
     with torch.random.fork_rng(devices=[images.device] if images.is_cuda else []):
@@ -222,7 +230,8 @@ def train_student(
 def _around(images: Tensor, eps: float, seed: int) -> Tensor:
     """The images, the same with noise of up to twice the radius, and mixed with one another, several times."""
     asked = [images]
-    for number in range(min(_STUDENT_COPIES, max(1, _STUDENT_QUESTIONS // (2 * len(images))))):
+    most = min(_STUDENT_QUESTIONS, _STUDENT_NUMBERS // (2 * images[0].numel()))
+    for number in range(min(_STUDENT_COPIES, max(1, most // (2 * len(images))))):
         draws = Draws.of(seed, torch.arange(len(images), device=images.device)).fold(number)
         signs = (2 * draws.fold(1).integers(2, *images.shape[1:]) - 1).to(images.dtype)
         lengths = 2 * eps * draws.fold(2).uniform(1, 1, 1, dtype=images.dtype)

@@ -60,7 +60,7 @@ class Split:
         elif isinstance(index, Tensor):
             index = index.to(self.images.device)
         images = self.images[index]
-        return (images if self.is_float else images.to(torch.float32) / 255), self.labels[index]
+        return (images if self.is_float else images.to(torch.float32).div_(255)), self.labels[index]
 
     def __repr__(self) -> str:
         return f"Split({len(self)} images of {'x'.join(map(str, self.images.shape[1:]))})"
