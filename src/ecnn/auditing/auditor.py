@@ -35,14 +35,14 @@ from ecnn.auditing.deployed import (
 from ecnn.auditing.diagnostics import diagnose, read_evidence
 from ecnn.auditing.diagnostics.sanity import grey_radius
 from ecnn.auditing.findings import Finding, alarm, note
-from ecnn.auditing.own import AnyAttack, join_own, notes_on_request
+from ecnn.auditing.own import AnyAttack, join_own, notes_on_request, own_attacks
 from ecnn.auditing.power import Power
 from ecnn.auditing.report import AUDIT_VERSION, Audit
 from ecnn.auditing.responses import Responses, settle, take_turns
 from ecnn.auditing.smoothing import Smoothed
 from ecnn.auditing.stages import Staged, make_stages
 from ecnn.auditing.subject import Subject
-from ecnn.auditing.suite import suite
+from ecnn.auditing.suite import suite, suite_parts
 from ecnn.auditing.surrogates import MOST_EXAMPLES, choose_examples
 from ecnn.auditing.traits import find_traits
 from ecnn.auditing.verdicts import RESOLUTION, interval_of, judge
@@ -204,8 +204,9 @@ def _audit(subject: Subject, deployment: Deployment, request: _Request) -> _Foun
             cluster=request.cluster,
             **kept,
         )
-        attacks = suite(subject, num_classes=num_classes, random=is_random, examples=examples, **kept)
-        stages.make(join_own(attacks, request.own, subject))
+        about: dict[str, Any] = {"num_classes": num_classes, "random": is_random}
+        own = own_attacks(request.own, subject, taken=suite(subject, **about))
+        stages.make_parts(join_own(suite_parts(subject, examples=examples, **about, **kept), own))
         staged = stages.result()
         if staged.late is not None:
             return _Found(staged, is_random, [])

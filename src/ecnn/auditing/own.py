@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from ecnn.attacks import Attack
@@ -18,26 +18,38 @@ from ecnn.evaluation.records import check_names
 AnyAttack = Attack | OwnAttack | Callable[..., Any]
 
 
-def join_own(
-    attacks: Mapping[str, Any], own: Mapping[str, AnyAttack] | None, subject: Subject
+def own_attacks(
+    own: Mapping[str, AnyAttack] | None, subject: Subject, *, taken: Iterable[str] = ()
 ) -> dict[str, Any]:
-    """The suite with the user's attacks at its end, on the images that it leaves.
+    """The user's attacks, as the audit makes them; InputError if they cannot be, or have one of the names taken.
 
     An `Attack` whose ball is not the audited one, or that has none, is taken as a function: its points count where they
     lie in the audited ball.
     """
-    joined = dict(attacks)
     if own is None:
-        return joined
+        return {}
     check_kind("attacks", own, Mapping, "a table of attacks by name")
     check_names(list(own))
+    _check_apart(own, taken)
     for name, attack in own.items():
-        if name in joined:
-            raise InputError(f"the audit has an attack {name!r} of its own: give yours another name.")
         if not callable(attack):
             raise InputError(f"the attack {name!r} cannot be called with (model, images, labels).")
-        joined[name] = attack if _fits(attack, subject) else _as_own(attack, subject)
-    return joined
+    return {
+        name: attack if _fits(attack, subject) else _as_own(attack, subject) for name, attack in own.items()
+    }
+
+
+def join_own(parts: Iterable[Mapping[str, Any]], own: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """The parts of the suite with the user's attacks as the last."""
+    for part in parts:
+        _check_apart(own, part)
+        yield dict(part)
+    yield dict(own)
+
+
+def _check_apart(own: Iterable[str], taken: Iterable[str]) -> None:
+    for name in sorted(set(own) & set(taken)):
+        raise InputError(f"the audit has an attack {name!r} of its own: give yours another name.")
 
 
 def _fits(attack: Any, subject: Subject) -> bool:

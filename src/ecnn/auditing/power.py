@@ -12,9 +12,14 @@ from ecnn.evaluation.intervals import wilson_interval
 #: One-sided, as in "95 % sure that it is not more".
 _SURE = 0.95
 #: Of all images: what the last doubling of effort may break and still have flattened.
-FLAT = 0.005
+_FLAT = 0.005
 #: Of the images that fell, how many may have fallen to answers alone and gradients still be said to see.
 _UNSEEN = 0.1
+
+
+def has_flattened(broken: float, images: int) -> bool:
+    """Whether a doubling of the effort that broke so many images' worth broke next to nothing."""
+    return broken <= max(1.0, _FLAT * images)
 
 
 @dataclass(frozen=True)
@@ -76,7 +81,7 @@ class Power:
     @property
     def has_flattened(self) -> bool:
         """Whether the last doubling of effort broke next to nothing."""
-        return self.doubling is not None and self.doubling <= max(1.0, FLAT * self.images)
+        return self.doubling is not None and has_flattened(self.doubling, self.images)
 
     @property
     def agrees(self) -> bool:

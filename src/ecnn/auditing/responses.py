@@ -10,7 +10,7 @@ from pathlib import Path
 from ecnn.attacks import Attack
 from ecnn.auditing.budgets import Budget
 from ecnn.auditing.findings import Finding
-from ecnn.auditing.power import FLAT, Turns
+from ecnn.auditing.power import Turns, has_flattened
 from ecnn.auditing.search import Found
 from ecnn.auditing.stages import Stages
 from ecnn.auditing.subject import Subject
@@ -172,19 +172,29 @@ def enlarged(budget: Budget, effort: int) -> Budget:
 def take_turns(responses: Responses, stages: Stages, doubts: Iterable[str]) -> Turns:
     """Doubles the effort on what stands, until a turn breaks next to nothing or the budget's turns are over.
 
+    What broke nothing in one turn is not made again in the next.
+
     Args:
         doubts: names of the open alarms; if there are none, one attack is made once more.
     """
     images, broken, turn = len(responses.subject.images), None, 0
+    useful: set[str] = set()
     doubts = list(doubts)
     while turn < responses.subject.budget.turns and stages.standing() > 0:
         turn += 1
-        proven = [name.split("-x")[0] for name in stages.proven()]
-        attacks = responses.attacks(doubts, 2**turn, list(dict.fromkeys(proven)))
+        proven = list(dict.fromkeys(map(_base, stages.proven())))
+        attacks = responses.attacks(doubts, 2**turn, proven)
+        attacks = {name: attack for name, attack in attacks.items() if not useful or _base(name) in useful}
         broken = stages.make(attacks, seed=responses.subject.seed + turn)
-        if broken <= FLAT * images:
+        if has_flattened(broken, images):
             break
+        useful = {_base(name) for name in stages.useful(attacks)}
     return Turns(turn, broken)
+
+
+def _base(name: str) -> str:
+    """The name of an attack without its effort."""
+    return name.split("-x")[0]
 
 
 def settle(finding: Finding, *, is_answered: bool, facts: dict[str, object]) -> Finding:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -93,6 +93,9 @@ class Stages:
     ) -> None:
         self.subject, self.split, self.deployment = subject, split, deployment
         self.evaluation: Evaluation | None = None
+        self.whole: Evaluation | None = (
+            None  # with the attacks that had nothing to attack: records count them
+        )
         self.attacks: dict[str, Attack] = {}
         if folder is not None and not resume:
             _discard(folder)
@@ -114,6 +117,10 @@ class Stages:
         """
         raise NotImplementedError
 
+    def make_parts(self, parts: Iterable[Mapping[str, Attack]]) -> None:
+        """Makes the attacks of all parts in their order."""
+        self.make({name: attack for part in parts for name, attack in part.items()})
+
     def standing(self) -> float:
         """How many images' worth are left."""
         raise NotImplementedError
@@ -123,6 +130,10 @@ class Stages:
         made = [stage for stage in self.result().stages if stage.broken > 0]
         return [stage.name for stage in sorted(made, key=lambda stage: -stage.broken)]
 
+    def useful(self, attacks: Iterable[str]) -> set[str]:
+        """Which of these have broken images; all of them where that is a matter of chance."""
+        return set(attacks) & set(self.proven())
+
     def power(self, turns: Turns) -> Power:
         """How much the attacks so far may have missed."""
         raise NotImplementedError
@@ -130,7 +141,7 @@ class Stages:
     def _evaluate(self, attacks: Mapping[str, Attack], seed: int | None, **settings: Any) -> Evaluation:
         self.attacks |= attacks
         settings = {**self.settings, **({} if seed is None else {"seed": seed}), **settings}
-        return evaluate(self.subject.model, self.split, attacks, after=self.evaluation, **settings)
+        return evaluate(self.subject.model, self.split, attacks, after=self.whole, **settings)
 
     def result(self) -> Staged:
         """What is left now."""
@@ -168,10 +179,19 @@ class _Cascade(Stages):
     def make(self, attacks: Mapping[str, Attack], *, seed: int | None = None) -> float:
         before = None if self.evaluation is None else self.evaluation.survivors()
         found = self._evaluate(attacks, seed, cascade=True, watch=self._remember)
-        made = {name: outcomes for name, outcomes in found.outcomes.items() if outcomes.attacked.any()}
-        self.evaluation = self._confirm(dataclasses.replace(found, outcomes=made))
+        self.whole = self._confirm(found)
+        made = {name: outcomes for name, outcomes in self.whole.outcomes.items() if outcomes.attacked.any()}
+        self.evaluation = dataclasses.replace(self.whole, outcomes=made)
         before = found.clean.robust if before is None else before
         return float((before & ~self.evaluation.survivors()).sum())
+
+    def make_parts(self, parts: Iterable[Mapping[str, Attack]]) -> None:
+        """Makes one part after the other, until nothing stands: what the next would cost is not even prepared."""
+        for part in parts:
+            if part or self.evaluation is None:
+                self.make(part)
+            if not self.standing():
+                break
 
     def standing(self) -> float:
         assert self.evaluation is not None
@@ -325,11 +345,14 @@ class _MeanOverPasses(Stages):
         self.names += attacks
         is_first = self.evaluation is None
         before = 0.0 if is_first else float(self._final().sum())
-        self.evaluation = self._evaluate(attacks, seed, watch=self._take)
+        self.evaluation = self.whole = self._evaluate(attacks, seed, watch=self._take)
         return float(self.clean.sum() - self.left.sum()) if is_first else before - float(self._final().sum())
 
     def standing(self) -> float:
         return float(self.left.sum())
+
+    def useful(self, attacks: Iterable[str]) -> set[str]:
+        return set(attacks)
 
     def power(self, turns: Turns) -> Power:
         """All attacks are made on all images, so that nothing need be tried again."""

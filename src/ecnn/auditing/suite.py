@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -62,7 +62,12 @@ _FEW_ANSWERS, _FEW_RANDOM_ANSWERS = 1000, 500
 _NEIGHBOURS = 64
 
 
-def suite(
+def suite(subject: Subject, **settings: Any) -> dict[str, Attack]:
+    """The attacks of all parts of the suite by name; the arguments are those of `suite_parts`."""
+    return {name: attack for part in suite_parts(subject, **settings) for name, attack in part.items()}
+
+
+def suite_parts(
     subject: Subject,
     *,
     num_classes: int,
@@ -70,8 +75,11 @@ def suite(
     examples: Examples | None = None,
     folder: Path | None = None,
     resume: bool = True,
-) -> dict[str, Attack]:
+) -> Iterator[dict[str, Attack]]:
     """The attacks by name in the order in which they should run, each obeying the contract of `Attack`.
+
+    They come in parts, since what a part is made of, a search for places or a surrogate, is not cheap: where one part
+    leaves nothing, do not ask for the next.
 
     The first, "pgd-ce", is what a usual evaluation would have run. Without examples the attacks that need some are
     left out: those on features, those by way of a surrogate, and those that only a look at the model recommends.
@@ -88,20 +96,20 @@ def suite(
     traits = unseen_traits(model) if examples is None else find_traits(model, examples.images, num_classes)
     maker = Maker(subject, num_classes, traits)
     in_the_dark = examples is not None and (traits.blind >= _BLIND or subject.budget.name == "thorough")
-    attacks = maker.plain()
-    attacks |= maker.averaged() if random else maker.on_scores() | maker.on_members() | maker.on_votes()
+    first = maker.averaged() if random else maker.on_scores() | maker.on_members() | maker.on_votes()
+    yield maker.plain() | first
+    surrogates = None
     if examples is not None:
         surrogates = Surrogates(subject, examples, num_classes, folder, resume)
         found = find_places(subject, examples, num_classes, random=random, folder=folder, resume=resume)
-        attacks |= maker.where_found(found, random=random)
+        yield maker.where_found(found, random=random)
         in_the_dark = in_the_dark or found.share >= _DOUBTFUL
-        attacks |= maker.by_surrogates(surrogates, imitate=in_the_dark or random, random=random)
+        yield maker.by_surrogates(surrogates, imitate=in_the_dark or random, random=random)
     if random:
-        return attacks | {"square": maker.averaged_square(), "rays": maker.averaged_rays()}
-    attacks |= maker.relays() | maker.automatic()
-    if examples is None:
-        return attacks | maker.by_classes()
-    return attacks | maker.by_classes(surrogates, imitate=in_the_dark)
+        yield {"square": maker.averaged_square(), "rays": maker.averaged_rays()}
+        return
+    yield maker.relays() | maker.automatic()
+    yield maker.by_classes(surrogates, imitate=in_the_dark)
 
 
 _MADE: WeakKeyDictionary[Subject, dict[str, Any]] = WeakKeyDictionary()
