@@ -127,6 +127,9 @@ def test_capture_and_recapture() -> None:
     assert known.missed == pytest.approx(28 * 0.375 / 0.625 / 200, rel=0.06)
     assert not known.agrees
     assert make_power(alone=4).agrees
+    assert make_power(alone=20, found_again=36).agrees
+    assert not make_power(alone=20, found_again=35).agrees
+    assert not make_power(alone=20, retried=0, found_again=0).agrees
     figures = [make_power(found_again=again).missed for again in (40, 30, 20, 10, 2)]
     assert figures == sorted(figures, key=lambda figure: figure or 0)
     assert make_power(found_again=1, standing=5.0).missed == 5 / 200

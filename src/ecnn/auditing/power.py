@@ -13,7 +13,7 @@ from ecnn.evaluation.intervals import wilson_interval
 _SURE = 0.95
 #: Of all images: what the last doubling of effort may break and still have flattened.
 _FLAT = 0.005
-#: Of the images that fell, how many may have fallen to answers alone and gradients still be said to see.
+#: Of the images that one family broke, how many may the other not break and still be said to see.
 _UNSEEN = 0.1
 
 
@@ -85,8 +85,13 @@ class Power:
 
     @property
     def agrees(self) -> bool:
-        """Whether gradients broke nearly all that answers alone broke."""
-        return self.alone <= max(1.0, _UNSEEN * self.broken)
+        """Whether one family sees nearly all that the other sees.
+
+        Gradients broke nearly all that fell; or, of a model that gives none, answers alone break nearly all that
+        surrogates' gradients broke. What neither sees is `missed`.
+        """
+        by_gradients = self.alone <= max(1.0, _UNSEEN * self.broken)
+        return by_gradients or (0 < self.retried and self.found_again >= (1 - _UNSEEN) * self.retried)
 
     def sentence(self) -> str:
         """What was measured, for a person."""
