@@ -18,8 +18,9 @@ from ecnn.auditing import adaptive, surrogates
 from ecnn.auditing.bpda import Passing, can_pass_through, straight_through
 from ecnn.auditing.budgets import BUDGETS, Budget
 from ecnn.auditing.deployed import OneAtATime
+from ecnn.auditing.search import Found
 from ecnn.auditing.subject import Subject
-from ecnn.auditing.suite import Surrogates, estimate_cost, suite
+from ecnn.auditing.suite import Maker, Surrogates, estimate_cost, suite
 from ecnn.auditing.surrogates import (
     Examples,
     all_features,
@@ -762,6 +763,18 @@ def test_what_a_suite_holds() -> None:
     random = suite(make_subject(Sees(10), "l2", 1.0, BUDGETS["quick"]), num_classes=10, random=True)
     assert "eot-margin" in random
     assert all(getattr(attack, "keep", "") == "last" for name, attack in random.items() if "eot" in name)
+
+
+def test_a_view_that_asks_several_times_is_averaged_over_fewer_passes() -> None:
+    subject = make_subject(Sees(10), "linf", 0.1, dataclasses.replace(BUDGETS["quick"], eot=20))
+    maker = Maker(subject, 10, find_traits(subject.model, torch.rand(4, 1, 8, 8), 10))
+    around = adaptive.MeanAround(view="scores", pairs=4, deviation=0.05)
+    views = {"scores": SCORES, "around": around}
+    found = Found(views=views, broken=dict.fromkeys(views, 1), standing=9, asked=9)
+    looks = {
+        name: attack.on.passes_per_look for name, attack in maker.where_found(found, random=True).items()
+    }  # type: ignore[attr-defined]
+    assert looks == {"found-scores": 20, "found-around": 27}
 
 
 @pytest.mark.parametrize("num_classes", [2, 3, 1000])

@@ -269,7 +269,7 @@ def _contradictions(subject: Subject, staged: Staged, certified: Certificate | N
     proven = np.array(certified.proven)
     broken = int(((proven == 1) & (staged.right == 0)).sum())
     if isinstance(subject.model, Smoothed):  # shares of passes: they may differ by chance
-        spread = 0.5 / np.sqrt(2 * subject.budget.eot * len(proven))
+        spread = 0.5 / np.sqrt(4 * subject.budget.eot * len(proven))
         broken = int((proven.mean() - staged.right.mean() > 5 * spread) * len(proven))
     if not broken:
         return []

@@ -91,7 +91,7 @@ class Power:
         surrogates' gradients broke. What neither sees is `missed`.
         """
         by_gradients = self.alone <= max(1.0, _UNSEEN * self.broken)
-        return by_gradients or (0 < self.retried and self.found_again >= (1 - _UNSEEN) * self.retried)
+        return by_gradients or (self.retried > 0 and self.found_again >= (1 - _UNSEEN) * self.retried)
 
     def sentence(self) -> str:
         """What was measured, for a person."""

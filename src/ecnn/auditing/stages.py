@@ -32,6 +32,7 @@ from ecnn.progress import Progress
 
 _BATCH = {"cpu": 256, "cuda": 1024}
 _RETRIED = 48  # images that gradients broke and that answers alone are tried on
+_JUDGED = 4  # passes that judge a point, in passes that an attack averages over
 _FINAL = 1_000_003  # a stream of passes that no stage has seen
 
 
@@ -336,7 +337,7 @@ class _MeanOverPasses(Stages):
         super().__init__(*given, **settings)
         self.names: list[str] = []  # of the attacks, in their order: each has passes of its own
         self.worst = self.subject.images.cpu().float()
-        self.clean = self.after_plain = self.left = self._right_share(self.worst, 0, self.subject.budget.eot)
+        self.clean = self.after_plain = self.left = self._right_share(self.worst, 0, self._passes)
         self.broken_by = np.where(self.clean < 0.5, WRONG, STANDS)
         self.fell: dict[str, np.ndarray] = {}
         self.stages: list[Stage] = []
@@ -372,13 +373,18 @@ class _MeanOverPasses(Stages):
             doubling=turns.doubling,
         )
 
+    @property
+    def _passes(self) -> int:
+        """By which a point is judged: fewer, and of two points the lucky one is taken for the worse one."""
+        return _JUDGED * self.subject.budget.eot
+
     def _final(self) -> np.ndarray:
         """(image,) share of new passes that are right at the worst point so far."""
-        return self._right_share(self.worst, None, 2 * self.subject.budget.eot)
+        return self._right_share(self.worst, None, self._passes)
 
     def _take(self, found: Outcomes, points: Tensor) -> None:
         """Judges what an attack made of the images (image, channel, height, width), on the CPU."""
-        shares = self._right_share(points, 1 + self.names.index(found.name), self.subject.budget.eot)
+        shares = self._right_share(points, 1 + self.names.index(found.name), self._passes)
         self.after_plain = shares if found.name == self.names[0] else self.after_plain
         self.fell[found.name] = shares < 0.5
         self.worst = torch.where(per_image(torch.from_numpy(shares < self.left), points), points, self.worst)
@@ -389,7 +395,7 @@ class _MeanOverPasses(Stages):
         self.stages.append(_stage(self.subject, found, len(points), lost, float(self.left.mean())))
 
     def result(self) -> Staged:
-        """What is left in the end, by twice as many new passes."""
+        """What is left in the end, by as many new passes."""
         assert self.evaluation is not None
         return Staged(
             stages=tuple(self.stages),

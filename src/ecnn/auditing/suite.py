@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ecnn.attacks import APGD, PGD, Attack, AutoAttack, Cost, Neighbours, Race, RaySearch, Square, Transfer
 from ecnn.attacks.draws import forked_generators
 from ecnn.attacks.norms import Norm
-from ecnn.attacks.views import Averaged, View, WeakestBit
+from ecnn.attacks.views import Averaged, View, WeakestBit, find_view
 from ecnn.auditing.adaptive import (
     CheapestBits,
     FeatureDistance,
@@ -303,7 +303,9 @@ class Maker:
 
     def _on_mean(self, view: str | View) -> Attack:
         walk = {**self.walk, "steps": max(1, self.budget.steps // 2), "restarts": 1, "keep": "last"}
-        return PGD(on=Averaged(view=view, passes=self.budget.eot), **walk)
+        # A view that asks several times is a mean over passes already.
+        passes = -(-self.budget.eot // find_view(view).passes_per_look)
+        return PGD(on=Averaged(view=view, passes=passes), **walk)
 
     def where_found(self, found: Found, *, random: bool) -> dict[str, Attack]:
         """Attacks on the places that a search has found, with targets where it pays."""
