@@ -771,9 +771,8 @@ def test_a_view_that_asks_several_times_is_averaged_over_fewer_passes() -> None:
     around = adaptive.MeanAround(view="scores", pairs=4, deviation=0.05)
     views = {"scores": SCORES, "around": around}
     found = Found(views=views, broken=dict.fromkeys(views, 1), standing=9, asked=9)
-    looks = {
-        name: attack.on.passes_per_look for name, attack in maker.where_found(found, random=True).items()
-    }  # type: ignore[attr-defined]
+    made: dict[str, Any] = dict(maker.where_found(found, random=True))
+    looks = {name: attack.on.passes_per_look for name, attack in made.items()}
     assert looks == {"found-scores": 20, "found-around": 27}
 
 
