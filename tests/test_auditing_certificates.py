@@ -187,6 +187,29 @@ def test_many_classes_are_bounded_a_few_at_a_time(monkeypatch: pytest.MonkeyPatc
     assert counted.largest <= 4 * 3 * 768 < 39 * 3 * 768
 
 
+def test_one_image_of_many_classes_is_asked_about_those_that_intervals_leave_open(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Flatten(), nn.Linear(48, 8), nn.ReLU(), nn.Linear(8, 40)).double()
+    images = torch.rand(6, 3, 4, 4, dtype=torch.float64)
+    labels, program = model(images).argmax(dim=1), trace(model, images[:1])
+    ball = _ball(images, "linf", 0.01)
+    whole = least_margins(program, ball, interval_bounds(program, ball), labels)
+    asked, real = list[int](), relaxations.least_of
+
+    def count(*given: Any) -> Tensor:
+        asked.append(given[-1].shape[1])
+        return real(*given)
+
+    monkeypatch.setattr(relaxations, "least_of", count)
+    for row in range(6):
+        alone = _ball(images[row : row + 1], "linf", 0.01)
+        margin = least_margins(program, alone, interval_bounds(program, alone), labels[row : row + 1])
+        assert float(margin) > 0 or float(margin) >= float(whole[row]) - 1e-12
+    assert 0 < sum(asked) < 6 * 39 / 2
+
+
 def test_own_networks_are_known() -> None:
     """Residual units, batch norm, members and the tanh decoder: bounds of tiny balls prove most of it."""
     torch.manual_seed(0)

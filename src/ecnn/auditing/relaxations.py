@@ -142,12 +142,23 @@ def margin_rows(num_classes: int, labels: Tensor) -> Tensor:
 
 
 def least_margins(program: Program, ball: Ball, bounds: list[Bounds], labels: Tensor) -> Tensor:
-    """(batch,) a lower bound of the smallest margin of each image's label over the ball."""
+    """(batch,) a lower bound of the smallest margin of each image's label over the ball.
+
+    Of one image alone only the classes are looked at that the bounds of the scores do not rule out: with many classes
+    these are few.
+    """
     rows = margin_rows(program.shapes[program.result][1], labels)
+    least = torch.full((len(labels),), torch.inf, dtype=torch.float64, device=labels.device)
+    if len(labels) == 1:
+        scores = bounds[program.result]
+        others = torch.arange(rows.shape[-1], device=labels.device) != labels
+        margins = (scores.low.flatten()[labels] - scores.high.flatten())[others]
+        is_open = margins <= program.least_margin
+        rows, least = rows[:, is_open], torch.where(is_open, least, margins).amin(dim=0, keepdim=True)
     width = max(1, _VALUES_AT_ONCE // (len(labels) * max(map(program.units, range(program.result + 1)))))
-    parts = torch.split(rows, width, dim=1)  # many classes of large images do not fit at once
-    margins = [least_of(program, ball, bounds, program.result, part).amin(dim=1) for part in parts]
-    return torch.stack(margins).amin(dim=0)
+    for part in torch.split(rows, width, dim=1) if rows.shape[1] else ():
+        least = torch.minimum(least, least_of(program, ball, bounds, program.result, part).amin(dim=1))
+    return least
 
 
 def least_of(program: Program, ball: Ball, bounds: list[Bounds], number: int, rows: Tensor) -> Tensor:
