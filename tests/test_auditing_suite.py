@@ -14,7 +14,7 @@ from toys import TINY, coded_model
 
 from ecnn.attacks import APGD, PGD, Attack, AutoAttack, Cost, HopSkipJump, Race, Transfer
 from ecnn.attacks.views import SCORES, Aim, Averaged, Look, View, WeakestBit
-from ecnn.auditing import adaptive, surrogates
+from ecnn.auditing import adaptive, audit, surrogates
 from ecnn.auditing.bpda import Passing, can_pass_through, straight_through
 from ecnn.auditing.budgets import BUDGETS, Budget
 from ecnn.auditing.deployed import OneAtATime
@@ -454,6 +454,22 @@ def test_answers_alone_are_asked_whatever_the_gradient_says() -> None:
     known: Any = vars(attacks["rays"])["neighbours"]
     assert (known.moves.flatten(1).abs().amax(dim=1) <= EPS + 1e-6).all()
     assert (known.moves != 0).flatten(1).any(dim=1).double().mean() >= 0.5
+
+
+def test_what_falls_at_once_costs_no_search_and_no_surrogate(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Sees()
+    images, labels = firm_images(model)
+
+    def refuse(*given: Any, **settings: Any) -> Any:
+        raise AssertionError("nothing stands that this could help with")
+
+    for name in ("search", "train_student", "train_head"):
+        monkeypatch.setattr(f"ecnn.auditing.suite.{name}", refuse)
+    found = audit(model, (images, labels), norm="linf", eps=0.5, limit=len(images), budget=TINY)
+    assert found.accuracy == 0
+    assert {stage.name for stage in found.stages} <= {"pgd-ce", "apgd-ce", "apgd-margin", "scaled-ce"}
+    with pytest.raises(AssertionError, match="nothing stands"):
+        audit(model, (images, labels), norm="linf", eps=1e-4, limit=len(images), budget=TINY)
 
 
 class Trembles(Decides):

@@ -6,6 +6,7 @@ learnt to do the same (a fitted surrogate). Values stay those of the model.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +23,7 @@ from ecnn.auditing.soft_values import pass_gradient
 from ecnn.auditing.surrogates import step_down
 
 _STEPS, _LR, _BATCH, _WIDTH, _CHANNELS = 400, 3e-3, 64, 128, 16
+_LESSON, _LEARNT = 50, 0.1  # it is taught on while so many steps lower its error by that share
 _MOST_NUMBERS = 20_000  # of a row on either side of a bridge
 _PIXELS = 8192  # in a batch
 _PROBED = 8
@@ -331,11 +333,18 @@ def _train(
     generator = torch.Generator().manual_seed(seed)
     # A large image has many examples of what a filter does.
     batch = max(2, min(_BATCH, _PIXELS // rows[0].numel()))
+    total, before = torch.zeros((), dtype=rows.dtype, device=rows.device), math.inf
     with torch.enable_grad():
-        for _ in range(_STEPS):
+        for step in range(1, _STEPS + 1):
             chosen = torch.randint(len(rows), (batch,), generator=generator).to(rows.device)
             loss = F.mse_loss(ask(rows[chosen]), goal[chosen])
             step_down(loss, parameters, optimiser)
+            total += loss.detach()
+            if step % _LESSON == 0:
+                if float(total) > (1 - _LEARNT) * before:
+                    break
+                before = float(total)
+                total.zero_()
     for parameter in parameters:
         parameter.grad = None
     network.requires_grad_(False).eval()

@@ -29,7 +29,8 @@ RESPONSES: dict[str, tuple[str, ...]] = {
     ),
     **dict.fromkeys(("steps", "restarts", "last_iterate", "unstable_loss", "attacks_not_made"), _UNFINISHED),
 }
-_LONG, _SEARCHES = "rays-long", {"rays", "rays-long"}
+_SHORT, _LONG = "rays", "rays-long"
+_SEARCHES = {_SHORT, _LONG}
 _ALL = 2**31  # images: where there is doubt, the long search by answers takes all that stand
 #: How many of the attacks that broke most are made again.
 _PROVEN = 3
@@ -113,6 +114,8 @@ class Responses:
             attacks.pop(
                 _LONG, None
             )  # the suite has made it, for nothing: twice as long would tell little more
+        elif _LONG in attacks:
+            attacks.pop(_SHORT)  # the long one begins like it
         return {f"{name}-x{effort}": attack for name, attack in attacks.items()}
 
     @property
@@ -129,9 +132,7 @@ class Responses:
             "layers": lambda: {
                 name: part for name, part in layers().items() if not name.endswith("-targets")
             },
-            "surrogates": lambda: _named(
-                maker.by_surrogates(self._surrogates, imitate=True, random=False), "student"
-            ),
+            "surrogates": lambda: maker.by_student(self._surrogates, random=False),
             "climbs": lambda: _named(maker.on_scores(), "apgd-margin"),
             "answers": lambda: {"square": maker.square()} | maker.by_classes(self._surrogates, imitate=True),
             "relays": maker.relays,

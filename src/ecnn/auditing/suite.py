@@ -330,7 +330,7 @@ class Maker:
                 attacks["features"] = PGD(on=view, targets=targets, **self.walk)
             attacks["retrained-head"] = OwnTransfer(source=surrogates.head(), attack=craft, keep=keep)
         if imitate:
-            attacks["student"] = Transfer(source=surrogates.student(), attack=craft, keep=keep)
+            attacks |= self.by_student(surrogates, random=random)
             is_long = self.budget.answers > _FEW_ANSWERS
             if is_long and surrogates.examples.images[0].numel() <= _DENSE:
                 dense = surrogates.student(dense=True)
@@ -340,6 +340,12 @@ class Maker:
     def _craft(self) -> Attack:
         """What is made on a surrogate and shown to the model."""
         return APGD(**{**self.auto, "restarts": 1}, loss="cross_entropy", keep="last")
+
+    def by_student(self, surrogates: Surrogates, *, random: bool) -> dict[str, Attack]:
+        craft = APGD(**{**self.auto, "restarts": 1}, loss="cross_entropy", keep="last")
+        return {
+            "student": Transfer(source=surrogates.student(), attack=craft, keep="last" if random else "best")
+        }
 
     def relays(self) -> dict[str, Attack]:
         """Once more from the best point so far."""
