@@ -24,18 +24,13 @@ from ecnn.data import Split
 from ecnn.errors import InputError
 from ecnn.plots import plot_audit
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = pytest.mark.usefixtures("one_thread", "short_lessons")
 HALL = sys.modules["ecnn.auditing.auditor"]
 EPS = 0.04
 BALL: dict[str, Any] = {"norm": "linf", "eps": EPS}
 TINY = dataclasses.replace(
     toys.TINY, images=150, steps=30, probe_images=24, probe_steps=20, queries=60, eot=10
 )
-
-
-@pytest.fixture(autouse=True)
-def _short_lessons(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys.modules["ecnn.auditing.surrogates"], "_STUDENT_STEPS", 5)
 
 
 @pytest.fixture
@@ -98,7 +93,6 @@ def test_an_honest_model_reaches_the_closed_form() -> None:
     assert found.broken_by.count(-1) == round(400 * truth)
 
 
-@pytest.mark.usefixtures("_no_diagnostics")
 class Loud(Linear):
     """Scores so large that the cross-entropy's gradient is exactly zero in float32."""
 

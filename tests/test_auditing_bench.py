@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import re
 import time
@@ -16,7 +17,7 @@ from conftest import benchmark
 from torch import Tensor, nn
 
 import ecnn
-from ecnn.auditing import audit, bench
+from ecnn.auditing import BUDGETS, audit, bench
 from ecnn.auditing.bench import table
 from ecnn.auditing.bench.networks import interval_margins, two_symbols
 from ecnn.data import Dataset
@@ -332,15 +333,18 @@ def test_proven_claims_hold_at_random_points(name: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("short_lessons")
 @pytest.mark.parametrize("name", ["q2_hinge", "rounded_pixels", "scaled_logits", "decoy"])
 def test_false_claims_are_flagged(name: str) -> None:
+    """By less than a quick audit does: fewer steps and queries, shorter lessons, no attack again with more."""
     subject = bench.SUBJECTS[name]
     model = subject.build(digits())
-    claim = subject.claimed(model, *digits().test[:COUNT])
-    torch.manual_seed(0)
-    result = audit(
-        model, digits().test, norm="linf", eps=subject.eps, claim=claim, limit=COUNT, budget="quick"
+    less = dataclasses.replace(
+        BUDGETS["quick"], name="less", images=40, steps=15, turns=0, probe_images=8, probe_steps=5, queries=50
     )
+    claim = subject.claimed(model, *digits().test[: less.images])
+    torch.manual_seed(0)
+    result = audit(model, digits().test, norm="linf", eps=subject.eps, claim=claim, budget=less)
     assert claim - result.accuracy > 0.05
     assert result.verdict == "not believable"
     assert result.exit_code == 1

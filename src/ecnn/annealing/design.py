@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Literal
 
 import numpy as np
@@ -27,6 +27,7 @@ _STEPS = {"energy": 4_000_000, "distance": 24_000_000}
 _RAISING_WEIGHTS = (3000.0, 30000.0, 300.0)
 _SPREADING_WEIGHTS = (3.0, 300.0, 30.0, 3000.0)
 _ROW_SWAPS = 4000
+_MAX_TABLED_ROWS = 100  # a table has the third power of it
 
 
 def design_code(
@@ -254,31 +255,48 @@ def choose_rows(pool: np.ndarray, num_rows: int, swaps: int, rng: np.random.Gene
     VI^-16 are kept.
     """
     order = rng.permutation(len(pool))
-    signed = 2 * pool.astype(np.int64) - 1
-    counts = np.arange(num_rows + 1)
-    table = counts * np.log(np.maximum(counts, 1)) / num_rows
-    upper = np.triu_indices(pool.shape[1], k=1)
+    left, right = np.triu_indices(pool.shape[1], k=1)
+    ones = pool.astype(np.int64)
+    both = ones[:, left] & ones[:, right]
+    costs_of = (
+        _tabled_costs(num_rows) if num_rows <= _MAX_TABLED_ROWS else functools.partial(_pair_costs, num_rows)
+    )
 
-    def cost(products: np.ndarray, sums: np.ndarray) -> float:
-        # From sums of +-1: how many rows have (1, 1), (1, 0), (0, 1), (0, 0) in each pair of columns.
-        first, second, both = sums[upper[0]], sums[upper[1]], products[upper]
-        cells = [(num_rows + a * first + b * second + a * b * both) // 4 for a in (1, -1) for b in (1, -1)]
-        own = table[(num_rows + sums) // 2] + table[(num_rows - sums) // 2]
-        vi = own[upper[0]] + own[upper[1]] - 2 * sum(table[cell] for cell in cells)
-        return float((np.maximum(vi, 0.01) ** -16).sum())
+    def cost(ones_of: np.ndarray, both_of: np.ndarray) -> float:
+        return float(costs_of(ones_of[left], ones_of[right], both_of).sum())
 
     chosen, spare = order[:num_rows].copy(), order[num_rows:].copy()
-    products, sums = signed[chosen].T @ signed[chosen], signed[chosen].sum(axis=0)
-    lowest = cost(products, sums)
+    ones_now, both_now = ones[chosen].sum(axis=0), both[chosen].sum(axis=0)
+    lowest = cost(ones_now, both_now)
     for _ in range(swaps if len(spare) else 0):
         out, into = rng.integers(num_rows), rng.integers(len(spare))
-        old, new = signed[chosen[out]], signed[spare[into]]
-        trial_products, trial_sums = products + np.outer(new, new) - np.outer(old, old), sums + new - old
-        trial = cost(trial_products, trial_sums)
+        old, new = chosen[out], spare[into]
+        trial_ones, trial_both = ones_now + ones[new] - ones[old], both_now + both[new] - both[old]
+        trial = cost(trial_ones, trial_both)
         if trial <= lowest:
-            lowest, products, sums = trial, trial_products, trial_sums
-            chosen[out], spare[into] = spare[into], chosen[out]
+            lowest, ones_now, both_now = trial, trial_ones, trial_both
+            chosen[out], spare[into] = new, old
     return pool[chosen]
+
+
+def _pair_costs(num_rows: int, left: np.ndarray, right: np.ndarray, both: np.ndarray) -> np.ndarray:
+    """VI^-16 of pairs of binary columns, by how many ones the left, the right and both in the same row have."""
+    counts = np.arange(num_rows + 1)
+    table = counts * np.log(np.maximum(counts, 1)) / num_rows
+    cells = (both, left - both, right - both, num_rows - left - right + both)
+    joint = sum(table.take(cell, mode="clip") for cell in cells)
+    own_left, own_right = (table[ones] + table[num_rows - ones] for ones in (left, right))
+    costs: np.ndarray = np.maximum(own_left + own_right - 2 * joint, 0.01) ** -16
+    return costs
+
+
+@functools.cache
+def _tabled_costs(num_rows: int) -> Callable[[np.ndarray, np.ndarray, np.ndarray], np.ndarray]:
+    """`_pair_costs` of these many rows, looked up: a search asks for few different ones, many thousand times."""
+    counts = np.arange(num_rows + 1)
+    table = _pair_costs(num_rows, counts[:, None, None], counts[:, None], counts).ravel()
+    width = num_rows + 1
+    return lambda left, right, both: table[(left * width + right) * width + both]
 
 
 def _code_or(symbols: np.ndarray, fallback: CodeMatrix) -> CodeMatrix:
