@@ -28,6 +28,21 @@ class Started:
     def kill(self) -> None:
         os.kill(self.pid, signal.SIGKILL)
 
+    def interrupt(self) -> None:
+        """As Ctrl-C does."""
+        os.kill(self.pid, signal.SIGINT)
+
+    def first_line(self) -> str:
+        """Of its standard error, as soon as it is there, or what is after a minute and a half."""
+        deadline = time.monotonic() + 90
+        path = Path(self.folder.name) / "err"
+        while time.monotonic() < deadline:
+            line, ended, _ = (path.read_text() if path.exists() else "").partition("\n")
+            if ended:
+                return line
+            time.sleep(0.005)
+        return line
+
     def wait(self) -> subprocess.CompletedProcess[str]:
         """What it printed and its exit status, -9 if it was killed."""
         status = int(_ask({"wait": self.pid}))
@@ -115,6 +130,7 @@ def _become(words: list[str], cwd: str, variables: dict[str, str], folder: str, 
     os.chdir(cwd)
     os.environ.clear()
     os.environ.update(variables)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job may be deaf to it
     sys.argv = ["ecnn", *words]
     status: object = 0
     try:

@@ -157,13 +157,14 @@ def run_audit(model: nn.Module, split: Split = SPLIT, **settings: Any) -> Audit:
 def honest() -> float:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys.modules["ecnn.auditing.auditor"], "diagnose", lambda subject, progress=None: [])
+        toys.shorten_lessons(patch)
         return run_audit(toys.LinearOfThree()).accuracy
 
 
 @pytest.fixture(autouse=True)
 def _short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys.modules["ecnn.auditing.auditor"], "diagnose", lambda subject, progress=None: [])
-    monkeypatch.setattr(sys.modules["ecnn.auditing.surrogates"], "_STUDENT_STEPS", 5)
+    toys.shorten_lessons(monkeypatch)
 
 
 @pytest.mark.parametrize(

@@ -159,6 +159,7 @@ def right_now(model: nn.Module, images: Tensor, labels: Tensor) -> np.ndarray:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("short_lessons")
 @pytest.mark.parametrize("name", CASES)
 def test_audit_between_proof_and_truth(name: str, record_property: Any) -> None:
     """Certified <= exact <= audited, image by image, and the audit finds all that is to be found."""
@@ -184,6 +185,7 @@ def test_audit_between_proof_and_truth(name: str, record_property: Any) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("short_lessons")
 def test_exact_claims_are_believed_and_higher_ones_are_not(tmp_path: Path) -> None:
     """The second question reads the records that the first one left."""
     model, eps = trained("adversarially trained")

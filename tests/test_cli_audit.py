@@ -81,10 +81,13 @@ def audit(own: Path, *more: str) -> tuple[str, ...]:
     return ("audit", "--module", f"{own}:build", *fixed, *more)
 
 
-@pytest.mark.slow
-def test_a_false_claim_about_a_module_of_ones_own(own: Path, tmp_path: Path) -> None:
-    done = run(*audit(own, "--claim", "0.9", "--out", "audited", "--json"), cwd=tmp_path)
-    assert done.returncode == 1, done.stderr
+@pytest.mark.usefixtures("one_thread", "short_lessons")
+def test_a_false_claim_about_a_module_of_ones_own(
+    own: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    done = CliRunner().invoke(app, audit(own, "--claim", "0.9", "--out", "audited", "--json"))
+    assert done.exit_code == 1, done.stderr
     assert "images forward" in done.stderr.splitlines()[0]
     found = json.loads(done.stdout)
     assert (found["verdict"], found["claimed"], found["exit_code"]) == ("not believable", 0.9, 1)
@@ -95,8 +98,8 @@ def test_a_false_claim_about_a_module_of_ones_own(own: Path, tmp_path: Path) -> 
     assert (written / "audit.png").read_bytes().startswith(b"\x89PNG")
     # The same audit of an honest claim, that 40 images can tell from a false one, goes on with what is there.
     modest = max(0.0, found["accuracy"] - 0.15)
-    again = run(*audit(own, "--claim", str(modest), "--out", "audited"), cwd=tmp_path)
-    assert again.returncode == 0, again.stdout + again.stderr
+    again = CliRunner().invoke(app, audit(own, "--claim", str(modest), "--out", "audited"))
+    assert again.exit_code == 0, again.stdout + again.stderr
     assert again.stdout.startswith("# Audit: believable")
     assert "auditing: pgd-ce: " in again.stderr  # a line per attack, where there is no terminal
 

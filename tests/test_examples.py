@@ -21,7 +21,7 @@ def load(name: str) -> Any:
     return module
 
 
-@pytest.mark.usefixtures("one_thread")
+@pytest.mark.usefixtures("one_thread", "short_lessons")
 @pytest.mark.parametrize(
     ("name", "settings", "said"),
     [

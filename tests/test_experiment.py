@@ -17,6 +17,7 @@ import torch
 from conftest import DATA
 from PIL import Image
 from processes import run, start, wait_for
+from toys import shorten_lessons
 from typer.testing import CliRunner
 
 from ecnn import evaluate, files, load_model
@@ -136,6 +137,7 @@ def test_an_unknown_name_is_guessed() -> None:
         load_experiment("member")
 
 
+@pytest.mark.usefixtures("short_lessons")
 def test_an_experiment_runs_resumes_and_becomes_a_table(tmp_path: Path, finished: Path) -> None:
     """Nothing finished is done again, an equal run is adopted, and the numbers are those of the outcomes."""
     shutil.copytree(finished, tmp_path, dirs_exist_ok=True)
@@ -173,7 +175,7 @@ def test_an_experiment_runs_resumes_and_becomes_a_table(tmp_path: Path, finished
     assert text.startswith("Tiny (tab:none), per cent\narm  row")
 
 
-@pytest.mark.usefixtures("unofficial")
+@pytest.mark.usefixtures("unofficial", "short_lessons")
 def test_black_box_rows(tmp_path: Path) -> None:
     """Signs that others attacked, audited as they are; and an attack crafted on another arm's network."""
     for index in range(12):
@@ -291,8 +293,26 @@ def write_experiment(path: Path, tables: dict[str, Any]) -> None:
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of all experiments, with the first run of TINY."""
     out = tmp_path_factory.mktemp("finished")
-    run_task(tasks_of(from_tables("tiny", TINY), out)[0], device="cpu")
+    with pytest.MonkeyPatch.context() as patch:
+        shorten_lessons(patch)
+        run_task(tasks_of(from_tables("tiny", TINY), out)[0], device="cpu")
     return out
+
+
+@pytest.fixture(scope="module")
+def unaudited(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """The file of an experiment without an audit whose second arm fails, and a folder with its first run.
+
+    Audits by other processes are asked for in tests/test_evaluation_cluster.py.
+    """
+    path, out = tmp_path_factory.mktemp("file") / "tiny.toml", tmp_path_factory.mktemp("unaudited")
+    spec = {name: table for name, table in TINY["spec"].items() if name != "audit"}
+    too_large = {"name": "b", "title": "B", "spec": {"train": {"batch_size": 100_000}}}
+    tables = {**TINY, "spec": spec, "arms": [{"name": "a", "title": "A"}, too_large]}
+    write_experiment(path, tables)
+    assert load_experiment(str(path)) == from_tables("tiny", tables)
+    run_task(tasks_of(load_experiment(str(path)), out, arms=["a"])[0], device="cpu")
+    return path, out
 
 
 def test_costs_are_those_of_what_is_left(tmp_path: Path, finished: Path) -> None:
@@ -338,6 +358,7 @@ def test_every_attack_of_a_shipped_experiment_can_be_made(name: str) -> None:
             assert make_attack({"kind": attack, **table})
 
 
+@pytest.mark.usefixtures("short_lessons")
 def test_a_stronger_audit_is_added_and_the_older_value_stays(
     tmp_path: Path, finished: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -462,14 +483,10 @@ def test_a_killed_reproduction_goes_on_and_changes_no_number(tmp_path: Path) -> 
 
 
 @pytest.mark.slow
-def test_ray_does_the_same(tmp_path: Path) -> None:
+def test_ray_does_the_same(tmp_path: Path, unaudited: tuple[Path, Path]) -> None:
     """Two workers of a local Ray: the record of a task is that of this process, and a run that fails is named."""
     ray = pytest.importorskip("ray")
-    spec = {name: table for name, table in TINY["spec"].items() if name != "audit"}
-    too_large = {"name": "b", "title": "B", "spec": {"train": {"batch_size": 100_000}}}
-    tables = {**TINY, "spec": spec, "arms": [{"name": "a", "title": "A"}, too_large]}
-    path = tmp_path / "tiny.toml"
-    write_experiment(path, tables)
+    path, alone = unaudited
     experiment = load_experiment(str(path))
     tasks = tasks_of(experiment, tmp_path / "two")
     arguments = ["--out", str(tmp_path / "two"), "--device", "cpu"]
@@ -480,9 +497,7 @@ def test_ray_does_the_same(tmp_path: Path) -> None:
         ray.shutdown()
     assert [task.arm.name for task in failed] == ["b"]
     assert "larger than the training set" in (tasks[1].folder / "log.txt").read_text()
-    alone = tasks_of(experiment, tmp_path / "one", arms=["a"])[0]
-    run_task(alone, device="cpu")
-    assert facts_of(tasks[0].folder) == facts_of(alone.folder)
+    assert facts_of(tasks[0].folder) == facts_of(alone / "tiny/a/0")
 
 
 def test_without_ray_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -502,19 +517,17 @@ def test_repeated_networks_wait_for_the_first_arm(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_several_processes_do_the_same(tmp_path: Path, finished: Path) -> None:
+def test_several_processes_do_the_same(tmp_path: Path, unaudited: tuple[Path, Path]) -> None:
     """The record of a process of its own is that of this one; a run that fails is named and does not stop another."""
-    too_large = {"name": "b", "title": "B", "spec": {"train": {"batch_size": 100_000}}}
-    tables = {**TINY, "arms": [{"name": "a", "title": "A"}, too_large]}
-    write_experiment(tmp_path / "tiny.toml", tables)
-    experiment = load_experiment(str(tmp_path / "tiny.toml"))
-    assert experiment == from_tables("tiny", tables)
-    places = (str(tmp_path / "tiny.toml"), "--out", str(tmp_path / "two"))
+    path, alone = unaudited
+    experiment = load_experiment(str(path))
+    places = (str(path), "--out", str(tmp_path / "two"))
     done = run("reproduce", *places, "--device", "cpu", "--jobs", "2")
     assert done.returncode == 4
     assert "tiny/b seed 0 failed" in done.stderr
     assert "larger than the training set" in (tmp_path / "two/tiny/b/0/log.txt").read_text()
-    assert done.stdout.strip() == table_text(experiment, read_cells(experiment, finished)).strip()
+    assert done.stdout.strip() == table_text(experiment, read_cells(experiment, alone)).strip()
+    assert facts_of(tmp_path / "two/tiny/a/0") == facts_of(alone / "tiny/a/0")
 
 
 def test_the_page_is_what_the_records_say(tmp_path: Path) -> None:

@@ -11,7 +11,6 @@ import json
 import os
 import re
 import shutil
-import signal
 import socket
 import struct
 import subprocess
@@ -30,14 +29,14 @@ import pictures
 import pytest
 import schemathesis
 import torch
-from conftest import ecnn_command
 from fastapi.testclient import TestClient
 from hypothesis import HealthCheck, Phase, given, settings
 from PIL import Image
+from processes import start
 from schemathesis.generation import GenerationMode
 from schemathesis.specs.openapi.checks import positive_data_acceptance
 from torch import Tensor, nn
-from toys import TINY, Saturated, images_of_classes, tiny_ecnn
+from toys import TINY, Saturated, images_of_classes, shorten_lessons, tiny_ecnn
 from typer.testing import CliRunner
 
 import ecnn
@@ -605,7 +604,9 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         assert done.exit_code == 0, done.output
     data = load_data("digits")
     model = ecnn.load_model(folder / "ecnn")
-    ecnn.audit(model, data.test, norm="linf", eps=0.1, limit=4, budget=TINY, run_dir=folder / "ecnn")
+    with pytest.MonkeyPatch.context() as patch:
+        shorten_lessons(patch)
+        ecnn.audit(model, data.test, norm="linf", eps=0.1, limit=4, budget=TINY, run_dir=folder / "ecnn")
     return folder
 
 
@@ -619,19 +620,15 @@ def address(runs: Path) -> Iterator[str]:
 @contextlib.contextmanager
 def served(run: str, rival: str) -> Iterator[str]:
     """The address at which the command serves a run beside another."""
-    command = ecnn_command("serve", run, "--compare", rival, "--port", "0")
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job may be deaf to it
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-    signal.signal(signal.SIGINT, before)
-    with process:
-        assert process.stderr is not None
-        said = process.stderr.readline()
-        found = re.search(r"at (http://127\.0\.0\.1:\d+) ", said)
-        assert found, said + process.stderr.read()
-        yield found[1]
-        process.send_signal(signal.SIGINT)
-        assert process.wait(20) == 130
-        assert process.stderr.read() == "ecnn: interrupted.\n"
+    process = start("serve", run, "--compare", rival, "--port", "0")
+    said = process.first_line()
+    found = re.search(r"at (http://127\.0\.0\.1:\d+) ", said)
+    assert found, said
+    yield found[1]
+    process.interrupt()
+    done = process.wait()
+    assert done.returncode == 130
+    assert done.stderr == f"{said}\necnn: interrupted.\n"
 
 
 def test_the_command_serves_a_run_its_audit_and_its_rival(address: str, runs: Path) -> None:

@@ -498,7 +498,7 @@ def weights(folder: Path) -> dict[str, Tensor]:
                 "--set",
                 "model.bit_filters=2",
             ),
-            marks=pytest.mark.slow,
+            marks=[pytest.mark.slow, pytest.mark.full],
         ),
         pytest.param(
             (
@@ -512,12 +512,13 @@ def weights(folder: Path) -> dict[str, Tensor]:
                 "--set",
                 "train.objective=trades",
             ),
-            marks=pytest.mark.slow,
+            marks=[pytest.mark.slow, pytest.mark.full],
         ),
     ],
     ids=["ecnn", "tanh_ensemble", "trades"],
 )
 def test_kill_and_resume_on_the_command_line(tmp_path: Path, model: tuple[str, ...]) -> None:
+    """tests/test_baselines_training.py stops and resumes the objectives that draw random numbers in one process."""
     straight = run(*command(tmp_path / "straight", *model))
     assert straight.returncode == 0, straight.stderr
     killed = tmp_path / "killed"
@@ -538,13 +539,22 @@ def test_kill_and_resume_on_the_command_line(tmp_path: Path, model: tuple[str, .
     assert not [path for path in moved.iterdir() if path.name.startswith(".")]
 
 
-def test_two_processes_match_one_and_resume(tmp_path: Path) -> None:
-    """Same global batch: gradients are averaged in another order, so equal to rounding (2e-3 after three epochs)."""
-    assert run(*command(tmp_path / "one", *SLOWLY)).returncode == 0
-    launch = ("--standalone", "--nproc-per-node=2", "-m", "ecnn", *command(tmp_path / "two", *SLOWLY))
+@pytest.mark.slow
+@pytest.mark.full
+def test_torchrun_starts_two_processes(tmp_path: Path) -> None:
+    """They load torch anew; the next test sets what torchrun sets and starts the processes itself."""
+    launch = ("--standalone", "--nproc-per-node=2", "-m", "ecnn", *command(tmp_path, *SLOWLY))
     done = run(*launch, program=Path(torch.distributed.__file__).with_name("run.py"))  # as `torchrun`
     assert done.returncode == 0, done.stderr[-2000:]
     assert json.loads(done.stdout.strip().splitlines()[-1])["epochs"] == 3
+
+
+def test_two_processes_match_one_and_resume(tmp_path: Path) -> None:
+    """Same global batch: gradients are averaged in another order, so equal to rounding (2e-3 after three epochs)."""
+    assert run(*command(tmp_path / "one", *SLOWLY)).returncode == 0
+    done = [process.wait() for process in start_pair(tmp_path / "two")]
+    assert [one.returncode for one in done] == [0, 0], done[0].stderr[-2000:]
+    assert [json.loads(one.stdout)["epochs"] for one in done if one.stdout] == [3]  # one of them speaks
     one, two = weights(tmp_path / "one"), weights(tmp_path / "two")
     for key in one:
         assert torch.allclose(one[key], two[key], atol=2e-3), key
@@ -564,7 +574,7 @@ def test_two_processes_match_one_and_resume(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "shorter", [("--epochs", "12"), pytest.param((), marks=pytest.mark.full)], ids=["12 epochs", "as it is"]
+    "shorter", [("--epochs", "8"), pytest.param((), marks=pytest.mark.full)], ids=["8 epochs", "as it is"]
 )
 def test_digits_reach_96_percent(tmp_path: Path, shorter: tuple[str, ...]) -> None:
     started = time.monotonic()

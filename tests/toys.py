@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ecnn.auditing import BUDGETS, Budget
+from ecnn.auditing import BUDGETS, Budget, surrogates
 from ecnn.codes import load_code
 from ecnn.constructions import random_code
 from ecnn.model import ECNN
@@ -47,6 +47,12 @@ def shorten_audits(patch: pytest.MonkeyPatch) -> None:
     few |= {"probe_images": 4, "probe_steps": 2, "queries": 8, "eot": 2, "turns": 1}
     for name in ("quick", "standard"):
         patch.setitem(BUDGETS, name, dataclasses.replace(BUDGETS[name], **few))
+    shorten_lessons(patch)
+
+
+def shorten_lessons(patch: pytest.MonkeyPatch) -> None:
+    """Makes the students of audits learn for a moment: else most of the time of auditing a small network is theirs."""
+    patch.setattr(surrogates, "_STUDENT_STEPS", 5)
 
 
 #: Sets of specialists for ten classes.
