@@ -225,7 +225,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="little, on the CPU, to out/quick: does it run?")
     options = parser.parse_args()
     if options.quick:
-        options.device, options.batch, options.timings, options.seconds = "cpu", 4, 1, 0.0
+        options.device, options.batch, options.timings, options.seconds = "cpu", 2, 1, 0.0
         options.out = Path("out/quick/baselines.json")
     if options.device == "cuda" and not torch.cuda.is_available():
         raise SystemExit("there is no CUDA device; --device cpu only shows that it runs")

@@ -112,6 +112,15 @@ def short_lessons(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
+def short_autoattack(monkeypatch: pytest.MonkeyPatch) -> None:
+    """AutoAttack with a fifth of its steps and few queries, where it is not its strength that is tested."""
+    from ecnn.attacks import auto  # only here: it loads torch
+
+    monkeypatch.setattr(auto, "_STEPS", 20)
+    monkeypatch.setattr(auto, "_QUERIES", 200)
+
+
+@pytest.fixture
 def unofficial(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lets small files of the true formats pass for the official ones."""
     import ecnn.pipeline.costing  # noqa: F401 which counts images by the official sizes, so must have them before

@@ -19,7 +19,7 @@ from ecnn.errors import InputError
 from ecnn.evaluation.batch import predict
 from ecnn.model import ECNN
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = pytest.mark.usefixtures("one_thread", "short_autoattack")
 
 BALL: dict[str, Any] = {"norm": "linf", "eps": 0.1}
 SETTINGS: dict[str, dict[str, Any]] = {

@@ -226,7 +226,7 @@ def test_more_targets_never_lengthen_the_way() -> None:
     images, labels = images_of_classes(2)
     lengths = [
         measured(
-            MemberCarliniWagner(steps=50, search_steps=4, initial_constant=0.1, lr=0.02, targets=targets)(
+            MemberCarliniWagner(steps=30, search_steps=3, initial_constant=0.1, lr=0.02, targets=targets)(
                 model, images, labels
             ),
             images,

@@ -162,6 +162,7 @@ class Doubled(Geometry):
         return 2 * self.euclid.rounding(pixels)
 
 
+@pytest.mark.usefixtures("short_autoattack")
 def test_a_new_norm_is_one_class(monkeypatch: pytest.MonkeyPatch) -> None:
     """In a norm that is twice L2, every attack finds within 2 eps what it finds within eps in L2."""
     monkeypatch.setitem(NORMS, "doubled", Doubled())
@@ -442,6 +443,7 @@ def test_distances_of_an_evaluation() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("short_lessons")
 def test_an_audit_in_l1() -> None:
     """Both ends: a model that falls in the ball, and a claim that no attack shakes because the ball is tiny."""
     model, split = digits_case()

@@ -380,7 +380,7 @@ def without_times(found: Audit) -> Audit:
 def test_a_killed_audit_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     model = Linear() if kind == "steady" else Flicker(0.2)
     split = make_split(60)
-    settings: dict[str, Any] = {"budget": dataclasses.replace(TINY, steps=8, eot=4), "claim": 0.5, **BALL}
+    settings: dict[str, Any] = {"budget": dataclasses.replace(TINY, steps=4, eot=2), "claim": 0.5, **BALL}
     stages = sys.modules["ecnn.auditing.stages"]
     monkeypatch.setattr(stages, "_BATCH", {"cpu": 25, "cuda": 25})
     torch.manual_seed(3)
@@ -721,7 +721,7 @@ def test_scores_that_are_not_numbers_are_wrong(bound: float) -> None:
 
 @pytest.mark.parametrize("num_classes", [2, 1000])
 @pytest.mark.parametrize("autoattack", [False, pytest.param(True, marks=pytest.mark.slow)])
-@pytest.mark.usefixtures("_no_diagnostics")
+@pytest.mark.usefixtures("_no_diagnostics", "short_autoattack")
 def test_few_and_many_classes(num_classes: int, autoattack: bool) -> None:
     model, split = Linear(num_classes), make_split(20, num_classes)
     budget = dataclasses.replace(TINY, steps=10, targets=9, autoattack=autoattack)

@@ -1092,6 +1092,7 @@ def test_what_an_attack_of_a_cascade_cannot_say() -> None:
         run_cascade({"one": switch(1)}, eps=["1/255"])
 
 
+@pytest.mark.usefixtures("short_autoattack")
 def test_autoattack_is_the_cascade_of_its_attacks() -> None:
     model, split = small_model(torch.float64), random_split(23)
     whole = AutoAttack(norm="linf", eps=0.06)

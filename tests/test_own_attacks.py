@@ -22,7 +22,7 @@ from ecnn.errors import InputError
 from ecnn.evaluation import OwnAttack, evaluate
 from ecnn.spec import make_attack, needed_options
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = pytest.mark.usefixtures("one_thread", "short_lessons")
 
 WEIGHT = torch.full((16,), 1.0)
 MODEL = half_spaces(WEIGHT)  # class 0 is brighter than grey on average
