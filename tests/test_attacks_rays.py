@@ -10,6 +10,7 @@ from test_attacks_blackbox import FEATURES, SHAPE, Net, classes, plane_and_image
 from toys import Counting, LabelsOnly, half_spaces
 
 from ecnn.attacks import PGD, Neighbours, RaySearch, rays
+from ecnn.attacks.images import at_most
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -138,14 +139,14 @@ def test_images_that_are_no_pictures() -> None:
         assert found.success.all()
 
 
-def test_large_images_are_searched_a_few_at_a_time() -> None:
+def test_large_images_are_searched_a_few_at_a_time_where_the_batch_is_bounded() -> None:
     """Of 12 images of 96 pixels at once a tensor of probes would hold 10.6 million numbers; the fate is the same."""
     generator = torch.Generator().manual_seed(0)
     images = torch.rand(12, 3, 96, 96, generator=generator) * 0.02 + 0.49
     model = half_spaces(torch.randn(images[0].numel(), generator=generator))
     labels = classes(model, images)
     attack = RaySearch(norm="linf", eps=0.001, queries=200)
-    with Counting() as counted:
+    with at_most(12), Counting() as counted:
         found = attack.run(model, images, labels)
     assert counted.largest <= 2**23
     alone = attack.run(model, images[5:6], labels[5:6], index=torch.tensor([5]))

@@ -35,9 +35,8 @@ _STREAM = 31
 _NEIGHBOURS, _OTHERS = 4, 8  # neighbours of the class, and of other classes, that give directions
 #: Points asked around the border to learn which way it faces, and how many of them at once.
 _PROBES, _PROBES_AT_ONCE = 64, 32
-#: Numbers of one tensor, so that large images are searched in smaller groups: of images up to CIFAR's many at a time,
-#: since these cost their operations; of larger ones few, since temporaries take ten times that memory.
-_SMALL, _MOST_NUMBERS, _MOST_NUMBERS_IF_LARGE = 3 * 32 * 32, 2**25, 2**23
+#: Numbers of one tensor, so that large images are searched in smaller groups; and where the caller bounds the batch.
+_MOST_NUMBERS, _MOST_NUMBERS_IF_BOUNDED = 2**25, 2**23
 #: The least gain of a new direction, as a share of the radius; each further try asks for four times as much more.
 _LEAST_GAIN, _GAIN_GROWTH = 1e-3, 4.0
 _HALVINGS = 2
@@ -152,9 +151,9 @@ class RaySearch(BallAttack):
             return points
         draws = draws.fold(_STREAM)
         rows = torch.nonzero(draws.fold(0).uniform(1).squeeze(1) < self.share).squeeze(1)
-        numbers = images[0].numel()
-        most = _MOST_NUMBERS if numbers <= _SMALL else _MOST_NUMBERS_IF_LARGE
-        most = max(1, most // (_PROBES_AT_ONCE * numbers))
+        is_bounded = at_once(self.max_batch) < self.max_batch
+        numbers = _MOST_NUMBERS_IF_BOUNDED if is_bounded else _MOST_NUMBERS
+        most = max(1, numbers // (_PROBES_AT_ONCE * images[0].numel()))
         for part in torch.split(rows, most):
             points[part] = self._search(target.narrow(part), images[part], labels[part], draws.take(part))
         return points
