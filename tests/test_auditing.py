@@ -29,7 +29,7 @@ HALL = sys.modules["ecnn.auditing.auditor"]
 EPS = 0.04
 BALL: dict[str, Any] = {"norm": "linf", "eps": EPS}
 TINY = dataclasses.replace(
-    toys.TINY, images=150, steps=30, probe_images=24, probe_steps=20, queries=60, eot=10
+    toys.TINY, images=150, steps=20, probe_images=12, probe_steps=10, queries=40, eot=10
 )
 
 

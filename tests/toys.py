@@ -41,10 +41,14 @@ TINY = Budget(
 )
 
 
-def shorten_audits(patch: pytest.MonkeyPatch) -> None:
-    """Makes budgets with a name so small that every attack and diagnostic runs in a second: for what comes after."""
+def shorten_audits(patch: pytest.MonkeyPatch, **more: Any) -> None:
+    """Makes budgets with a name so small that every attack and diagnostic runs in a second: for what comes after.
+
+    Args:
+        more: settings of a budget that shall not be so small.
+    """
     few: dict[str, Any] = {"images": 8, "steps": 2, "targets": 2, "autoattack": False}
-    few |= {"probe_images": 4, "probe_steps": 2, "queries": 8, "eot": 2, "turns": 1}
+    few |= {"probe_images": 4, "probe_steps": 2, "queries": 8, "eot": 2, "turns": 1, **more}
     for name in ("quick", "standard"):
         patch.setitem(BUDGETS, name, dataclasses.replace(BUDGETS[name], **few))
     shorten_lessons(patch)
