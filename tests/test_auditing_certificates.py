@@ -17,7 +17,7 @@ from toys import SMALL, TINY, Counting, Linear
 from verifier import certified_margin, layers_of, small_digits, trained, verify
 
 from ecnn.attacks import APGD, Square
-from ecnn.auditing import Smoothed, audit, certify, load_audit, relaxations
+from ecnn.auditing import Smoothed, audit, certificates, certify, load_audit, relaxations
 from ecnn.auditing.auditor import _contradictions
 from ecnn.auditing.certificates import _ball, _prove
 from ecnn.auditing.relaxations import interval_bounds, least_margins, lipschitz_bound, tighten
@@ -208,6 +208,26 @@ def test_one_image_of_many_classes_is_asked_about_those_that_intervals_leave_ope
         margin = least_margins(program, alone, interval_bounds(program, alone), labels[row : row + 1])
         assert float(margin) > 0 or float(margin) >= float(whole[row]) - 1e-12
     assert 0 < sum(asked) < 6 * 39 / 2
+
+
+@pytest.mark.parametrize(("eps", "bounded"), [(0.5, 4), (1e-5, 12)])
+def test_many_classes_of_large_images_are_given_up_when_nothing_is_proven_of_a_few(
+    eps: float, bounded: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Flatten(), nn.Linear(48, 8), nn.ReLU(), nn.Linear(8, 5))
+    images = torch.rand(12, 3, 4, 4)
+    labels, seen, real = model(images).argmax(dim=1), list[int](), certificates._bound
+
+    def count(*given: Any) -> None:
+        seen.append(len(given[5]))
+        real(*given)
+
+    monkeypatch.setattr(certificates, "_bound", count)
+    monkeypatch.setattr(certificates, "_HEAVY", 1)
+    monkeypatch.setattr(certificates, "_MOST_WORK", 0)
+    certify(model, images, labels, norm="linf", eps=eps)
+    assert sum(seen) == bounded
 
 
 def test_own_networks_are_known() -> None:

@@ -37,6 +37,7 @@ _PROBED = 4  # images that show whether a large network is worth the work
 _HOPELESS = (
     100.0  # intervals of scores this many times as wide as the scores differ are no start for linear bounds
 )
+_HEAVY = 2**26  # classes times values of the largest step, from where linear bounds of one image take seconds
 _TOGETHER = 16  # images whose layers are bounded at a time
 _SQRT2 = 1.4142135623730952
 
@@ -172,8 +173,12 @@ def _prove(
     rows = torch.nonzero(right).squeeze(1)
     values = [program.units(number) for number in range(program.result + 1)]
     if sum(values) <= _LARGE or _is_promising(program, images[rows[:_PROBED]], norm, eps):
-        for part in torch.split(rows, max(1, _VALUES_AT_ONCE // max(values))):
+        is_heavy = program.shapes[program.result][1] * max(values) > _HEAVY
+        most = at_once(max(1, _VALUES_AT_ONCE // max(values)))
+        for part in torch.split(rows, min(most, _PROBED) if is_heavy else most):
             _bound(program, images, labels, norm, eps, part, margins)
+            if is_heavy and bool((margins[LINEAR][rows.cpu()][:_PROBED] <= program.least_margin).all()):
+                break  # of the first few nothing is proven, and the others would take as long
         _bound_all_layers(program, images, labels, norm, eps, right, margins[LINEAR])
     proven = {name: (found > program.least_margin).numpy() for name, found in margins.items()}
     if norm == "l2":
@@ -211,7 +216,7 @@ def _bound(
 def _margins(program: Program, ball: Ball, bounds: list[Bounds], labels: Tensor) -> Tensor:
     """`least_margins`, a few images at a time."""
     classes, largest = program.shapes[program.result][1], max(map(program.units, range(program.result + 1)))
-    width = max(1, _VALUES_AT_ONCE // (classes * largest))
+    width = at_once(max(1, _VALUES_AT_ONCE // (classes * largest)))
     return torch.cat(
         [
             least_margins(program, ball.take(part), _take(bounds, part), labels[part])
