@@ -5,11 +5,13 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import random
 import re
 import sys
 from pathlib import Path
 from typing import Any, get_args
 
+import numpy as np
 import pytest
 import torch
 import toys
@@ -430,6 +432,22 @@ class Flicker(Linear):
         scores = 0 * super().forward(images) + torch.tensor([3.0, 2.0, 1.0])
         wrong = torch.rand(len(images), 1) < self.share
         return torch.where(wrong, -scores, scores)
+
+
+@pytest.mark.usefixtures("_no_diagnostics")
+def test_the_seed_alone_decides_what_a_random_model_draws(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where nothing else seeds it, as while the suite is chosen."""
+    drawn = []
+
+    def draw(*given: Any, **settings: Any) -> dict[str, Attack]:
+        drawn.append((float(torch.rand(())), float(np.random.rand()), random.random()))
+        return {"pgd": PGD(steps=1, step_size=0.1, **BALL)}
+
+    monkeypatch.setattr(HALL, "suite", draw)
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        audit(Flicker(0.2), make_split(60), limit=12, budget=TINY, **BALL)
+    assert drawn[0] == drawn[1]
 
 
 @pytest.mark.usefixtures("_no_diagnostics")

@@ -142,6 +142,7 @@ def audit(
         model=model, images=images, labels=labels, norm=norm, eps=eps, budget=budget, seed=int(seed)
     )
     with (
+        forked_generators(images.device, subject.seed),  # what a random model draws follows from the seed
         at_most(batch_size),
         together(_TOGETHER),
         nullcontext() if run_dir is None else files.locked(run_dir, "audit"),
