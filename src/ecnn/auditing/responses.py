@@ -115,7 +115,7 @@ class Responses:
                 _LONG, None
             )  # the suite has made it, for nothing: twice as long would tell little more
         elif _LONG in attacks:
-            attacks.pop(_SHORT)  # the long one begins like it
+            attacks.pop(_SHORT, None)  # the long one begins like it
         return {f"{name}-x{effort}": attack for name, attack in attacks.items()}
 
     @property

@@ -342,10 +342,8 @@ class Maker:
         return APGD(**{**self.auto, "restarts": 1}, loss="cross_entropy", keep="last")
 
     def by_student(self, surrogates: Surrogates, *, random: bool) -> dict[str, Attack]:
-        craft = APGD(**{**self.auto, "restarts": 1}, loss="cross_entropy", keep="last")
-        return {
-            "student": Transfer(source=surrogates.student(), attack=craft, keep="last" if random else "best")
-        }
+        keep: Any = "last" if random else "best"
+        return {"student": Transfer(source=surrogates.student(), attack=self._craft(), keep=keep)}
 
     def relays(self) -> dict[str, Attack]:
         """Once more from the best point so far."""
