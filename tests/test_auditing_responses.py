@@ -202,6 +202,9 @@ def test_effort_is_doubled_and_every_check_has_a_response(split: Split, response
     assert set(RESPONSES) <= set(CHECKS) | {"black_box_suite", "nan_gradients", "attacks_not_made"}
     unknown = responses.attacks(["a check of tomorrow"], 2)
     assert "square-x2" in unknown
+    assert {"rays-x2", "rays-long-x2"} & set(unknown) == {"rays-x2"}
+    searched = responses.attacks(["noise"], 16, proven=["rays"])  # the long search begins like the short one
+    assert {"rays-x16", "rays-long-x16"} & set(searched) == {"rays-long-x16"}
     averaged = make_responses(Noisy(), split, is_random=True).attacks(["loss_path"], 4)
     assert averaged["square-x4"].passes == max(4, BUDGET.eot)  # type: ignore[attr-defined]
 

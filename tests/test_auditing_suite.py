@@ -20,7 +20,7 @@ from ecnn.auditing.budgets import BUDGETS, Budget
 from ecnn.auditing.deployed import OneAtATime
 from ecnn.auditing.search import Found
 from ecnn.auditing.subject import Subject
-from ecnn.auditing.suite import Maker, Surrogates, estimate_cost, suite
+from ecnn.auditing.suite import Maker, Surrogates, estimate_cost, suite, without_repeats
 from ecnn.auditing.surrogates import (
     Examples,
     all_features,
@@ -470,6 +470,17 @@ def test_what_falls_at_once_costs_no_search_and_no_surrogate(monkeypatch: pytest
     assert {stage.name for stage in found.stages} <= {"pgd-ce", "apgd-ce", "apgd-margin", "scaled-ce"}
     with pytest.raises(AssertionError, match="nothing stands"):
         audit(model, (images, labels), norm="linf", eps=1e-4, limit=len(images), budget=TINY)
+
+
+def test_one_attack_is_not_made_by_two_names() -> None:
+    straight = PGD(on=Passing(view="scores"), **WALK)
+    found = {
+        "found-scores-straight": PGD(on=Passing(view="scores"), **WALK),
+        "found-scores-leaky": PGD(on=Passing(view="scores", leaks=True), **WALK),
+        "found-features": PGD(on=adaptive.FeatureDistance(means=torch.zeros(4, 2)), **WALK),
+    }
+    left = without_repeats(found, {"pgd-ce": PGD(**WALK), "straight-through": straight})
+    assert list(left) == ["found-scores-leaky", "found-features"]
 
 
 class Trembles(Decides):

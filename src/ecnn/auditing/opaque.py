@@ -23,7 +23,8 @@ from ecnn.auditing.soft_values import pass_gradient
 from ecnn.auditing.surrogates import step_down
 
 _STEPS, _LR, _BATCH, _WIDTH, _CHANNELS = 400, 3e-3, 64, 128, 16
-_LESSON, _LEARNT = 50, 0.1  # it is taught on while so many steps lower its error by that share
+#: It is taught on while so many steps lower its error by that share, or to that share of the spread.
+_LESSON, _LEARNT, _LEARNT_ALL = 50, 0.1, 1e-3
 _MOST_NUMBERS = 20_000  # of a row on either side of a bridge
 _PIXELS = 8192  # in a batch
 _PROBED = 8
@@ -334,6 +335,7 @@ def _train(
     # A large image has many examples of what a filter does.
     batch = max(2, min(_BATCH, _PIXELS // rows[0].numel()))
     total, before = torch.zeros((), dtype=rows.dtype, device=rows.device), math.inf
+    enough = _LEARNT_ALL * _LESSON * float(goal.var(correction=0))
     with torch.enable_grad():
         for step in range(1, _STEPS + 1):
             chosen = torch.randint(len(rows), (batch,), generator=generator).to(rows.device)
@@ -341,7 +343,7 @@ def _train(
             step_down(loss, parameters, optimiser)
             total += loss.detach()
             if step % _LESSON == 0:
-                if float(total) > (1 - _LEARNT) * before:
+                if float(total) > (1 - _LEARNT) * before or float(total) < enough:
                     break
                 before = float(total)
                 total.zero_()

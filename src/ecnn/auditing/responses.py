@@ -14,7 +14,7 @@ from ecnn.auditing.power import Turns, has_flattened
 from ecnn.auditing.search import Found
 from ecnn.auditing.stages import Stages
 from ecnn.auditing.subject import Subject
-from ecnn.auditing.suite import Maker, Surrogates, find_places
+from ecnn.auditing.suite import Maker, Surrogates, find_places, without_repeats
 from ecnn.auditing.surrogates import Examples
 from ecnn.auditing.traits import Traits, find_traits
 
@@ -109,7 +109,7 @@ class Responses:
                 known |= groups[group]() if group in groups else {}
             attacks |= {name: known[name] for name in proven[:_PROVEN] if name in known}
         for group in wanted:
-            attacks |= groups[group]() if group in groups else {}
+            attacks |= without_repeats(groups[group](), attacks) if group in groups else {}
         if self._all_were_searched and not _SEARCHES & set(proven):
             attacks.pop(
                 _LONG, None

@@ -97,12 +97,13 @@ def suite_parts(
     maker = Maker(subject, num_classes, traits)
     in_the_dark = examples is not None and (traits.blind >= _BLIND or subject.budget.name == "thorough")
     first = maker.averaged() if random else maker.on_scores() | maker.on_members() | maker.on_votes()
-    yield maker.plain() | first
+    first = maker.plain() | first
+    yield first
     surrogates = None
     if examples is not None:
         surrogates = Surrogates(subject, examples, num_classes, folder, resume)
         found = find_places(subject, examples, num_classes, random=random, folder=folder, resume=resume)
-        yield maker.where_found(found, random=random)
+        yield without_repeats(maker.where_found(found, random=random), first)
         in_the_dark = in_the_dark or found.share >= _DOUBTFUL
         yield maker.by_surrogates(surrogates, imitate=in_the_dark or random, random=random)
     if random:
@@ -110,6 +111,12 @@ def suite_parts(
         return
     yield maker.relays() | maker.automatic()
     yield maker.by_classes(surrogates, imitate=in_the_dark)
+
+
+def without_repeats(attacks: dict[str, Attack], made: Mapping[str, Attack]) -> dict[str, Attack]:
+    """The attacks but those that are, by another name, straight-through ones among what is made anyway."""
+    known = [attack for name, attack in made.items() if name.startswith("straight-through")]
+    return {name: attack for name, attack in attacks.items() if not any(attack == other for other in known)}
 
 
 _MADE: WeakKeyDictionary[Subject, dict[str, Any]] = WeakKeyDictionary()
