@@ -154,8 +154,8 @@ def make_responses(model: nn.Module, split: Split, *, is_random: bool = False) -
 class Counter:
     """Stages that break what they are told to."""
 
-    def __init__(self, breaks: list[float]) -> None:
-        self.breaks, self.made = breaks, list[list[str]]()
+    def __init__(self, breaks: list[float], searched: float = 1) -> None:
+        self.breaks, self.made, self.searched = breaks, list[list[str]](), searched
 
     def make(self, attacks: dict[str, Any], *, seed: int) -> float:
         self.made.append(list(attacks))
@@ -164,8 +164,8 @@ class Counter:
     def standing(self) -> float:
         return 10.0
 
-    def proven(self) -> list[str]:
-        return ["scaled-ce", "relay-x2"]
+    def proven(self) -> dict[str, float]:
+        return {"scaled-ce": 3, "relay-x2": 2, "rays": self.searched}
 
     def useful(self, attacks: dict[str, Any]) -> set[str]:
         return {"scaled-ce-x2", "square-x2"}
@@ -193,6 +193,16 @@ def test_turns_go_on_until_nothing_moves(
     assert (
         names == ["apgd-margin-x2"] if not doubts else {"scaled-ce-x2", "square-x2", "relay-x2"} <= set(names)
     )
+
+
+def test_a_long_search_is_repeated_where_more_than_luck_spoke_for_it(responses: Responses) -> None:
+    budget = dataclasses.replace(BUDGET, answers=2000)
+    subject = dataclasses.replace(responses.subject, budget=budget)
+    longer = Responses(subject, 3, False, responses.examples, None, True)
+    for searched, is_made in ((1, False), (2, True)):
+        stages: Any = Counter([0], searched)
+        take_turns(longer, stages, ["noise"])
+        assert ("rays-long-x2" in stages.made[0]) is is_made
 
 
 def test_effort_is_doubled_and_every_check_has_a_response(split: Split, responses: Responses) -> None:

@@ -183,7 +183,7 @@ def take_turns(responses: Responses, stages: Stages, doubts: Iterable[str]) -> T
     doubts = list(doubts)
     while turn < responses.subject.budget.turns and stages.standing() > 0:
         turn += 1
-        proven = list(dict.fromkeys(map(_base, stages.proven())))
+        proven = _proven(stages, images)
         attacks = responses.attacks(doubts, 2**turn, proven)
         attacks = {name: attack for name, attack in attacks.items() if not useful or _base(name) in useful}
         broken = stages.make(attacks, seed=responses.subject.seed + turn)
@@ -191,6 +191,14 @@ def take_turns(responses: Responses, stages: Stages, doubts: Iterable[str]) -> T
             break
         useful = {_base(name) for name in stages.useful(attacks)}
     return Turns(turn, broken)
+
+
+def _proven(stages: Stages, images: int) -> list[str]:
+    """Attacks that have broken images, by their names in the suite; of the searches by answers not what was luck."""
+    broken = stages.proven()
+    names = list(dict.fromkeys(map(_base, broken)))
+    by_answers = sum(count for name, count in broken.items() if _base(name) in _SEARCHES)
+    return [name for name in names if name not in _SEARCHES or not has_flattened(by_answers, images)]
 
 
 def _base(name: str) -> str:

@@ -127,10 +127,10 @@ class Stages:
         """How many images' worth are left."""
         raise NotImplementedError
 
-    def proven(self) -> list[str]:
-        """Names of the attacks that have broken images, the one that broke most first."""
+    def proven(self) -> dict[str, float]:
+        """How many images' worth each attack has broken that has broken some, the one that broke most first."""
         made = [stage for stage in self.result().stages if stage.broken > 0]
-        return [stage.name for stage in sorted(made, key=lambda stage: -stage.broken)]
+        return {stage.name: stage.broken for stage in sorted(made, key=lambda stage: -stage.broken)}
 
     def useful(self, attacks: Iterable[str]) -> set[str]:
         """Which of these have broken images; all of them where that is a matter of chance."""
@@ -206,10 +206,14 @@ class _Cascade(Stages):
         blind = {name for name, found in evaluation.outcomes.items() if asks_answers_alone(found)}
         broken_by = np.array([*evaluation.outcomes, ""], dtype=object)[evaluation.broken_by.clip(min=STANDS)]
         alone = np.isin(broken_by, sorted(blind))
-        fell = evaluation.broken_by >= 0
+        fell, proven = evaluation.broken_by >= 0, self.proven()
         shuffled = np.random.default_rng(self.subject.seed).permutation(np.flatnonzero(fell & ~alone))
         rows = torch.from_numpy(np.sort(shuffled[:_RETRIED]))
-        found_again = self._retry([self.attacks[name] for name in evaluation.outcomes if name in blind], rows)
+        # What answered doubts and broke nothing would not find these either.
+        tried = [
+            name for name in evaluation.outcomes if name in blind and (name in proven or "-x" not in name)
+        ]
+        found_again = self._retry([self.attacks[name] for name in tried], rows)
         return Power(
             images=len(fell),
             standing=self.standing(),

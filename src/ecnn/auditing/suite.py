@@ -113,7 +113,7 @@ def suite_parts(
     yield maker.by_classes(surrogates, imitate=in_the_dark)
 
 
-def without_repeats(attacks: dict[str, Attack], made: Mapping[str, Attack]) -> dict[str, Attack]:
+def without_repeats(attacks: Mapping[str, Attack], made: Mapping[str, Attack]) -> dict[str, Attack]:
     """The attacks but those that are, by another name, straight-through ones among what is made anyway."""
     known = [attack for name, attack in made.items() if name.startswith("straight-through")]
     return {name: attack for name, attack in attacks.items() if not any(attack == other for other in known)}
