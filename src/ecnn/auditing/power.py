@@ -12,14 +12,14 @@ from ecnn.evaluation.intervals import wilson_interval
 #: One-sided, as in "95 % sure that it is not more".
 _SURE = 0.95
 #: Of all images: what the last doubling of effort may break and still have flattened.
-_FLAT = 0.005
+FLAT = 0.005
 #: Of the images that one family broke, how many may the other not break and still be said to see.
 _UNSEEN = 0.1
 
 
 def has_flattened(broken: float, images: int) -> bool:
     """Whether a doubling of the effort that broke so many images' worth broke next to nothing."""
-    return broken <= max(1.0, _FLAT * images)
+    return broken <= max(1.0, FLAT * images)
 
 
 @dataclass(frozen=True)

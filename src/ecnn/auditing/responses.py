@@ -10,7 +10,7 @@ from pathlib import Path
 from ecnn.attacks import Attack
 from ecnn.auditing.budgets import Budget
 from ecnn.auditing.findings import Finding
-from ecnn.auditing.power import Turns, has_flattened
+from ecnn.auditing.power import FLAT, Turns, has_flattened
 from ecnn.auditing.search import Found
 from ecnn.auditing.stages import Stages
 from ecnn.auditing.subject import Subject
@@ -187,7 +187,7 @@ def take_turns(responses: Responses, stages: Stages, doubts: Iterable[str]) -> T
         attacks = responses.attacks(doubts, 2**turn, proven)
         attacks = {name: attack for name, attack in attacks.items() if not useful or _base(name) in useful}
         broken = stages.make(attacks, seed=responses.subject.seed + turn)
-        if has_flattened(broken, images):
+        if broken <= FLAT * images:
             break
         useful = {_base(name) for name in stages.useful(attacks)}
     return Turns(turn, broken)
