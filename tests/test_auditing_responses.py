@@ -156,6 +156,7 @@ class Counter:
 
     def __init__(self, breaks: list[float], searched: float = 1) -> None:
         self.breaks, self.made, self.searched = breaks, list[list[str]](), searched
+        self.attacks: dict[str, Any] = {}
 
     def make(self, attacks: dict[str, Any], *, seed: int) -> float:
         self.made.append(list(attacks))
@@ -213,6 +214,8 @@ def test_effort_is_doubled_and_every_check_has_a_response(split: Split, response
     unknown = responses.attacks(["a check of tomorrow"], 2)
     assert "square-x2" in unknown
     assert {"rays-x2", "rays-long-x2"} & set(unknown) == {"rays-x2"}
+    again = responses.attacks(["noise"], 2, proven=["student"], made=["square", "student", "relay"])
+    assert {"square-x2", "student-x2", "relay-x2"} & set(again) == {"student-x2", "relay-x2"}
     searched = responses.attacks(["noise"], 16, proven=["rays"])  # the long search begins like the short one
     assert {"rays-x16", "rays-long-x16"} & set(searched) == {"rays-long-x16"}
     averaged = make_responses(Noisy(), split, is_random=True).attacks(["loss_path"], 4)
