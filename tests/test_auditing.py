@@ -478,7 +478,7 @@ class Liar(Attack):
 
 @pytest.mark.usefixtures("_no_diagnostics")
 def test_only_a_fresh_pass_breaks_an_image(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(HALL, "suite", lambda *args, **settings: {"liar": Liar()})
+    monkeypatch.setattr(HALL, "suite_parts", lambda *args, **settings: [{"liar": Liar()}])
     found = audit(Linear(), make_split(40), claim=0.9, budget=TINY, **BALL)
     assert found.accuracy == found.clean_accuracy == 0.9
     assert found.stages[0].broken == 0
@@ -491,7 +491,7 @@ class Escapes(Attack):
 
 @pytest.mark.usefixtures("_no_diagnostics")
 def test_nothing_outside_the_ball_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(HALL, "suite", lambda *args, **settings: {"escapes": Escapes()})
+    monkeypatch.setattr(HALL, "suite_parts", lambda *args, **settings: [{"escapes": Escapes()}])
     with pytest.raises(InputError, match="left its linf ball"):
         audit(Linear(), make_split(40), budget=TINY, **BALL)
 
@@ -504,7 +504,7 @@ class Fails(Attack):
 @pytest.mark.usefixtures("_no_diagnostics")
 def test_an_attack_that_fails_is_told_and_the_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
     pgd = PGD(norm="linf", eps=EPS, steps=10, step_size=EPS / 4)
-    monkeypatch.setattr(HALL, "suite", lambda *args, **settings: {"fails": Fails(), "pgd": pgd})
+    monkeypatch.setattr(HALL, "suite_parts", lambda *args, **settings: [{"fails": Fails(), "pgd": pgd}])
     found = audit(Linear(), make_split(40), budget=TINY, **BALL)
     assert [stage.name for stage in found.stages] == ["pgd"]
     assert found.accuracy < found.clean_accuracy
@@ -516,7 +516,7 @@ def test_an_attack_that_fails_is_told_and_the_others_go_on(monkeypatch: pytest.M
     claimed = audit(Linear(), make_split(40), claim=found.accuracy, budget=TINY, **BALL)
     assert claimed.verdict == "inconclusive"
     strong = PGD(norm="linf", eps=0.5, steps=10, step_size=0.2)
-    monkeypatch.setattr(HALL, "suite", lambda *args, **settings: {"fails": Fails(), "pgd": strong})
+    monkeypatch.setattr(HALL, "suite_parts", lambda *args, **settings: [{"fails": Fails(), "pgd": strong}])
     fallen = audit(Linear(), make_split(40), claim=0, budget=TINY, norm="linf", eps=0.5)
     assert not any(
         finding.is_open for finding in fallen.findings
