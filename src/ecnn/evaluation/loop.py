@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Literal
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -122,7 +123,7 @@ def evaluate(
     chosen = check_request(model, split, limit, batch_size)
     if save_images and run_dir is None:
         raise InputError("save_images=True needs a run_dir to keep them in.")
-    fingerprint = Fingerprint(model, split)
+    fingerprint = _fingerprint(model, split, after)
     evaluator = _Evaluator(
         model=model,
         chosen=chosen,
@@ -144,7 +145,9 @@ def evaluate(
     ):
         if run_dir is not None:
             prepare_folder(run_dir, fingerprint, () if resume else [job.name for job in jobs])
-        return evaluator.run(jobs, after)
+        found = evaluator.run(jobs, after)
+    _LAST[found.clean] = fingerprint
+    return found
 
 
 @dataclass(frozen=True)
@@ -156,6 +159,16 @@ class _Job:
     eps: float | None
     attack: Attack | ForeignAttack | None
     seed: int
+
+
+#: Of what was evaluated last: whoever goes on `after` it need not describe the model and hash the images again.
+_LAST: WeakKeyDictionary[Outcomes, Fingerprint] = WeakKeyDictionary()
+
+
+def _fingerprint(model: nn.Module, split: Split, after: Evaluation | None) -> Fingerprint:
+    """Of the model and the images; that of the evaluation before if it is of the same objects."""
+    known = None if after is None else _LAST.get(after.clean)
+    return known if known is not None and known.is_of(model, split) else Fingerprint(model, split)
 
 
 def _plan(

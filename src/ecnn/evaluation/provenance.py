@@ -217,6 +217,10 @@ class Fingerprint:
         self.model, self.split, self._asked = describe_model(model), split, model
         self._hashes = np.zeros(0, dtype=np.uint64)
 
+    def is_of(self, model: nn.Module, split: Split) -> bool:
+        """Whether it was made of these objects, which must not have changed since."""
+        return self._asked is model and self.split is split
+
     @functools.cached_property
     def answers(self) -> dict[str, Any] | None:
         """What the model says of fixed probes."""
