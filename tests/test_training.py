@@ -574,7 +574,7 @@ def test_two_processes_match_one_and_resume(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "shorter", [("--epochs", "8"), pytest.param((), marks=pytest.mark.full)], ids=["8 epochs", "as it is"]
+    "shorter", [("--epochs", "12"), pytest.param((), marks=pytest.mark.full)], ids=["12 epochs", "as it is"]
 )
 def test_digits_reach_96_percent(tmp_path: Path, shorter: tuple[str, ...]) -> None:
     started = time.monotonic()
