@@ -73,7 +73,7 @@ def test_a_name_nearly_right_is_guessed() -> None:
 
 def test_every_attack_refuses_an_unknown_norm() -> None:
     needed: dict[str, Any] = {"norm": "l7", "eps": 0.1, "steps": 1, "step_size": 0.1, "loss": "margin"}
-    needed |= {"queries": 1, "samples": 2}
+    needed |= {"queries": 1, "samples": 2, "pairs": 1}
     for name, kind in ATTACKS.items():
         entries = {entry.name: entry.init for entry in kind.__dataclass_fields__.values()}
         if "norm" in entries:

@@ -185,7 +185,7 @@ def _calls(scene: Scene) -> dict[str, tuple[Callable[..., Any], dict[str, Any]]]
 
 #: Of attacks, where they have them; enough for all, and little work.
 _SETTINGS: dict[str, Any] = {
-    "norm": "linf", "eps": 0.1, "steps": 1, "step_size": 0.1, "samples": 2, "queries": 10, "restarts": 1,
+    "norm": "linf", "eps": 0.1, "steps": 1, "step_size": 0.1, "samples": 2, "pairs": 1, "queries": 10, "restarts": 1,
     "loss": "margin", "search_steps": 1, "initial_constant": 0.1, "max_pixel_fraction": 0.1, "lr": 0.1,
 }  # fmt: skip
 
