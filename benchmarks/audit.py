@@ -166,7 +166,9 @@ def markdown(result: Row) -> str:
         "literature. Planted secrets, which nobody can find, are listed and not counted.",
         "",
     ]
-    lines += [f"- **{name}**: {what}." for name, what in result["tools"].items()]
+    for name, what in result["tools"].items():
+        without = [row["name"] for row in rows if name not in row["tools"]]
+        lines.append(f"- **{name}**: {what}." + (f" No answer yet: {', '.join(without)}." if without else ""))
     for title, part in _parts(rows):
         lines += ["", f"## {title}", "", *_tool_table(part, tools)]
     lines += ["", "## Every model", ""]
