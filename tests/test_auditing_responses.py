@@ -16,6 +16,7 @@ from ecnn import files
 from ecnn.auditing import CHECKS, Audit, Subject, audit, diagnose, load_audit
 from ecnn.auditing.power import Power, read_power
 from ecnn.auditing.responses import RESPONSES, Responses, enlarged, settle, take_turns
+from ecnn.auditing.stages import base_name
 from ecnn.auditing.surrogates import Examples
 from ecnn.data import Split
 
@@ -113,6 +114,13 @@ def make_power(**changes: Any) -> Power:
         "effort": 1, "doubling": 0.0,
     }  # fmt: skip
     return Power(**{**usual, **changes})
+
+
+@pytest.mark.parametrize(
+    ("name", "base"), [("rays-long-x4", "rays-long"), ("rays", "rays"), ("my-xylophone", "my-xylophone")]
+)
+def test_the_name_of_an_attack_without_its_effort(name: str, base: str) -> None:
+    assert base_name(name) == base
 
 
 def test_capture_and_recapture() -> None:

@@ -40,7 +40,7 @@ from ecnn.auditing.power import Power
 from ecnn.auditing.report import AUDIT_VERSION, Audit
 from ecnn.auditing.responses import Responses, settle, take_turns
 from ecnn.auditing.smoothing import Smoothed
-from ecnn.auditing.stages import Staged, make_stages
+from ecnn.auditing.stages import JUDGED_PASSES, Staged, make_stages
 from ecnn.auditing.subject import Subject
 from ecnn.auditing.suite import suite, suite_parts
 from ecnn.auditing.surrogates import MOST_EXAMPLES, choose_examples
@@ -59,7 +59,7 @@ from ecnn.progress import Progress
 
 FOLDER, RESULT, PAGE = "audit", "audit.json", "audit.md"
 _FLAGGED = 256
-_FEW = 8
+_FEW = 8  # images by which a model is met, before anything else is asked
 _TOGETHER = 2**16  # pixel values of the attempts at a few images that are made at once
 _SPOILED = 0.01  # of the gradients
 
@@ -270,7 +270,7 @@ def _contradictions(subject: Subject, staged: Staged, certified: Certificate | N
     proven = np.array(certified.proven)
     broken = int(((proven == 1) & (staged.right == 0)).sum())
     if isinstance(subject.model, Smoothed):  # shares of passes: they may differ by chance
-        spread = 0.5 / np.sqrt(4 * subject.budget.eot * len(proven))
+        spread = 0.5 / np.sqrt(JUDGED_PASSES * subject.budget.eot * len(proven))
         broken = int((proven.mean() - staged.right.mean() > 5 * spread) * len(proven))
     if not broken:
         return []

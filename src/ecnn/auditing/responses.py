@@ -12,7 +12,7 @@ from ecnn.auditing.budgets import Budget
 from ecnn.auditing.findings import Finding
 from ecnn.auditing.power import FLAT, Turns, has_flattened
 from ecnn.auditing.search import Found
-from ecnn.auditing.stages import Stages
+from ecnn.auditing.stages import Stages, base_name
 from ecnn.auditing.subject import Subject
 from ecnn.auditing.suite import Maker, Surrogates, find_places, without_repeats
 from ecnn.auditing.surrogates import Examples
@@ -191,25 +191,22 @@ def take_turns(responses: Responses, stages: Stages, doubts: Iterable[str]) -> T
         turn += 1
         proven = _proven(stages, images)
         attacks = responses.attacks(doubts, 2**turn, proven, stages.attacks)
-        attacks = {name: attack for name, attack in attacks.items() if not useful or _base(name) in useful}
+        attacks = {
+            name: attack for name, attack in attacks.items() if not useful or base_name(name) in useful
+        }
         broken = stages.make(attacks, seed=responses.subject.seed + turn)
         if broken <= FLAT * images:
             break
-        useful = {_base(name) for name in stages.useful(attacks)}
+        useful = {base_name(name) for name in stages.useful(attacks)}
     return Turns(turn, broken)
 
 
 def _proven(stages: Stages, images: int) -> list[str]:
     """Attacks that have broken images, by their names in the suite; of the searches by answers not what was luck."""
     broken = stages.proven()
-    names = list(dict.fromkeys(map(_base, broken)))
-    by_answers = sum(count for name, count in broken.items() if _base(name) in _SEARCHES)
+    names = list(dict.fromkeys(map(base_name, broken)))
+    by_answers = sum(count for name, count in broken.items() if base_name(name) in _SEARCHES)
     return [name for name in names if name not in _SEARCHES or not has_flattened(by_answers, images)]
-
-
-def _base(name: str) -> str:
-    """The name of an attack without its effort."""
-    return name.split("-x")[0]
 
 
 def settle(finding: Finding, *, is_answered: bool, facts: dict[str, object]) -> Finding:

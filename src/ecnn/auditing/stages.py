@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,8 +34,17 @@ from ecnn.progress import Progress
 
 _BATCH = {"cpu": 256, "cuda": 1024}
 _RETRIED = 48  # images that gradients broke and that answers alone are tried on
-_JUDGED = 4  # passes that judge a point, in passes that an attack averages over
+#: Passes that judge a point of a random model, in passes that an attack averages over.
+JUDGED_PASSES = 4
 _FINAL = 1_000_003  # a stream of passes that no stage has seen
+
+
+_EFFORT = re.compile(r"-x\d+$")
+
+
+def base_name(name: str) -> str:
+    """The name of an attack without the effort that a turn gave it: rays-long for rays-long-x4."""
+    return _EFFORT.sub("", name)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -211,7 +221,9 @@ class _Cascade(Stages):
         rows = torch.from_numpy(np.sort(shuffled[:_RETRIED]))
         # What answered doubts and broke nothing would not find these either.
         tried = [
-            name for name in evaluation.outcomes if name in blind and (name in proven or "-x" not in name)
+            name
+            for name in evaluation.outcomes
+            if name in blind and (name in proven or base_name(name) == name)
         ]
         found_again = self._retry([self.attacks[name] for name in tried], rows)
         return Power(
@@ -385,7 +397,7 @@ class _MeanOverPasses(Stages):
     @property
     def _passes(self) -> int:
         """By which a point is judged: fewer, and of two points the lucky one is taken for the worse one."""
-        return _JUDGED * self.subject.budget.eot
+        return JUDGED_PASSES * self.subject.budget.eot
 
     def _final(self) -> np.ndarray:
         """(image,) share of new passes that are right at the worst point so far."""
