@@ -644,6 +644,9 @@ def test_a_mean_image_tells_the_tanh_ensemble_its_size() -> None:
     [
         (lambda: Ensemble(10, num_members=0), "num_members must be a whole number from 1 up"),
         (lambda: Ensemble(1), "num_classes must be a whole number from 2 up"),
+        (lambda: Ensemble(10, 0), "in_channels must be a whole number from 1"),
+        (lambda: Ensemble(10, widht=8), "an Ensemble has no option 'widht'; .* did you mean 'width'"),
+        (lambda: Ensemble(10, num_units=3), "an Ensemble has no option 'num_units'"),
         (lambda: TanhEnsemble(17), "no codewords for 17 classes"),
         (lambda: TanhEnsemble(10, 2), "1 or 3 channels"),
         (lambda: TanhEnsemble(num_chunks=3), "cannot be dealt equally to 3 chunks"),

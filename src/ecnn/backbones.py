@@ -347,6 +347,9 @@ class Trunk(nn.Module):
         in_channels: of the images.
         num_units: how many units to keep; None keeps all (9 for depth 20, 15 for depth 32).
         groups: independent trunks, all reading the same images, side by side in the channel axis.
+
+    Attributes:
+        config: depth, width, batch_norm and activation, which a network with such a trunk writes down as its own.
     """
 
     def __init__(
@@ -363,6 +366,12 @@ class Trunk(nn.Module):
         super().__init__()
         check_count("in_channels", in_channels, most=MOST_OF_ANYTHING)
         plan = unit_plan(depth, width)
+        self.config: dict[str, Any] = {
+            "depth": depth,
+            "width": width,
+            "batch_norm": batch_norm,
+            "activation": activation,
+        }
         num_units = len(plan) if num_units is None else num_units
         check_count("num_units", num_units, most=len(plan))
         self.out_channels = plan[num_units - 1][1]
@@ -446,17 +455,14 @@ class ResNet(nn.Module):
         mean: Mean | None = None,
     ) -> None:
         super().__init__()
-        network: dict[str, Any] = {
-            "depth": depth,
-            "width": width,
-            "batch_norm": batch_norm,
-            "activation": activation,
-        }
         check_count("num_classes", num_classes, most=MOST_OF_ANYTHING)
-        self.config: dict[str, Any] = {"num_classes": num_classes, "in_channels": in_channels, **network}
         self.in_channels = in_channels
         self.centre = Centre(mean)
-        self.trunk = Trunk(in_channels, **network)
+        self.trunk = Trunk(
+            in_channels, depth=depth, width=width, batch_norm=batch_norm, activation=activation
+        )
+        sizes = {"num_classes": num_classes, "in_channels": in_channels}
+        self.config: dict[str, Any] = {**sizes, **self.trunk.config}
         self.head = nn.Linear(self.trunk.out_channels, num_classes)
         init_he_normal(self.head.weight, self.trunk.out_channels)
         _zero_bias(self.head)

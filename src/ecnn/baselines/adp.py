@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ecnn.backbones import Centre, Mean, Trunk, check_images, full_precision
-from ecnn.checks import check_count, check_has, check_number
-from ecnn.kinds import ModelKind, Published
+from ecnn.backbones import Centre, Mean, ResNet, Trunk, check_images, full_precision
+from ecnn.checks import check_count, check_has, check_number, check_options
+from ecnn.kinds import ModelKind, Published, options_of
 from ecnn.model import MemberDense
 from ecnn.objectives import score_cross_entropy
 from ecnn.recipes import Recipe
@@ -31,8 +31,8 @@ class Ensemble(nn.Module):
         num_classes: scores per image.
         in_channels: of the images.
         num_members: how many networks vote.
-        depth, width, batch_norm, activation: of each, as in `ResNet`.
         mean: subtracted from the images, see `Centre`.
+        network: depth, width, batch_norm, activation: of each, as in `ResNet`.
     """
 
     def __init__(
@@ -41,29 +41,20 @@ class Ensemble(nn.Module):
         in_channels: int = 3,
         *,
         num_members: int = 3,
-        depth: int = 20,
-        width: int = 16,
-        batch_norm: bool = True,
-        activation: str = "relu",
         mean: Mean | None = None,
+        **network: Any,
     ) -> None:
         super().__init__()
+        check_options("an Ensemble", network, options_of(ResNet))
         check_count("num_classes", num_classes, least=2)
-        check_count("in_channels", in_channels)
         check_count("num_members", num_members)
-        network: dict[str, Any] = {
-            "depth": depth,
-            "width": width,
-            "batch_norm": batch_norm,
-            "activation": activation,
-        }
-        sizes = {"num_classes": num_classes, "in_channels": in_channels, "num_members": num_members}
-        self.config: dict[str, Any] = {**sizes, **network}
         self.num_members = num_members
         self.in_channels = in_channels
         self.centre = Centre(mean)
-        self.trunk = Trunk(in_channels, groups=num_members, **network)
+        self.trunk = Trunk(in_channels, groups=num_members, **{"batch_norm": True, **network})
         self.head = MemberDense(num_members, self.trunk.out_channels, num_classes)
+        sizes = {"num_classes": num_classes, "in_channels": in_channels, "num_members": num_members}
+        self.config: dict[str, Any] = {**sizes, **self.trunk.config}
 
     def member_scores(self, images: Tensor) -> Tensor:
         """(batch, member, class) what each network says by itself, before any softmax."""
@@ -186,6 +177,7 @@ _RECIPE = Recipe(
 KIND = ModelKind(
     name="adp",
     model=Ensemble,
+    more_options=options_of(ResNet),
     objectives=("adp", "empir", "cross_entropy", "trades"),
     own_objectives={"adp": ADPObjective},
     own_recipes={

@@ -140,7 +140,6 @@ class EMPIR(nn.Module):
     ) -> None:
         super().__init__()
         check_count("num_classes", num_classes, least=2)
-        check_count("in_channels", in_channels)
         if len(precisions) == 0 or any(len(pair) != 2 for pair in precisions):
             raise InputError(f"precisions are pairs (activation bits, weight bits), not {precisions!r}.")
         self.config: dict[str, Any] = {
