@@ -355,6 +355,27 @@ class Odd(Constant):
         return torch.where(is_odd, self.odd, scores)
 
 
+class Votes(Odd):
+    """The same as votes of another type than numbers with a point."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__(math.inf)
+        self.dtype = dtype
+
+    def forward(self, images: Tensor) -> Tensor:
+        scores: Tensor = self.inner(images)
+        return (scores == scores.amax(dim=1, keepdim=True)).to(self.dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int64, torch.bfloat16])
+@pytest.mark.parametrize("name", ["pgd", "square", "rays"])
+def test_votes_that_are_no_floats(name: str, dtype: torch.dtype) -> None:
+    images, labels = batch()
+    found, wanted = (make(name).run(Votes(kind), images, labels) for kind in (dtype, torch.float32))
+    assert torch.equal(found.images, wanted.images)
+    assert torch.equal(found.predictions, wanted.predictions)
+
+
 @pytest.mark.parametrize("name", EVERY)
 def test_every_image_that_goes_through_the_model_is_counted(name: str) -> None:
     model, (images, labels) = coded_model(), batch()

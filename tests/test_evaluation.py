@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import json
 import math
+import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -282,6 +283,35 @@ def test_scores_that_are_not_numbers_are_confidently_wrong() -> None:
 def test_models_that_return_no_scores(answer: Callable[[Tensor], Any]) -> None:
     with pytest.raises(InputError, match="the model must return scores"):
         evaluate(strange(answer), numbered([0, 0]), {}, limit=None)
+
+
+@pytest.mark.parametrize(
+    ("pack", "came", "advice"),
+    [
+        (lambda scores: (scores.sum(), scores), "tuple", r"model(images)[1]"),
+        (lambda scores: {"features": scores[0], "logits": scores}, "dict", r"model(images)['logits']"),
+        (lambda scores: torch.return_types.max((scores, scores)), "max", "model(images)[0]"),
+        (lambda scores: Bunch(features=None, scores=scores), "Bunch", "model(images).scores"),
+        (lambda scores: scores[:, :, None, None], "shape (1, 2, 1, 1)", "model(images).flatten(1)"),
+        (lambda scores: scores.to_sparse(), "shape (1, 2) in a sparse layout", "model(images).to_dense()"),
+        (lambda scores: torch.complex(scores, scores), "shape (1, 2) of complex numbers", ""),
+        (lambda scores: None, "NoneType", ""),
+    ],
+)
+def test_a_model_that_packs_its_scores_is_told_how_to_unpack_them(
+    pack: Callable[[Tensor], Any], came: str, advice: str
+) -> None:
+    wrap = f": wrap it in a module that returns {advice}." if advice else "."
+    with pytest.raises(InputError, match=re.escape(f"gave {came}{wrap}")):
+        evaluate(strange(lambda images: pack(images.flatten(1)[:, :2])), numbered([0, 0]), {}, limit=None)
+
+
+@dataclass
+class Bunch:
+    """Scores with something beside them."""
+
+    features: Tensor | None
+    scores: Tensor
 
 
 @pytest.mark.parametrize(

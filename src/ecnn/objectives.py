@@ -276,6 +276,7 @@ def predicted_classes(scores: Tensor) -> Tensor:
     Args:
         scores: (batch, class).
     """
+    scores = full_precision(scores)  # votes may be integers or booleans
     highest, classes = scores.max(dim=1, keepdim=True)  # the highest is NaN if one of them is
     # What has no difference from the highest: itself if it is infinite, all others as high, and everything from NaN.
     is_answer = (scores - highest).isnan().sum(dim=1) < 2

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from copy import copy
 from dataclasses import dataclass, fields, replace
@@ -212,17 +212,47 @@ def read_model(model: nn.Module, images: Tensor) -> Tensor:
     """(batch, class) the model's scores in float32 or better, without a gradient or a caller's autocast."""
     with torch.no_grad(), torch.autocast(images.device.type, enabled=False):
         scores = model(images)
-    if (
-        not isinstance(scores, Tensor)
-        or scores.ndim != 2
-        or len(scores) != len(images)
-        or scores.shape[1] < 2
-    ):
-        came = f"shape {tuple(scores.shape)}" if isinstance(scores, Tensor) else type(scores).__name__
+    if not _are_scores(scores, len(images)) or scores.shape[1] < 2:
+        came = type(scores).__name__
+        if isinstance(scores, Tensor):
+            kind = "" if scores.layout == torch.strided and not scores.is_complex() else f" {_kind(scores)}"
+            came = f"shape {tuple(scores.shape)}{kind}"
+        where = _find_scores(scores, len(images))
+        advice = f": wrap it in a module that returns model(images){where}" if where else ""
         raise InputError(
-            f"the model must return scores (batch, class) for at least 2 classes, but {len(images)} images gave {came}."
+            f"the model must return scores (batch, class) for at least 2 classes, but {len(images)} images gave "
+            f"{came}{advice}."
         )
     return full_precision(scores)
+
+
+def _are_scores(said: Any, batch: int) -> bool:
+    """Whether it is a dense tensor of real numbers (batch, class)."""
+    is_matrix = isinstance(said, Tensor) and said.ndim == 2 and len(said) == batch
+    return is_matrix and said.layout == torch.strided and not said.is_complex()
+
+
+def _kind(values: Tensor) -> str:
+    """What sets such numbers apart from a score."""
+    return "of complex numbers" if values.is_complex() else "in a sparse layout"
+
+
+def _find_scores(said: Any, batch: int) -> str:
+    """How to write the scores in what a model said: an index, a key or an attribute; empty if they are not found."""
+    if isinstance(said, Tensor):
+        if said.layout != torch.strided:
+            return ".to_dense()" if said.ndim == 2 and not said.is_complex() else ""
+        is_map = said.ndim > 2 and len(said) == batch and said[0].numel() == said.shape[1]
+        return ".flatten(1)" if is_map and not said.is_complex() else ""
+    if isinstance(said, Mapping):
+        parts = {f"[{key!r}]": value for key, value in said.items()}
+    elif hasattr(said, "_fields"):  # a named tuple
+        parts = {f".{name}": getattr(said, name) for name in said._fields}
+    elif isinstance(said, list | tuple):
+        parts = {f"[{index}]": value for index, value in enumerate(said)}
+    else:
+        parts = {f".{name}": value for name, value in getattr(said, "__dict__", {}).items()}
+    return next((where for where, value in parts.items() if _are_scores(value, batch)), "")
 
 
 def _rank(look: Look) -> Tensor:
