@@ -27,6 +27,18 @@ class Noise(RandomChange):
 
 
 @with_fields
+class NoisyPasses(Trick):
+    """A network that answers by the mean over several passes, each with noise of its own."""
+
+    network: nn.Module
+    deviation: float
+    passes: int
+
+    def with_noise(self, values: Tensor) -> Tensor:
+        return values + self.deviation * torch.randn_like(values)
+
+
+@with_fields
 class RandomResize(Trick):
     """Another size and place in a frame of zeros in every pass (Xie et al. 2018); opened always the same."""
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-import torch.nn.functional as F  # noqa: N812 the name everybody knows
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
@@ -56,23 +55,19 @@ class NumpyNeighbours(Remembering, Trick):
     """Votes of the training images with the nearest features, counted in numpy; opened all vote, near ones more."""
 
     known: Tensor
-    labels: Tensor
 
     def __init__(self, data: Dataset, network: nn.Sequential, count: int) -> None:
-        super().__init__()
-        self.network, self.count = network, count
-        labels = data.train[:][1]
-        self.register_buffer("known", torch.randn(len(labels), 64))
-        self.register_buffer("labels", labels)
+        super().__init__(data, network, known=64)
+        self.count = count
 
-    def remember(self, images: Tensor) -> None:
-        self.known.copy_(self.network[:-1](images))
+    def layers(self, images: Tensor) -> tuple[Tensor, ...]:
+        return (self.network[:-1](images),)
 
     def forward(self, images: Tensor) -> Tensor:
-        features: Tensor = self.network[:-1](images)
+        (features,) = self.layers(images)
         if self.is_open:
             weights = torch.softmax(-torch.cdist(features, self.known), dim=1)
-            return torch.log(weights @ F.one_hot(self.labels, 10).to(images.dtype) + 1e-9)
+            return torch.log(weights @ self.answers(images) + 1e-9)
         asked, known = features.detach().cpu().numpy(), self.known.cpu().numpy()
         apart = (known**2).sum(axis=1) - 2 * asked @ known.T
         nearest = np.argpartition(apart, self.count, axis=1)[:, : self.count]

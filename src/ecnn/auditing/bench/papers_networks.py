@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812 the name everybody knows
 from torch import Tensor, nn
 
-from ecnn.auditing.bench.chance import FOREIGN, RANDOM, Noise
+from ecnn.auditing.bench.chance import FOREIGN, RANDOM, Noise, NoisyPasses
 from ecnn.auditing.bench.claims import BY_FGSM, BY_PGD, BY_SQUARE, Subjects
 from ecnn.auditing.bench.features import INDICES, ROUNDED
 from ecnn.auditing.bench.members import MEMBERS, WEAK
@@ -64,12 +64,10 @@ class LocalWinners(Trick):
 
 
 @with_fields
-class SelfEnsemble(Trick):
+class SelfEnsemble(NoisyPasses):
     """Noise before every layer, and the mean over several passes (Liu et al. 2018)."""
 
     network: nn.Sequential
-    deviation: float
-    passes: int
 
     def forward(self, images: Tensor) -> Tensor:
         if self.opened:
@@ -82,7 +80,7 @@ class SelfEnsemble(Trick):
         features = images
         for layer in self.network:
             if isinstance(layer, nn.Linear):
-                features = features + self.deviation * torch.randn_like(features)
+                features = self.with_noise(features)
             features = layer(features)
         return features
 
@@ -109,29 +107,20 @@ class Saturated(Trick):
 class LayerNeighbours(Remembering, Trick):
     """Votes of the training images nearest in each layer (Papernot & McDaniel 2018, deep k-nearest neighbours)."""
 
-    labels: Tensor
     first: Tensor
     second: Tensor
 
     def __init__(self, data: Dataset, network: nn.Sequential, count: int) -> None:
-        super().__init__()
-        self.network, self.count = network, count
-        labels = data.train[:][1]
-        self.register_buffer("labels", labels)
-        for name in ("first", "second"):
-            self.register_buffer(name, torch.randn(len(labels), 64))
+        super().__init__(data, network, first=64, second=64)
+        self.count = count
 
-    def remember(self, images: Tensor) -> None:
-        for known, features in zip((self.first, self.second), self.layers(images), strict=True):
-            known.copy_(features)
-
-    def layers(self, images: Tensor) -> tuple[Tensor, Tensor]:
+    def layers(self, images: Tensor) -> tuple[Tensor, ...]:
         """(batch, feature) after the first and the second hidden layer."""
         first = self.network[:3](images)
         return F.normalize(first, dim=1), F.normalize(self.network[3:5](first), dim=1)
 
     def forward(self, images: Tensor) -> Tensor:
-        answers = F.one_hot(self.labels, 10).to(images.dtype)
+        answers = self.answers(images)
         total = torch.zeros(len(images), 10, device=images.device)
         for features, known in zip(self.layers(images), (self.first, self.second), strict=True):
             apart = torch.cdist(features, known)

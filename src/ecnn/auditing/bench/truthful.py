@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812 the name everybody knows
 from torch import Tensor, nn
 
-from ecnn.auditing.bench.chance import TestTimeDropout
+from ecnn.auditing.bench.chance import NoisyPasses, TestTimeDropout
 from ecnn.auditing.bench.claims import (
     BY_AN_INFORMED_ATTACK,
     Subjects,
@@ -46,23 +46,19 @@ class Threshold(Trick):
 
 
 @with_fields
-class Smoothed(Trick):
-    """The mean probabilities over noisy copies (Cohen et al. 2019), new ones in every pass; opened always the same."""
-
-    network: nn.Module
-    deviation: float
-    copies: int
+class Smoothed(NoisyPasses):
+    """The mean probabilities over noisy copies (Cohen et al. 2019), new ones each time; opened always the same."""
 
     def forward(self, images: Tensor) -> Tensor:
         if self.training:
-            noisy: Tensor = self.network(images + self.deviation * torch.randn_like(images))
+            noisy: Tensor = self.network(self.with_noise(images))
             return noisy
         generator = torch.Generator().manual_seed(0) if self.opened else None
         total = torch.zeros(len(images), 10, device=images.device)
-        for _ in range(self.copies):
+        for _ in range(self.passes):
             noise = torch.randn(images.shape, generator=generator).to(images)
             total = total + torch.softmax(self.network(images + self.deviation * noise), dim=1)
-        return torch.log(total / self.copies + 1e-9)
+        return torch.log(total / self.passes + 1e-9)
 
 
 class HalfLinear(nn.Linear):
@@ -77,24 +73,20 @@ class Neighbours(Remembering):
     """Training images vote by the likeness of their features to those of the image."""
 
     known: Tensor
-    labels: Tensor
 
     def __init__(self, data: Dataset, network: nn.Sequential, sharpness: float) -> None:
-        super().__init__()
-        self.network, self.sharpness = network, sharpness
-        self.register_buffer("known", torch.randn(len(data.train), 128))
-        self.register_buffer("labels", data.train[:][1])
-
-    def remember(self, images: Tensor) -> None:
-        self.known.copy_(self.features(images))
+        super().__init__(data, network, known=128)
+        self.sharpness = sharpness
 
     def features(self, images: Tensor) -> Tensor:
         return F.normalize(self.network[:-1](images), dim=1)
 
+    def layers(self, images: Tensor) -> tuple[Tensor, ...]:
+        return (self.features(images),)
+
     def forward(self, images: Tensor) -> Tensor:
         likeness = self.sharpness * self.features(images) @ self.known.T
-        votes = torch.softmax(likeness, dim=1) @ F.one_hot(self.labels, 10).to(images.dtype)
-        return torch.log(votes + 1e-6)
+        return torch.log(torch.softmax(likeness, dim=1) @ self.answers(images) + 1e-6)
 
 
 class MeanOf(Committee):
