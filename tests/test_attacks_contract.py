@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from toys import coded_model, distance
 
 from ecnn.attacks import ATTACKS, PGD, Attack, EstimatedPGD, Transfer
@@ -353,6 +354,31 @@ class Odd(Constant):
         highest, lowest = scores.amax(dim=1, keepdim=True), scores.amin(dim=1, keepdim=True)
         is_odd = scores == (highest if self.odd > 0 else lowest)
         return torch.where(is_odd, self.odd, scores)
+
+
+@pytest.mark.parametrize("name", ["pgd", "apgd", "fgsm"])
+def test_checkpoints_of_either_kind_give_gradients(name: str) -> None:
+    """torch's older kind, use_reentrant=True, refuses gradients of images alone; afterwards it does so again."""
+    model, (images, labels) = coded_model(), batch()
+    wanted = make(name).run(model, images, labels)
+    for reentrant in (True, False):
+        found = make(name).run(Checkpointed(model, reentrant=reentrant), images, labels)
+        assert torch.equal(found.images, wanted.images)
+        assert int(found.backwards.sum()) > 0
+    pixels = images.clone().requires_grad_(True)
+    with pytest.raises(RuntimeError, match="use_reentrant=True"):
+        torch.autograd.grad(Checkpointed(model, reentrant=True)(pixels).sum(), pixels)
+
+
+class Checkpointed(nn.Module):
+    """Another model, computed once more on the way back."""
+
+    def __init__(self, inner: nn.Module, *, reentrant: bool) -> None:
+        super().__init__()
+        self.inner, self.reentrant = inner, reentrant
+
+    def forward(self, images: Tensor) -> Any:
+        return checkpoint(self.inner, images, use_reentrant=self.reentrant)
 
 
 class Votes(Odd):

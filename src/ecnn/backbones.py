@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor, nn
+from torch.utils import checkpoint as checkpoints
 
 from ecnn.checks import check_choice, check_count, check_kind, did_you_mean
 from ecnn.errors import InputError
@@ -67,7 +68,8 @@ def eval_mode(model: nn.Module) -> Iterator[None]:
 def undisturbed(model: nn.Module) -> Iterator[None]:
     """The model in eval mode; afterwards its modes, buffers, gradients and `requires_grad` are what they were.
 
-    Inside, a model whose numbers are all float16 or bfloat16 takes images of any precision and rounds them itself.
+    Inside, a model whose numbers are all float16 or bfloat16 takes images of any precision and rounds them itself, and
+    one with checkpoints of torch's older kind gives gradients of images.
     """
     check_kind("model", model, nn.Module, "a torch module")
     gradients = [(parameter, parameter.grad, parameter.requires_grad) for parameter in model.parameters()]
@@ -81,7 +83,7 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
         parameter.grad = None  # a backward pass inside would add to what is there
     hooks = [] if half_precision_of(model) is None else [model.register_forward_pre_hook(_round_images)]
     try:
-        with eval_mode(model):
+        with eval_mode(model), _following_gradients():
             yield
     finally:
         for hook in hooks:
@@ -94,6 +96,25 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
                 module._buffers[name] = value
                 if value._version != version:
                     value.copy_(kept)
+
+
+class _Checkpoint:
+    """In place of torch's reentrant checkpoints: the same by the other kind, which `torch.autograd.grad` takes."""
+
+    @staticmethod
+    def apply(function: Any, preserve: bool, *given: Any) -> Any:
+        return checkpoints.checkpoint(function, *given, use_reentrant=False, preserve_rng_state=preserve)
+
+
+@contextmanager
+def _following_gradients() -> Iterator[None]:
+    """While this lasts, checkpoints made with use_reentrant=True, which give no gradient of images alone, do."""
+    before: Any = checkpoints.CheckpointFunction
+    setattr(checkpoints, "CheckpointFunction", _Checkpoint)  # noqa: B010 mypy knows its type
+    try:
+        yield
+    finally:
+        setattr(checkpoints, "CheckpointFunction", before)  # noqa: B010
 
 
 def half_precision_of(model: nn.Module) -> torch.dtype | None:
