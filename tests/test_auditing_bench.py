@@ -19,7 +19,8 @@ from torch import Tensor, nn
 import ecnn
 from ecnn.auditing import BUDGETS, audit, bench
 from ecnn.auditing.bench import table
-from ecnn.auditing.bench.networks import interval_margins, two_symbols
+from ecnn.auditing.bench.claims import Subjects
+from ecnn.auditing.bench.networks import dense, interval_margins, two_symbols
 from ecnn.data import Dataset
 from ecnn.errors import InputError
 from ecnn.objectives import MemberObjective, predicted_classes
@@ -65,6 +66,34 @@ def test_the_docs_show_one_model_of_each_family() -> None:
 def test_a_name_that_is_not_there_gets_a_guess() -> None:
     with pytest.raises(InputError, match="did you mean 'thermometer'"):
         bench.build("termometer")
+
+
+def test_a_trick_stands_for_its_model_before_or_after_a_network() -> None:
+    subjects = Subjects("second")
+
+    @subjects.false("shuffled", bench.training(epochs=1), bench.BY_PGD, before=dense)
+    class FirstImage(nn.Module):
+        """The first image is added.
+
+        This is not said.
+        """
+
+        def __init__(self, data: Dataset) -> None:
+            super().__init__()
+            self.image = data.train[:1][0]
+
+    @subjects.false("shuffled", bench.training(epochs=1), bench.BY_PGD, after=dense)
+    class Turned(nn.Module):
+        """Scores are turned round."""
+
+    first, turned = subjects
+    assert (first.name, first.why, first.half) == ("first_image", "the first image is added", "second")
+    assert (turned.name, turned.why) == ("turned", "scores are turned round")
+    before, after = first.make(digits()), turned.make(digits())
+    assert isinstance(before, nn.Sequential)
+    assert isinstance(after, nn.Sequential)
+    assert [type(part) for part in before] == [FirstImage, nn.Sequential]
+    assert [type(part) for part in after] == [nn.Sequential, Turned]
 
 
 @pytest.mark.parametrize("name", bench.SUBJECTS)

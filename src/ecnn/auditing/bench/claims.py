@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import math
+import re
 from collections.abc import Callable, Iterator
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +17,7 @@ from ecnn.attacks.views import Loss
 from ecnn.auditing.bench.informed import informed_accuracy
 from ecnn.auditing.bench.networks import interval_margins
 from ecnn.auditing.bench.subject import EPS, Half, Key, Make, Protocol, Subject, Train
+from ecnn.data import Dataset
 from ecnn.objectives import predicted_classes
 
 
@@ -92,9 +95,9 @@ def known_trick(model: nn.Module, images: Tensor, labels: Tensor, eps: float) ->
     return informed_accuracy(model, images, labels, eps)
 
 
-#: Makes an untrained network: of a dataset, or of nothing.
+#: Makes an untrained network, or a piece of one: of a dataset, or of nothing.
 Network = Callable[..., nn.Module]
-Decorator = Callable[[Network], Network]
+AnyNetwork = TypeVar("AnyNetwork", bound=Network)
 #: A protocol, and the same in words.
 Claim = tuple[Protocol, str]
 BY_FGSM: Claim = (reports(fgsm), "FGSM")
@@ -164,7 +167,9 @@ class Subjects:
     """The models of one file, in the order in which they stand there.
 
     A model is a function that makes its untrained network, of the dataset if it takes one, decorated as `false` or
-    `honest`. Its name is the model's, and its docstring says why the model looks robust or may be believed.
+    `honest`. Its name is the model's, and the first paragraph of its docstring says why the model looks robust or may
+    be believed. A trick that needs no more than a usual network, before or after which it stands, is decorated itself:
+    NumpyMedian is the model numpy_median.
     """
 
     def __init__(self, half: Half = "first") -> None:
@@ -174,20 +179,36 @@ class Subjects:
     def __iter__(self) -> Iterator[Subject]:
         return iter(self.made)
 
-    def false(self, family: str, train: Train, claim: Claim, *, key: Key | None = None) -> Decorator:
-        """The decorator of a model that only looks robust."""
+    def false(
+        self,
+        family: str,
+        train: Train,
+        claim: Claim,
+        *,
+        before: Network | None = None,
+        after: Network | None = None,
+        key: Key | None = None,
+    ) -> Callable[[AnyNetwork], AnyNetwork]:
+        """The decorator of a model that only looks robust, or of the trick that makes it look so.
 
-        def add(network: Network) -> Network:
-            name, why, make = _read(network)
+        Args:
+            before: makes the network that the trick stands before.
+            after: makes the network that it stands after.
+        """
+
+        def add(network: AnyNetwork) -> AnyNetwork:
+            name, why, make = _read(network, before, after)
             self.made.append(false(family, name, why, make, train, claim, half=self.half, key=key))
             return network
 
         return add
 
-    def honest(self, train: Train, claim: Claim = BY_AUTOATTACK, *, eps: float = EPS) -> Decorator:
+    def honest(
+        self, train: Train, claim: Claim = BY_AUTOATTACK, *, eps: float = EPS
+    ) -> Callable[[AnyNetwork], AnyNetwork]:
         """The decorator of a model whose claim comes from a strong evaluation, or from a proof."""
 
-        def add(network: Network) -> Network:
+        def add(network: AnyNetwork) -> AnyNetwork:
             name, why, make = _read(network)
             self.made.append(honest(name, why, make, train, claim, half=self.half, eps=eps))
             return network
@@ -195,9 +216,17 @@ class Subjects:
         return add
 
 
-def _read(network: Network) -> tuple[str, str, Make]:
-    """Name, reason and maker of a model, from the function that is decorated."""
-    sentence = " ".join((network.__doc__ or "").split())
-    takes_data = bool(inspect.signature(network).parameters)
-    make: Make = network if takes_data else lambda data: network()
-    return network.__name__, sentence[:1].lower() + sentence[1:].removesuffix("."), make
+def _read(
+    network: Network, before: Network | None = None, after: Network | None = None
+) -> tuple[str, str, Make]:
+    """Name, reason and maker of a model, from the function or the trick that is decorated."""
+    name = re.sub("(?<=[a-z])(?=[A-Z])", "_", network.__name__).lower()
+    sentence = " ".join(inspect.cleandoc(network.__doc__ or "").partition("\n\n")[0].split())
+    takes_data = "data" in inspect.signature(network).parameters
+
+    def make(data: Dataset) -> nn.Module:
+        own = functools.partial(network, data) if takes_data else network
+        stack = [part() for part in (after, own, before) if part is not None]
+        return stack[0] if len(stack) == 1 else nn.Sequential(*stack)
+
+    return name, sentence[:1].lower() + sentence[1:].removesuffix("."), make

@@ -13,16 +13,23 @@ from ecnn.auditing.bench.tricks import Disguised, Removable, Trick, with_fields
 
 CUT, LYING, PARTIAL = "cut gradients", "lying gradients", "partly masked"
 
+SUBJECTS = Subjects()
 
+
+@SUBJECTS.false(CUT, training(epochs=10), BY_PGD, before=dense)
 class Detached(Trick):
-    """What it is given, cut off from the graph."""
+    """The input is cut off from the graph."""
 
     def forward(self, images: Tensor) -> Tensor:
         return self.hide(images, images)
 
 
+@SUBJECTS.false(CUT, training(epochs=10), BY_PGD, before=dense)
 class HalfThePixels(Removable):
-    """Every second pixel is cut off from the graph, as on a chessboard."""
+    """Every second pixel is cut off from the graph.
+
+    Those of one colour, as on a chessboard.
+    """
 
     def change(self, images: Tensor) -> Tensor:
         rows, columns = (torch.arange(size, device=images.device) for size in images.shape[2:])
@@ -44,6 +51,12 @@ class HalfTheGraph(Trick):
         return self.share * shown + (1 - self.share) * self.hide(hidden, hidden)
 
 
+@SUBJECTS.false(CUT, training(epochs=15), BY_PGD)
+def half_the_graph() -> nn.Module:
+    """Scores of two networks are added, and the one that decides is cut off from the graph."""
+    return HalfTheGraph(dense(width=16), dense(), 0.15)
+
+
 @with_fields
 class Decoy(Disguised):
     """Scores of one network with the gradient of another, untrained one."""
@@ -53,6 +66,12 @@ class Decoy(Disguised):
     def show(self, images: Tensor, scores: Tensor) -> Tensor:
         misleading: Tensor = self.other(images)
         return scores.detach() + (misleading - misleading.detach())
+
+
+@SUBJECTS.false(LYING, training(epochs=10), BY_PGD)
+def decoy() -> nn.Module:
+    """The gradient is that of another network."""
+    return Decoy(dense(), dense())
 
 
 class _NoisyBackward(torch.autograd.Function):
@@ -68,11 +87,15 @@ class _NoisyBackward(torch.autograd.Function):
         return gradient + ctx.noise * size * torch.randn_like(gradient), None
 
 
+@SUBJECTS.false(LYING, training(epochs=10), BY_PGD, before=dense)
 @with_fields
 class NoisyBackward(Removable):
-    """The identity, with noise on its gradient."""
+    """A backward pass of its own adds noise to every gradient.
 
-    noise: float
+    What it is given goes on as it is.
+    """
+
+    noise: float = 3.0
 
     def change(self, images: Tensor) -> Tensor:
         noisy: Tensor = _NoisyBackward.apply(images, self.noise)  # type: ignore[no-untyped-call]
@@ -89,12 +112,22 @@ class Reversed(Removable):
         return shown
 
 
-class Shuffled(Removable):
-    """The identity; the gradient arrives at other pixels than it belongs to."""
+@SUBJECTS.false(LYING, training(epochs=15), BY_PGD)
+def reversed_by_a_hook() -> nn.Module:
+    """A hook inside the network turns gradients round."""
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, 64), Reversed(), nn.ReLU(), dense())
+
+
+@SUBJECTS.false(LYING, training(epochs=15, lr=0.01), BY_PGD, before=convolutional)
+class ShuffledGradient(Removable):
+    """The gradient arrives at other pixels.
+
+    The pixels themselves stay where they are.
+    """
 
     places: Tensor
 
-    def __init__(self, pixels: int) -> None:
+    def __init__(self, pixels: int = 64) -> None:
         super().__init__()
         self.register_buffer("places", torch.randperm(pixels))
 
@@ -103,8 +136,12 @@ class Shuffled(Removable):
         return images.detach() + moved - moved.detach()
 
 
-class Switched(Removable):
-    """The identity; for some images, by the brightness of one corner, the gradient is turned round."""
+@SUBJECTS.false(PARTIAL, training(epochs=10), BY_PGD, before=dense)
+class SwitchedGradient(Removable):
+    """For about half of the images the gradient is turned round.
+
+    For which ones, the brightness of a corner decides.
+    """
 
     def change(self, images: Tensor) -> Tensor:
         turned = (images[:, :, 2:6, 2:6].flatten(1).sum(dim=1) * 10).round() % 2 < 1
@@ -122,75 +159,19 @@ class MaskedImages(Disguised):
         return torch.where(masked[:, None], scores.detach(), scores)
 
 
-@with_fields
-class MaskedWhenSure(Removable):
-    """Scores without a gradient wherever the network is sure."""
-
-    margin: float
-
-    def change(self, scores: Tensor) -> Tensor:
-        best = scores.topk(2, dim=1).values
-        return torch.where((best[:, :1] - best[:, 1:]) > self.margin, scores.detach(), scores)
-
-
-SUBJECTS = Subjects()
-
-
-@SUBJECTS.false(CUT, training(epochs=10), BY_PGD)
-def detached() -> nn.Module:
-    """The input is cut off from the graph."""
-    return nn.Sequential(Detached(), dense())
-
-
-@SUBJECTS.false(CUT, training(epochs=10), BY_PGD)
-def half_the_pixels() -> nn.Module:
-    """Every second pixel is cut off from the graph."""
-    return nn.Sequential(HalfThePixels(), dense())
-
-
-@SUBJECTS.false(CUT, training(epochs=15), BY_PGD)
-def half_the_graph() -> nn.Module:
-    """Scores of two networks are added, and the one that decides is cut off from the graph."""
-    return HalfTheGraph(dense(width=16), dense(), 0.15)
-
-
-@SUBJECTS.false(LYING, training(epochs=10), BY_PGD)
-def decoy() -> nn.Module:
-    """The gradient is that of another network."""
-    return Decoy(dense(), dense())
-
-
-@SUBJECTS.false(LYING, training(epochs=10), BY_PGD)
-def noisy_backward() -> nn.Module:
-    """A backward pass of its own adds noise to every gradient."""
-    return nn.Sequential(NoisyBackward(3.0), dense())
-
-
-@SUBJECTS.false(LYING, training(epochs=15), BY_PGD)
-def reversed_by_a_hook() -> nn.Module:
-    """A hook inside the network turns gradients round."""
-    return nn.Sequential(nn.Flatten(), nn.Linear(64, 64), Reversed(), nn.ReLU(), dense())
-
-
-@SUBJECTS.false(LYING, training(epochs=15, lr=0.01), BY_PGD)
-def shuffled_gradient() -> nn.Module:
-    """The gradient arrives at other pixels."""
-    return nn.Sequential(Shuffled(64), convolutional())
-
-
-@SUBJECTS.false(PARTIAL, training(epochs=10), BY_PGD)
-def switched_gradient() -> nn.Module:
-    """For about half of the images the gradient is turned round."""
-    return nn.Sequential(Switched(), dense())
-
-
 @SUBJECTS.false(PARTIAL, training(epochs=10), BY_PGD)
 def masked_classes() -> nn.Module:
     """Three classes of ten have no gradient."""
     return MaskedImages(dense(), (0, 3, 6))
 
 
-@SUBJECTS.false(PARTIAL, training(epochs=12), BY_PGD)
-def masked_when_sure() -> nn.Module:
+@SUBJECTS.false(PARTIAL, training(epochs=12), BY_PGD, after=dense)
+@with_fields
+class MaskedWhenSure(Removable):
     """No gradient where the network is sure."""
-    return nn.Sequential(dense(), MaskedWhenSure(2.0))
+
+    margin: float = 2.0
+
+    def change(self, scores: Tensor) -> Tensor:
+        best = scores.topk(2, dim=1).values
+        return torch.where((best[:, :1] - best[:, 1:]) > self.margin, scores.detach(), scores)

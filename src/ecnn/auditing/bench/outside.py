@@ -15,6 +15,8 @@ from ecnn.data import Dataset
 OUTSIDE = "code outside torch"
 Array = NDArray[np.float32]
 
+SUBJECTS = Subjects()
+
 
 class InNumpy(Trick):
     """A function of arrays in the middle of a network; opened its gradient is that of the identity."""
@@ -27,8 +29,12 @@ class InNumpy(Trick):
         return self.hide(torch.from_numpy(changed).to(images), images)
 
 
+@SUBJECTS.false(OUTSIDE, training(epochs=15), BY_PGD, before=dense)
 class NumpyMedian(InNumpy):
-    """The median of each pixel's cross-shaped surroundings."""
+    """A median filter in numpy stands before the network.
+
+    A pixel becomes the median of itself and its four neighbours.
+    """
 
     def change(self, images: Array) -> Array:
         padded = np.pad(images, ((0, 0), (0, 0), (1, 1), (1, 1)), mode="edge")
@@ -38,11 +44,15 @@ class NumpyMedian(InNumpy):
         return np.median(np.stack(parts), axis=0).astype(np.float32)
 
 
+@SUBJECTS.false(OUTSIDE, training(epochs=15), BY_PGD, before=dense)
 @with_fields
 class NumpyCodec(InNumpy):
-    """The Fourier transform of the image, its weak coefficients left out and the others rounded, and back."""
+    """A codec in numpy stands before the network.
 
-    quantum: float
+    Of the image's Fourier transform weak coefficients are left out and the others rounded.
+    """
+
+    quantum: float = 1.0
 
     def change(self, images: Array) -> Array:
         waves = np.fft.rfft2(images)
@@ -73,21 +83,6 @@ class NumpyNeighbours(Remembering, Trick):
         nearest = np.argpartition(apart, self.count, axis=1)[:, : self.count]
         votes = np.eye(10, dtype=np.float32)[self.labels.cpu().numpy()[nearest]].mean(axis=1)
         return torch.from_numpy(votes).to(images)
-
-
-SUBJECTS = Subjects()
-
-
-@SUBJECTS.false(OUTSIDE, training(epochs=15), BY_PGD)
-def numpy_median() -> nn.Module:
-    """A median filter in numpy stands before the network."""
-    return nn.Sequential(NumpyMedian(), dense())
-
-
-@SUBJECTS.false(OUTSIDE, training(epochs=15), BY_PGD)
-def numpy_codec() -> nn.Module:
-    """A codec in numpy stands before the network."""
-    return nn.Sequential(NumpyCodec(1.0), dense())
 
 
 @SUBJECTS.false(OUTSIDE, then_remembering(training(epochs=10)), BY_PGD)

@@ -18,9 +18,15 @@ from ecnn.auditing.bench.tricks import Disguised, Piece, RandomChange, Trick, wi
 from ecnn.data import Dataset
 from ecnn.objectives import score_cross_entropy
 
+SUBJECTS = Subjects("second")
 
-class Squeezed(Trick):
-    """Fewer bits, then the median of each 2x2 window (Xu et al. 2018)."""
+
+@SUBJECTS.false(FILTERS, training(epochs=15), BY_PGD, before=dense)
+class FeatureSqueezing(Trick):
+    """Fewer bits and a median filter (Xu et al. 2018, feature squeezing): no gradient.
+
+    The median is that of each 2x2 window.
+    """
 
     def forward(self, images: Tensor) -> Tensor:
         coarse = (images * 7).round() / 7
@@ -29,8 +35,68 @@ class Squeezed(Trick):
         return self.hide(around.sort(dim=4).values[..., 1:3].mean(dim=4), images)
 
 
+@SUBJECTS.false(FILTERS, training(epochs=15), BY_PGD, before=dense)
+class Quilting(Trick):
+    """Patches of training images replace the image's own (Guo et al. 2018, image quilting): no gradient.
+
+    They are averaged where they overlap.
+    """
+
+    patches: Tensor
+
+    def __init__(self, data: Dataset, count: int = 600) -> None:
+        super().__init__()
+        patches = F.unfold(data.train[:][0], 4, stride=2).transpose(1, 2).flatten(0, 1)
+        self.register_buffer("patches", patches[torch.randperm(len(patches))[:count]].clone())
+
+    def forward(self, images: Tensor) -> Tensor:
+        own = F.unfold(images, 4, stride=2).transpose(1, 2)
+        nearest = self.patches[torch.cdist(own, self.patches).argmin(dim=2)].transpose(1, 2)
+        size = images.shape[2:]
+        overlaps = F.fold(torch.ones_like(nearest), size, 4, stride=2)
+        return self.hide(F.fold(nearest, size, 4, stride=2) / overlaps, images)
+
+
+@SUBJECTS.false(FILTERS, training(epochs=20), BY_PGD, before=dense)
+class PixelDeflection(Trick):
+    """Pixels take values of their neighbours, small waves are left out (Prakash et al. 2018, pixel deflection)."""
+
+    def forward(self, images: Tensor) -> Tensor:
+        moved = images.detach()
+        if not self.opened:
+            shifts = torch.randint(-1, 2, (2,)).tolist()
+            moved = torch.where(torch.rand_like(images) < 0.2, moved.roll(shifts, dims=(2, 3)), moved)
+        low = F.avg_pool2d(moved, 2).repeat_interleave(2, dim=2).repeat_interleave(2, dim=3)
+        return self.hide(low + F.softshrink(moved - low, 0.08), images)
+
+
+@SUBJECTS.false(OUTSIDE, training(epochs=15), BY_PGD, before=dense)
+@with_fields
+class Halftoning(InNumpy):
+    """Error diffusion to three levels, in numpy (Lo & Patel 2021).
+
+    Each pixel's error is handed to those after it.
+    """
+
+    levels: int = 3
+
+    def change(self, images: Array) -> Array:
+        carried, steps = images.copy(), self.levels - 1
+        height, width = images.shape[2:]
+        for row in range(height):
+            for column in range(width):
+                value = carried[:, :, row, column].copy()
+                carried[:, :, row, column] = np.round(value * steps).clip(0, steps) / steps
+                error = value - carried[:, :, row, column]
+                for down, right, share in ((0, 1, 7), (1, -1, 3), (1, 0, 5), (1, 1, 1)):
+                    if row + down < height and 0 <= column + right < width:
+                        carried[:, :, row + down, column + right] += error * share / 16
+        return carried
+
+
+@SUBJECTS.false(PURIFIED, training(epochs=20), BY_PGD, before=dense)
 class TotalVariation(Trick):
-    """Some pixels forgotten, the rest smoothed by steps down the total variation (Guo et al. 2018)."""
+    """Some pixels forgotten, the rest smoothed in a loop (Guo et al. 2018, total variation minimisation)."""
 
     def forward(self, images: Tensor) -> Tensor:
         kept = torch.ones_like(images) if self.opened else (torch.rand_like(images) < 0.8).to(images.dtype)
@@ -47,42 +113,13 @@ class TotalVariation(Trick):
         return self.hide(smooth, images)
 
 
-class Deflected(Trick):
-    """Some pixels take the value of a random neighbour, then small waves are left out (Prakash et al. 2018)."""
-
-    def forward(self, images: Tensor) -> Tensor:
-        moved = images.detach()
-        if not self.opened:
-            shifts = torch.randint(-1, 2, (2,)).tolist()
-            moved = torch.where(torch.rand_like(images) < 0.2, moved.roll(shifts, dims=(2, 3)), moved)
-        low = F.avg_pool2d(moved, 2).repeat_interleave(2, dim=2).repeat_interleave(2, dim=3)
-        return self.hide(low + F.softshrink(moved - low, 0.08), images)
-
-
-class Quilted(Trick):
-    """Patches of training images in place of the image's own (Guo et al. 2018), averaged where they overlap."""
-
-    patches: Tensor
-
-    def __init__(self, data: Dataset, count: int) -> None:
-        super().__init__()
-        patches = F.unfold(data.train[:][0], 4, stride=2).transpose(1, 2).flatten(0, 1)
-        self.register_buffer("patches", patches[torch.randperm(len(patches))[:count]].clone())
-
-    def forward(self, images: Tensor) -> Tensor:
-        own = F.unfold(images, 4, stride=2).transpose(1, 2)
-        nearest = self.patches[torch.cdist(own, self.patches).argmin(dim=2)].transpose(1, 2)
-        size = images.shape[2:]
-        overlaps = F.fold(torch.ones_like(nearest), size, 4, stride=2)
-        return self.hide(F.fold(nearest, size, 4, stride=2) / overlaps, images)
-
-
+@SUBJECTS.false(PURIFIED, training(epochs=25), BY_PGD, before=dense)
 @with_fields
-class Completed(Trick):
-    """Pixels left out at random and the image restored as a matrix of low rank (Yang et al. 2019, ME-Net)."""
+class MatrixCompletion(Trick):
+    """Pixels left out, the image restored as a matrix of low rank (Yang et al. 2019, ME-Net)."""
 
-    share: float
-    rank: int
+    share: float = 0.85
+    rank: int = 4
 
     def forward(self, images: Tensor) -> Tensor:
         kept = images.detach()
@@ -93,13 +130,17 @@ class Completed(Trick):
         return self.hide((left @ torch.diag_embed(values) @ right).clamp(0, 1), images)
 
 
-class Likelier(Trick):
-    """Pixel by pixel the likeliest value near the own one, given those before (Song et al. 2018, PixelDefend)."""
+@SUBJECTS.false(PURIFIED, training(epochs=10), BY_PGD, before=dense)
+class PixelDefend(Trick):
+    """Pixel by pixel the likeliest value near the own one (Song et al. 2018, PixelDefend).
+
+    Likeliest given the pixels before it.
+    """
 
     weights: Tensor
     bias: Tensor
 
-    def __init__(self, data: Dataset, radius: float) -> None:
+    def __init__(self, data: Dataset, radius: float = 0.1) -> None:
         super().__init__()
         self.radius = radius
         images = data.train[:][0].flatten(1)
@@ -124,28 +165,9 @@ class Likelier(Trick):
         return self.hide(cleaned.view_as(images), images)
 
 
-@with_fields
-class Halftoned(InNumpy):
-    """Few levels, each pixel's error handed to those after it (Lo & Patel 2021), in numpy."""
-
-    levels: int
-
-    def change(self, images: Array) -> Array:
-        carried, steps = images.copy(), self.levels - 1
-        height, width = images.shape[2:]
-        for row in range(height):
-            for column in range(width):
-                value = carried[:, :, row, column].copy()
-                carried[:, :, row, column] = np.round(value * steps).clip(0, steps) / steps
-                error = value - carried[:, :, row, column]
-                for down, right, share in ((0, 1, 7), (1, -1, 3), (1, 0, 5), (1, 1, 1)):
-                    if row + down < height and 0 <= column + right < width:
-                        carried[:, :, row + down, column + right] += error * share / 16
-        return carried
-
-
+@SUBJECTS.false(RANDOM, training(epochs=25, lr=0.01), BY_FGSM, before=convolutional)
 class Barrage(RandomChange):
-    """Three of seven random changes in random order (Raff et al. 2019)."""
+    """Three of seven random changes in random order (Raff et al. 2019, barrage of random transforms)."""
 
     def change(self, images: Tensor) -> Tensor:
         for number in torch.randperm(7)[:3].tolist():
@@ -170,6 +192,16 @@ class Barrage(RandomChange):
         return images.clamp(min=1e-3) ** (0.7 + 0.6 * torch.rand(()).item())
 
 
+def mixed_loss(model: nn.Module, images: Tensor, labels: Tensor) -> Tensor:
+    """Cross-entropy of mixtures with the next image of the batch (Zhang et al. 2018, mixup)."""
+    share = torch.rand(len(images), device=images.device)
+    mixed: Tensor = model(
+        share.view(-1, 1, 1, 1) * images + (1 - share).view(-1, 1, 1, 1) * images.roll(1, 0)
+    )
+    own, other = score_cross_entropy(mixed, labels), score_cross_entropy(mixed, labels.roll(1))
+    return (share * own + (1 - share) * other).mean()
+
+
 class MixedIn(Disguised):
     """The mean over mixtures with other images (Pang et al. 2020, mixup inference), new ones in every pass."""
 
@@ -185,6 +217,12 @@ class MixedIn(Disguised):
         for chosen in torch.randint(len(self.pool), (self.count,)).tolist():
             total = total + torch.softmax(self.network(0.6 * images + 0.4 * self.pool[chosen]), dim=1)
         return torch.log(total / self.count + 1e-9)
+
+
+@SUBJECTS.false(RANDOM, training(mixed_loss, epochs=20), by_transfer("network"))
+def mixup_inference(data: Dataset) -> nn.Module:
+    """The mean over mixtures with other images, new ones in every pass (Pang et al. 2020, mixup inference)."""
+    return MixedIn(data, dense(), 10)
 
 
 class Keyed(nn.Module):
@@ -205,6 +243,12 @@ class Keyed(nn.Module):
         return scores
 
 
+@SUBJECTS.false(WEAK, each(**{"": training(epochs=12), "other": training(epochs=10)}), by_transfer("other"))
+def keyed_blocks() -> nn.Module:
+    """Pixels are moved and inverted by a key (AprilPyone & Kiya 2021); attacked is a network without it."""
+    return Keyed(dense(), dense())
+
+
 @with_fields
 class Reformed(Piece):
     """An autoencoder brings the image back to where training images lie (Meng & Chen 2017, MagNet)."""
@@ -215,79 +259,6 @@ class Reformed(Piece):
     def forward(self, images: Tensor) -> Tensor:
         scores: Tensor = self.network(self.reformer(images).view_as(images))
         return scores
-
-
-def mixed_loss(model: nn.Module, images: Tensor, labels: Tensor) -> Tensor:
-    """Cross-entropy of mixtures with the next image of the batch (Zhang et al. 2018, mixup)."""
-    share = torch.rand(len(images), device=images.device)
-    mixed: Tensor = model(
-        share.view(-1, 1, 1, 1) * images + (1 - share).view(-1, 1, 1, 1) * images.roll(1, 0)
-    )
-    own, other = score_cross_entropy(mixed, labels), score_cross_entropy(mixed, labels.roll(1))
-    return (share * own + (1 - share) * other).mean()
-
-
-SUBJECTS = Subjects("second")
-
-
-@SUBJECTS.false(FILTERS, training(epochs=15), BY_PGD)
-def feature_squeezing() -> nn.Module:
-    """Fewer bits and a median filter (Xu et al. 2018, feature squeezing): no gradient."""
-    return nn.Sequential(Squeezed(), dense())
-
-
-@SUBJECTS.false(FILTERS, training(epochs=15), BY_PGD)
-def quilting(data: Dataset) -> nn.Module:
-    """Patches of training images replace the image's own (Guo et al. 2018, image quilting): no gradient."""
-    return nn.Sequential(Quilted(data, 600), dense())
-
-
-@SUBJECTS.false(FILTERS, training(epochs=20), BY_PGD)
-def pixel_deflection() -> nn.Module:
-    """Pixels take values of their neighbours, small waves are left out (Prakash et al. 2018, pixel deflection)."""
-    return nn.Sequential(Deflected(), dense())
-
-
-@SUBJECTS.false(OUTSIDE, training(epochs=15), BY_PGD)
-def halftoning() -> nn.Module:
-    """Error diffusion to three levels, in numpy (Lo & Patel 2021)."""
-    return nn.Sequential(Halftoned(3), dense())
-
-
-@SUBJECTS.false(PURIFIED, training(epochs=20), BY_PGD)
-def total_variation() -> nn.Module:
-    """Some pixels forgotten, the rest smoothed in a loop (Guo et al. 2018, total variation minimisation)."""
-    return nn.Sequential(TotalVariation(), dense())
-
-
-@SUBJECTS.false(PURIFIED, training(epochs=25), BY_PGD)
-def matrix_completion() -> nn.Module:
-    """Pixels left out, the image restored as a matrix of low rank (Yang et al. 2019, ME-Net)."""
-    return nn.Sequential(Completed(0.85, 4), dense())
-
-
-@SUBJECTS.false(PURIFIED, training(epochs=10), BY_PGD)
-def pixel_defend(data: Dataset) -> nn.Module:
-    """Pixel by pixel the likeliest value near the own one (Song et al. 2018, PixelDefend)."""
-    return nn.Sequential(Likelier(data, 0.1), dense())
-
-
-@SUBJECTS.false(RANDOM, training(epochs=25, lr=0.01), BY_FGSM)
-def barrage() -> nn.Module:
-    """Three of seven random changes in random order (Raff et al. 2019, barrage of random transforms)."""
-    return nn.Sequential(Barrage(), convolutional())
-
-
-@SUBJECTS.false(RANDOM, training(mixed_loss, epochs=20), by_transfer("network"))
-def mixup_inference(data: Dataset) -> nn.Module:
-    """The mean over mixtures with other images, new ones in every pass (Pang et al. 2020, mixup inference)."""
-    return MixedIn(data, dense(), 10)
-
-
-@SUBJECTS.false(WEAK, each(**{"": training(epochs=12), "other": training(epochs=10)}), by_transfer("other"))
-def keyed_blocks() -> nn.Module:
-    """Pixels are moved and inverted by a key (AprilPyone & Kiya 2021); attacked is a network without it."""
-    return Keyed(dense(), dense())
 
 
 @SUBJECTS.false(

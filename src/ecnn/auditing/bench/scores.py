@@ -16,6 +16,8 @@ from ecnn.objectives import score_cross_entropy
 SATURATED, BENT = "saturated scores", "calibrated and clipped scores"
 HARD, BESIDE, NUMBERS = "hard answers", "scores beside the decision", "no numbers"
 
+SUBJECTS = Subjects()
+
 
 @with_fields
 class Scaled(Removable):
@@ -25,6 +27,18 @@ class Scaled(Removable):
 
     def change(self, scores: Tensor) -> Tensor:
         return self.factor * scores
+
+
+@SUBJECTS.false(SATURATED, training(epochs=15, lr=0.01), BY_PGD)
+def scaled_logits() -> nn.Module:
+    """Scores times 10,000: the gradient of cross-entropy is exactly zero."""
+    return nn.Sequential(convolutional(), Scaled(1e4))
+
+
+@SUBJECTS.false(SATURATED, training(epochs=15, lr=0.01), BY_PGD)
+def tiny_scores() -> nn.Module:
+    """Scores times 1e-43: their order stays, their gradients underflow."""
+    return nn.Sequential(convolutional(), Scaled(1e-43))
 
 
 @with_fields
@@ -37,21 +51,41 @@ class Probabilities(Removable):
         return torch.softmax(self.sharpness * scores, dim=1)
 
 
+@SUBJECTS.false(SATURATED, training(epochs=15, lr=0.01), BY_PGD)
+def probabilities() -> nn.Module:
+    """A second softmax on saturated probabilities has no gradient."""
+    return nn.Sequential(convolutional(), Probabilities(200))
+
+
+@SUBJECTS.false(SATURATED, distilling(100, epochs=15), BY_PGD)
+def distilled() -> nn.Module:
+    """Defensive distillation at temperature 100: cross-entropy saturates."""
+    return dense()
+
+
+@SUBJECTS.false(BENT, training(epochs=20), BY_PGD, after=dense)
 @with_fields
 class ClippedMargin(Removable):
-    """Scores below the highest one, cut off at a distance: what is further away looks all the same."""
+    """Scores are cut off at one below the highest: no gradient where the network is sure.
 
-    most: float
+    What is further away looks all the same.
+    """
+
+    most: float = 1.0
 
     def change(self, scores: Tensor) -> Tensor:
         return (scores - scores.amax(dim=1, keepdim=True)).clamp(min=-self.most)
 
 
+@SUBJECTS.false(BENT, training(epochs=15, lr=0.01), BY_PGD, after=convolutional)
 @with_fields
 class BinnedConfidence(Removable):
-    """Calibration by bins (Zadrozny & Elkan 2001): the top probability becomes its bin's, the others share the rest."""
+    """Confidence calibrated by bins: scores are constant in pieces.
 
-    bins: int
+    The top probability becomes its bin's, the others share the rest (Zadrozny & Elkan 2001).
+    """
+
+    bins: int = 10
 
     def change(self, scores: Tensor) -> Tensor:
         top, answers = torch.softmax(scores, dim=1).max(dim=1, keepdim=True)
@@ -61,8 +95,12 @@ class BinnedConfidence(Removable):
         return torch.log(binned.clamp(min=1e-4))
 
 
+@SUBJECTS.false(HARD, training(epochs=10), BY_PGD, after=dense)
 class OneHotAnswer(Removable):
-    """One for the answer and zero for all other classes."""
+    """The model gives its answer and no scores.
+
+    One for the answer and zero for all other classes.
+    """
 
     def change(self, scores: Tensor) -> Tensor:
         return F.one_hot(scores.argmax(dim=1), scores.shape[1]).to(scores.dtype)
@@ -78,6 +116,17 @@ class HardVotes(Committee, Trick):
         return F.one_hot(scores.argmax(dim=2), scores.shape[2]).to(scores.dtype).mean(dim=0)
 
 
+@SUBJECTS.false(HARD, each(**{f"networks.{number}": training(epochs=10) for number in range(5)}), BY_PGD)
+def hard_votes() -> nn.Module:
+    """Five networks vote, and only votes are counted."""
+    return HardVotes(*(dense(width=48) for _ in range(5)))
+
+
+def rotated_loss(model: nn.Module, images: Tensor, labels: Tensor) -> Tensor:
+    """Cross-entropy of the next class: who lowers the score of a class raises what speaks for the class before."""
+    return score_cross_entropy(model(images), (labels + 1) % 10).mean()
+
+
 @with_fields
 class Beside(Disguised):
     """The answer of one network far above smooth scores of another, which say nothing about it."""
@@ -88,106 +137,6 @@ class Beside(Disguised):
     def show(self, images: Tensor, scores: Tensor) -> Tensor:
         answers = F.one_hot(scores.argmax(dim=1), scores.shape[1]).to(scores.dtype)
         return self.lead * answers + self.lead / 2.1 * torch.tanh(self.other(images) / 8)
-
-
-@with_fields
-class Swapped(Disguised):
-    """The scores of another network, their highest exchanged with that of the answer: they always look calm."""
-
-    other: nn.Module
-
-    def show(self, images: Tensor, scores: Tensor) -> Tensor:
-        shown: Tensor = self.other(images)
-        answers, top = scores.argmax(dim=1, keepdim=True), shown.argmax(dim=1, keepdim=True)
-        return shown.scatter(1, top, shown.gather(1, answers)).scatter(1, answers, shown.gather(1, top))
-
-
-@with_fields
-class Nucleus(Removable):
-    """Log-probabilities of the classes that make up most of the mass; minus infinity for all others."""
-
-    mass: float
-
-    def change(self, scores: Tensor) -> Tensor:
-        ordered, order = torch.softmax(scores, dim=1).sort(dim=1, descending=True)
-        before = ordered.cumsum(dim=1) - ordered
-        outside = torch.zeros_like(scores).scatter(1, order, (before > self.mass).to(scores.dtype))
-        return torch.log_softmax(scores, dim=1).masked_fill(outside > 0, -math.inf)
-
-
-class NoSlope(Removable):
-    """The same pixels; the slope of all that are dark is 0 times infinity."""
-
-    def change(self, images: Tensor) -> Tensor:
-        bright = (images > 0.6).to(images.dtype)
-        return images + 0 * torch.sqrt(bright * (images - 0.6))
-
-
-@with_fields
-class NoAnswer(Disguised):
-    """No numbers for one image in so many, and nothing but a tiny slope for the rest."""
-
-    brightest: float
-
-    def show(self, images: Tensor, scores: Tensor) -> Tensor:
-        spoiled = (images.flatten(1).mean(dim=1) > self.brightest)[:, None]
-        return (1e-43 * scores).masked_fill(spoiled, math.nan)
-
-
-def rotated_loss(model: nn.Module, images: Tensor, labels: Tensor) -> Tensor:
-    """Cross-entropy of the next class: who lowers the score of a class raises what speaks for the class before."""
-    return score_cross_entropy(model(images), (labels + 1) % 10).mean()
-
-
-SUBJECTS = Subjects()
-
-
-@SUBJECTS.false(SATURATED, training(epochs=15, lr=0.01), BY_PGD)
-def scaled_logits() -> nn.Module:
-    """Scores times 10,000: the gradient of cross-entropy is exactly zero."""
-    return nn.Sequential(convolutional(), Scaled(1e4))
-
-
-@SUBJECTS.false(SATURATED, training(epochs=15, lr=0.01), BY_PGD)
-def tiny_scores() -> nn.Module:
-    """Scores times 1e-43: their order stays, their gradients underflow."""
-    return nn.Sequential(convolutional(), Scaled(1e-43))
-
-
-@SUBJECTS.false(SATURATED, training(epochs=15, lr=0.01), BY_PGD)
-def probabilities() -> nn.Module:
-    """A second softmax on saturated probabilities has no gradient."""
-    return nn.Sequential(convolutional(), Probabilities(200))
-
-
-@SUBJECTS.false(SATURATED, distilling(100, epochs=15), BY_PGD)
-def distilled() -> nn.Module:
-    """Defensive distillation at temperature 100: cross-entropy saturates."""
-    return dense()
-
-
-@SUBJECTS.false(BENT, training(epochs=20), BY_PGD)
-def clipped_margin() -> nn.Module:
-    """Scores are cut off at one below the highest: no gradient where the network is sure."""
-    return nn.Sequential(dense(), ClippedMargin(1.0))
-
-
-@SUBJECTS.false(BENT, training(epochs=15, lr=0.01), BY_PGD)
-def binned_confidence() -> nn.Module:
-    """Confidence calibrated by bins: scores are constant in pieces."""
-    return nn.Sequential(convolutional(), BinnedConfidence(10))
-
-
-@SUBJECTS.false(HARD, training(epochs=10), BY_PGD)
-def one_hot_answer() -> nn.Module:
-    """The model gives its answer and no scores."""
-    return nn.Sequential(dense(), OneHotAnswer())
-
-
-@SUBJECTS.false(HARD, each(**{f"networks.{number}": training(epochs=10) for number in range(5)}), BY_PGD)
-def hard_votes() -> nn.Module:
-    """Five networks vote, and only votes are counted."""
-    return HardVotes(*(dense(width=48) for _ in range(5)))
 
 
 @SUBJECTS.false(
@@ -204,22 +153,62 @@ def answer_over_random_scores() -> nn.Module:
     return Beside(convolutional(), dense(width=128), 12.0)
 
 
+@with_fields
+class Swapped(Disguised):
+    """The scores of another network, their highest exchanged with that of the answer: they always look calm."""
+
+    other: nn.Module
+
+    def show(self, images: Tensor, scores: Tensor) -> Tensor:
+        shown: Tensor = self.other(images)
+        answers, top = scores.argmax(dim=1, keepdim=True), shown.argmax(dim=1, keepdim=True)
+        return shown.scatter(1, top, shown.gather(1, answers)).scatter(1, answers, shown.gather(1, top))
+
+
 @SUBJECTS.false(BESIDE, each(network=training(epochs=12), other=training(rotated_loss, epochs=2)), BY_PGD)
 def swapped_scores() -> nn.Module:
     """The calm scores of another network, put in the order that the answer needs."""
     return Swapped(dense(), dense(width=32))
 
 
-@SUBJECTS.false(NUMBERS, training(epochs=15, lr=0.01), BY_PGD)
-def infinite_scores() -> nn.Module:
-    """Classes outside nine tenths of the mass get minus infinity: losses are zero or no numbers."""
-    return nn.Sequential(convolutional(), Nucleus(0.9))
+@SUBJECTS.false(NUMBERS, training(epochs=15, lr=0.01), BY_PGD, after=convolutional)
+@with_fields
+class InfiniteScores(Removable):
+    """Classes outside nine tenths of the mass get minus infinity: losses are zero or no numbers.
+
+    The others get their log-probabilities.
+    """
+
+    mass: float = 0.9
+
+    def change(self, scores: Tensor) -> Tensor:
+        ordered, order = torch.softmax(scores, dim=1).sort(dim=1, descending=True)
+        before = ordered.cumsum(dim=1) - ordered
+        outside = torch.zeros_like(scores).scatter(1, order, (before > self.mass).to(scores.dtype))
+        return torch.log_softmax(scores, dim=1).masked_fill(outside > 0, -math.inf)
 
 
-@SUBJECTS.false(NUMBERS, training(epochs=10), BY_PGD)
-def no_slope() -> nn.Module:
-    """Gradients of dark pixels are no numbers."""
-    return nn.Sequential(NoSlope(), dense())
+@SUBJECTS.false(NUMBERS, training(epochs=10), BY_PGD, before=dense)
+class NoSlope(Removable):
+    """Gradients of dark pixels are no numbers.
+
+    The pixels stay as they are; the slope of the dark ones is 0 times infinity.
+    """
+
+    def change(self, images: Tensor) -> Tensor:
+        bright = (images > 0.6).to(images.dtype)
+        return images + 0 * torch.sqrt(bright * (images - 0.6))
+
+
+@with_fields
+class NoAnswer(Disguised):
+    """No numbers for one image in so many, and nothing but a tiny slope for the rest."""
+
+    brightest: float
+
+    def show(self, images: Tensor, scores: Tensor) -> Tensor:
+        spoiled = (images.flatten(1).mean(dim=1) > self.brightest)[:, None]
+        return (1e-43 * scores).masked_fill(spoiled, math.nan)
 
 
 @SUBJECTS.false(NUMBERS, training(epochs=10), BY_PGD)
