@@ -22,7 +22,7 @@ from test_data import write_pictures
 from typer.testing import CliRunner
 
 import ecnn
-from ecnn.cli import app, doctor_command
+from ecnn.cli import app, doctor_command, serve_command
 from ecnn.cli.statuses import with_status
 from ecnn.codes import CodeMatrix, load_code
 from ecnn.errors import InputError
@@ -113,6 +113,34 @@ def test_mistakes_are_one_sentence_and_write_nothing(
     assert len(done.stderr.splitlines()) == 1
     assert sentence in done.stderr
     assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ("report nowhere", "a model that is no run folder must be one of"),
+        ("report mnist-tanh16 --format pdf", "format must be html, not 'pdf'"),
+        ("report mnist-tanh16 --norm l2", "a norm needs its radius"),
+        ("report mnist-tanh16 --eps 8", 'did you mean "8/255"'),
+        ("report mnist-tanh16 --images -1", "images must be"),
+        ("serve nothing", "a model that is no run folder must be one of"),
+        ("serve mnist-tanh16 --port 70000", "port must be"),
+        ("serve mnist-tanh16 --host no.such.host.invalid", "cannot be listened at"),
+        ("serve mnist-tanh16 --set limits.image=3", "did you mean 'images'"),
+        ("serve mnist-tanh16 --set train.lr=3", "limits.NAME=VALUE"),
+        ("serve mnist-tanh16 --compare cifar10-adp", "cannot be compared"),
+    ],
+)
+def test_mistakes_with_a_model_are_a_sentence_and_write_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: str, sentence: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(serve_command, "_examples", lambda model, root: None)  # which would be downloaded
+    done = CliRunner().invoke(app, words.split())
+    assert done.exit_code == 2, done.output
+    assert done.stderr.splitlines()[-1].startswith("ecnn: ")
+    assert sentence in done.stderr
+    assert not list(tmp_path.iterdir())
 
 
 def test_debug_shows_the_traceback() -> None:

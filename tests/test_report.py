@@ -257,23 +257,6 @@ def test_a_code_that_belongs_to_the_kind_of_model_is_shown_too(tmp_path: Path) -
     assert Outline(written.read_text()).headings.count("The code") == 1
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["nowhere"], "a model that is no run folder must be one of"),
-        (["mnist-tanh16", "--format", "pdf"], "format must be html, not 'pdf'"),
-        (["mnist-tanh16", "--norm", "l2"], "a norm needs its radius"),
-        (["mnist-tanh16", "--eps", "8"], 'did you mean "8/255"'),
-        (["mnist-tanh16", "--images", "-1"], "images must be"),
-    ],
-)
-def test_what_cannot_be_reported_is_a_sentence(words: list[str], said: str, tmp_path: Path) -> None:
-    done = CliRunner().invoke(app, ["report", *words, "--out", str(tmp_path / "r.html")])
-    assert done.exit_code == 2
-    assert said in done.stderr
-    assert not (tmp_path / "r.html").exists()
-
-
 def test_a_folder_without_a_spec_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"has no spec\.toml"):
         read_run(tmp_path)

@@ -914,25 +914,6 @@ def test_a_bad_upload_is_explained_and_a_good_one_works(address: str, browser: A
     context.close()
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["nothing"], "a model that is no run folder"),
-        (["RUN", "--port", "70000"], "port must be"),
-        (["RUN", "--host", "no.such.host.invalid"], "cannot be listened at"),
-        (["RUN", "--set", "limits.image=3"], "did you mean 'images'"),
-        (["RUN", "--set", "train.lr=3"], "limits.NAME=VALUE"),
-        (["RUN", "--compare", "cifar10-adp"], "cannot be compared"),
-    ],
-)
-def test_what_cannot_be_served_is_said(runs: Path, words: list[str], said: str) -> None:
-    done = CliRunner().invoke(
-        app, ["serve", *(str(runs / "ecnn") if word == "RUN" else word for word in words)]
-    )
-    assert done.exit_code == 2, done.output
-    assert said in done.stderr
-
-
 def test_answers_do_not_wait_for_acknowledgements() -> None:
     """Every connection sends at once: asyncio sees to it, if the socket says that it is TCP."""
     with listen("127.0.0.1", 0) as listener, socket.create_connection(listener.getsockname()):
