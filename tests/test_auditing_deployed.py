@@ -14,14 +14,15 @@ import pytest
 import torch
 import toys
 from torch import Tensor, nn
+from torch.overrides import BaseTorchFunctionMode
 
 from ecnn.attacks.draws import Draws
 from ecnn.attacks.norms import NORMS
 from ecnn.auditing import Audit, Subject, audit
+from ecnn.auditing.alone import OneAtATime
 from ecnn.auditing.deployed import (
     Deployment,
     FreshEachTime,
-    OneAtATime,
     confirm,
     examine,
     round_points,
@@ -292,6 +293,74 @@ def test_each_image_is_asked_about_by_itself() -> None:
     assert torch.equal(single(images), expected)
     assert torch.equal(single(images[2:3]), expected[2:3])
     assert OneAtATime(toys.LinearOfThree(), torch.zeros(0, 1, 6, 6))(images[:0]).shape == (0, 3)
+
+
+class Counted(nn.Module):
+    """Another model, which may read a number, draw, or seed torch first; counts its calls."""
+
+    def __init__(self, inner: nn.Module, way: str = "") -> None:
+        super().__init__()
+        self.inner, self.way, self.calls = inner, way, 0
+
+    def forward(self, images: Tensor) -> Any:
+        self.calls += 1
+        if self.way == "seeds":
+            torch.manual_seed(0)
+        if self.way in ("seeds", "draws"):
+            images = images + 0.05 * torch.randn_like(images)
+        if self.way == "has a range":  # as 8-bit numbers have that are made for a batch
+            step = images.detach().max() / 255
+            images = images + ((images / step).round() * step - images).detach()
+        if self.way == "reads":
+            images = images + (0.1 if float(images[0].detach().mean()) > 0.5 else 0.0)
+        return self.inner(images)
+
+
+@pytest.mark.parametrize(
+    ("model", "company", "is_vectorised"),
+    [
+        (Counted(BatchNormed()), 10, True),
+        (Counted(toys.LinearOfThree(), "seeds"), 0, True),
+        (Counted(toys.LinearOfThree(), "has a range"), 0, True),
+        (Counted(toys.LinearOfThree(), "draws"), 0, False),
+        (Counted(toys.LinearOfThree(), "reads"), 0, False),
+        (Locked(), 0, False),
+    ],
+)
+def test_many_images_are_asked_about_by_themselves_in_one_pass(
+    model: nn.Module, company: int, is_vectorised: bool
+) -> None:
+    images, beside = SPLIT[:40][0], SPLIT[40 : 40 + company][0]
+    deployment = dataclasses.replace(take_copy(model), company=beside).sped_up(images, 0)
+    assert deployment.is_vectorised == is_vectorised
+    if not is_vectorised:
+        return
+    fast, slow = copies = [
+        dataclasses.replace(deployment, is_vectorised=way).fresh() for way in (True, False)
+    ]
+    inner: list[Any] = [asked.model for asked in copies]
+    points = images.clone().requires_grad_(True)
+    expected, found = slow(points), fast(points)
+    assert torch.allclose(found, expected, atol=1e-5)
+    assert torch.allclose(fast(images[:1]), expected[:1], atol=1e-5)
+    counts = [asked.calls for asked in inner]
+    assert counts[1] == len(images)
+    assert counts[0] <= 1 + -(-len(images) // 20)
+    with BaseTorchFunctionMode():  # what changes or hears torch's calls meets plain tensors
+        assert torch.allclose(fast(images), expected, atol=1e-5)
+    assert inner[0].calls == counts[0] + len(images)
+    if expected.requires_grad:
+        slopes, wanted = (torch.autograd.grad(said[:, 1].sum(), points)[0] for said in (found, expected))
+        assert torch.allclose(slopes, wanted, atol=1e-5)
+
+
+def test_a_model_whose_batch_decides_is_asked_in_one_pass_when_audited() -> None:
+    model = BatchNormed()
+    subject = dataclasses.replace(make_subject(model), images=SPLIT[:][0], labels=SPLIT.labels)
+    deployment, findings = examine(take_copy(model), subject)
+    assert [finding.name for finding in findings] == ["batch_dependent"]
+    assert deployment.is_vectorised
+    assert not examine(take_copy(toys.LinearOfThree()), subject)[0].is_vectorised
 
 
 def test_fresh_copies_share_parameters_and_pass_gradients() -> None:

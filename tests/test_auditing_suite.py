@@ -15,9 +15,9 @@ from toys import TINY, coded_model
 from ecnn.attacks import APGD, PGD, Attack, AutoAttack, Cost, HopSkipJump, Race, Transfer
 from ecnn.attacks.views import SCORES, Aim, Averaged, Look, View, WeakestBit
 from ecnn.auditing import adaptive, audit, surrogates
+from ecnn.auditing.alone import OneAtATime
 from ecnn.auditing.bpda import Passing, can_pass_through, straight_through
 from ecnn.auditing.budgets import BUDGETS, Budget
-from ecnn.auditing.deployed import OneAtATime
 from ecnn.auditing.search import Found
 from ecnn.auditing.subject import Subject
 from ecnn.auditing.suite import Maker, Surrogates, estimate_cost, suite, without_repeats

@@ -151,7 +151,7 @@ def audit(
         request = _Request(split, folder, resume, progress, attacks, classes, batch_size, cluster)
         found = _audit(dataclasses.replace(subject, model=deployment.fresh()), deployment, request)
         if found.staged.late is not None:
-            deployment, late = _ask_otherwise(deployment, found.staged.late)
+            deployment, late = _ask_otherwise(deployment, found.staged.late, subject)
             findings.append(late)
             inner = None if folder is None else folder / late.name
             request = dataclasses.replace(request, folder=inner)
@@ -246,12 +246,13 @@ def _read(subject: Subject, staged: Staged, is_random: bool) -> list[Finding]:
     ]
 
 
-def _ask_otherwise(deployment: Deployment, late: Late) -> tuple[Deployment, Finding]:
+def _ask_otherwise(deployment: Deployment, late: Late, subject: Subject) -> tuple[Deployment, Finding]:
     """How to ask a model of which only the attacks have shown that it remembers, or that company decides."""
     evidence = {"shown_by": "the points that attacks found"}
     if late == "stateful":
         return dataclasses.replace(deployment, forgets=True), named(stateful(evidence), late)
-    return deployment.alone(), named(batch_dependent(evidence), late)
+    single = deployment.alone().sped_up(subject.images, subject.seed)
+    return single, named(batch_dependent(evidence), late)
 
 
 def _certify(subject: Subject, is_random: bool) -> Certificate | None:

@@ -21,6 +21,7 @@ from ecnn.attacks.base import read_model
 from ecnn.attacks.draws import Draws, forked_generators
 from ecnn.attacks.images import at_once
 from ecnn.attacks.norms import NORMS
+from ecnn.auditing.alone import OneAtATime, can_be_vectorised
 from ecnn.auditing.diagnostics.statistics import TOLERANCE, exceeds
 from ecnn.auditing.findings import Finding, alarm, note
 from ecnn.auditing.subject import Subject
@@ -99,26 +100,6 @@ class Isolated(nn.Module):
         return said.clone() if isinstance(said, Tensor) else said
 
 
-class OneAtATime(nn.Module):
-    """A model that is asked about each image by itself, or beside the same clean images every time.
-
-    Args:
-        model: the model.
-        company: (image, channel, height, width) clean images that stand beside each; none where it can answer for one.
-    """
-
-    def __init__(self, model: nn.Module, company: Tensor) -> None:
-        super().__init__()
-        self.model = model
-        self.company = company  # no buffer: its precision says nothing of the model's
-
-    def forward(self, images: Tensor) -> Any:
-        if not len(images):
-            return self.model(images)
-        company = self.company.to(images)
-        return torch.cat([self.model(torch.cat([image[None], company]))[:1] for image in images])
-
-
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Deployment:
     """A model as its users have it, and how it must be asked for that.
@@ -129,6 +110,7 @@ class Deployment:
         forgets: every question goes to a fresh copy.
         company: not None if every image is asked about by itself, beside these clean ones, which may be none.
         isolated: it gets copies of images, and its scores are copied.
+        is_vectorised: images that are asked about one at a time go through in one pass, each as if it were alone.
     """
 
     pristine: nn.Module
@@ -136,6 +118,7 @@ class Deployment:
     forgets: bool = False
     company: Tensor | None = None
     isolated: bool = False
+    is_vectorised: bool = False
 
     @property
     def is_wrapped(self) -> bool:
@@ -146,9 +129,21 @@ class Deployment:
         """A copy that nobody has asked, or the model itself where there is no copy."""
         if self.trouble:
             return Isolated(self.pristine) if self.isolated else self.pristine
+        model = self._bare()
+        if self.company is None:
+            return model
+        return OneAtATime(model, self.company, is_vectorised=self.is_vectorised)
+
+    def _bare(self) -> nn.Module:
         model = FreshEachTime(self.pristine) if self.forgets else copy.deepcopy(self.pristine)
-        model = Isolated(model) if self.isolated else model
-        return model if self.company is None else OneAtATime(model, self.company)
+        return Isolated(model) if self.isolated else model
+
+    def sped_up(self, images: Tensor, seed: int) -> Deployment:
+        """The same; in one pass over many images, if each must be asked about by itself and that is the same."""
+        if self.company is None or self.trouble or len(images) < 2:
+            return self
+        company = self.company.to(images)
+        return dataclasses.replace(self, is_vectorised=can_be_vectorised(self._bare(), company, images, seed))
 
     def alone(self) -> Deployment:
         """The same, asked about each image by itself."""
@@ -200,7 +195,8 @@ def examine(taken: Deployment, subject: Subject) -> tuple[Deployment, list[Findi
         subject: what is audited; its model is not asked.
     """
     with without_tf32():
-        return _Examination(taken, subject).run()
+        deployment, findings = _Examination(taken, subject).run()
+        return deployment.sped_up(subject.images, subject.seed), findings
 
 
 class _Examination:
@@ -499,7 +495,8 @@ def _scores(deployment: Deployment, subject: Subject, points: Tensor) -> Tensor:
 def _alone_scores(deployment: Deployment, subject: Subject, points: Tensor) -> Tensor:
     """(point, class) each asked about by itself; beside others if the deployment says so."""
     try:
-        return _scores(deployment.alone(), subject, points)
+        lonely = dataclasses.replace(deployment.alone(), is_vectorised=False)
+        return _scores(lonely, subject, points)
     except Exception:  # a batch of one that only these points spoil
         return _scores(deployment, subject, points)
 

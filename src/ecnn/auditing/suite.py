@@ -31,9 +31,9 @@ from ecnn.auditing.adaptive import (
     ScaledCrossEntropy,
     WorstMembers,
 )
+from ecnn.auditing.alone import OneAtATime
 from ecnn.auditing.bpda import Passing
 from ecnn.auditing.budgets import Budget, resolve_budget
-from ecnn.auditing.deployed import OneAtATime
 from ecnn.auditing.search import Found, search
 from ecnn.auditing.subject import Subject
 from ecnn.auditing.surrogates import (
