@@ -30,6 +30,12 @@ def check_count(name: str, value: Any, *, least: int = 1, most: int | None = Non
         raise InputError(f"{name} must be a whole number from {least} {limit}, not {shown(value)}.")
 
 
+def check_counts(owner: Any, *names: str) -> None:
+    """Raises InputError unless these attributes of the owner are whole numbers from 1 up."""
+    for name in names:
+        check_count(name, getattr(owner, name))
+
+
 def check_number(
     name: str,
     value: Any,

@@ -16,7 +16,7 @@ from ecnn.attacks.images import add_up, at_once, per_image
 from ecnn.attacks.norms import NORMS, Norm, l2_norm
 from ecnn.attacks.views import score_loss
 from ecnn.backbones import undisturbed
-from ecnn.checks import check_choice, check_count
+from ecnn.checks import check_choice, check_count, check_counts
 from ecnn.errors import InputError
 from ecnn.objectives import predicted_classes
 
@@ -65,8 +65,7 @@ class HopSkipJump(Attack):
         check_choice("norm", self.norm, self.norms)
         check_count("steps", self.steps, least=0)
         check_count("samples", self.samples, least=2)
-        check_count("init_tries", self.init_tries)
-        check_count("max_batch", self.max_batch)
+        check_counts(self, "init_tries", "max_batch")
         if self.precision != "float32":
             raise InputError(
                 f'HopSkipJump follows the border, which {self.precision} moves: use precision="float32".'

@@ -15,7 +15,7 @@ from ecnn.attacks.draws import Draws
 from ecnn.attacks.images import per_image
 from ecnn.attacks.minimal import MinimumNormAttack, misclassified
 from ecnn.attacks.views import Aim, Look, View, WeakestBit, decode_linearly, find_score_view, members_of
-from ecnn.checks import check_count, check_number
+from ecnn.checks import check_count, check_counts, check_number
 
 _BETAS, _TINY = (0.9, 0.999), 1e-8  # Adam's, as published
 _NO_PROGRESS = 0.999  # of the loss at the last check
@@ -38,8 +38,7 @@ class _TanhAttack(MinimumNormAttack):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_count("steps", self.steps)
-        check_count("search_steps", self.search_steps)
+        check_counts(self, "steps", "search_steps")
         check_count("pull_steps", self.pull_steps, least=0)
         check_number("initial_constant", self.initial_constant, above=True)
         check_number("lr", self.lr, above=True)

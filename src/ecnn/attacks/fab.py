@@ -16,7 +16,7 @@ from ecnn.attacks.draws import Draws
 from ecnn.attacks.images import per_image
 from ecnn.attacks.norms import NORMS, Norm
 from ecnn.attacks.views import Aim, View, find_score_view
-from ecnn.checks import check_count, check_number
+from ecnn.checks import check_counts, check_number
 from ecnn.objectives import largest_score, predicted_classes, score_margin
 
 _FINAL_STEPS = 3
@@ -58,9 +58,7 @@ class FAB(BallAttack):
     def __post_init__(self) -> None:
         super().__post_init__()
         find_score_view(self.on)
-        check_count("steps", self.steps)
-        check_count("targets", self.targets)
-        check_count("restarts", self.restarts)
+        check_counts(self, "steps", "targets", "restarts")
         check_number("bias", self.bias, most=1)
         check_number("overshoot", self.overshoot, least=1)
         check_number("retreat", self.retreat, most=1)

@@ -27,7 +27,7 @@ from ecnn.attacks.ray_directions import (
     tours,
     unit,
 )
-from ecnn.checks import check_count, check_kind, check_number
+from ecnn.checks import check_counts, check_kind, check_number
 from ecnn.errors import InputError
 from ecnn.objectives import predicted_classes
 
@@ -129,8 +129,7 @@ class RaySearch(BallAttack):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_count("queries", self.queries)
-        check_count("max_batch", self.max_batch)
+        check_counts(self, "queries", "max_batch")
         check_number("share", self.share, most=1)
         for start in self.starts:
             check_kind("starts", start, Attack, "attacks such as PGD")

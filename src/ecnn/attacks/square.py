@@ -16,7 +16,7 @@ from ecnn.attacks.draws import Draws
 from ecnn.attacks.images import per_image
 from ecnn.attacks.norms import NORMS, Norm, l2_norm
 from ecnn.attacks.views import Aim, Loss, View, find_score_view
-from ecnn.checks import check_choice, check_count, check_number
+from ecnn.checks import check_choice, check_counts, check_number
 from ecnn.objectives import predicted_classes
 
 # After these queries of 10,000 the share of pixels in a square is halved.
@@ -86,8 +86,7 @@ class Square(BallAttack):
         find_score_view(self.on)
         check_choice("loss", self.loss, ("margin", "cross_entropy"))
         check_choice("l2_moves", self.l2_moves, ("bumps", "turns"))
-        check_count("queries", self.queries)
-        check_count("restarts", self.restarts)
+        check_counts(self, "queries", "restarts")
         check_number("first_share", self.first_share, most=1, above=True)
 
     def cost(self, num_classes: int) -> Cost:

@@ -34,7 +34,7 @@ from ecnn.attacks.views import (
 )
 from ecnn.auditing.averaging import MeanOfPasses
 from ecnn.backbones import full_precision, undisturbed
-from ecnn.checks import check_count
+from ecnn.checks import check_count, check_counts
 from ecnn.codes import CodeMatrix
 from ecnn.errors import InputError
 from ecnn.objectives import bounded, member_margin, member_targets, predicted_classes
@@ -333,8 +333,7 @@ class Relay(BallAttack):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_count("steps", self.steps)
-        check_count("restarts", self.restarts)
+        check_counts(self, "steps", "restarts")
         check_count("the number of views", len(self.views))
         for view in self.views:
             find_view(view)
