@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import contextlib
+import dataclasses
 import importlib
 import io
 import json
@@ -40,7 +41,7 @@ from toys import TINY, Saturated, images_of_classes, shorten_lessons, tiny_ecnn
 from typer.testing import CliRunner
 
 import ecnn
-from ecnn.auditing import load_audit
+from ecnn.auditing import AuditSummary, load_audit
 from ecnn.cli import app
 from ecnn.data import load_data
 from ecnn.errors import InputError
@@ -637,8 +638,10 @@ def test_the_command_serves_a_run_its_audit_and_its_rival(address: str, runs: Pa
     assert about["compared"]["kind"] == "resnet"
     assert about["compared"]["code"] is None
     saved = load_audit(runs / "ecnn")
-    assert about["model"]["audit"]["headline"] == saved.headline
-    assert about["model"]["audit"]["accuracy"] == saved.accuracy
+    said, held = about["model"]["audit"], saved.to_dict()
+    for field in dataclasses.fields(AuditSummary):
+        assert said[field.name] == held[field.name]
+    assert said["headline"] == saved.headline
     examples = httpx2.get(f"{address}/v1/examples").json()["examples"]
     assert [example["label"] for example in examples] == [*range(10)] * 2
     test = load_data("digits").test

@@ -17,7 +17,7 @@ from ecnn.auditing.budgets import BUDGETS, Budget, resolve_budget
 from ecnn.auditing.certificates import Certificate, certify
 from ecnn.auditing.diagnostics import CHECKS, diagnose, read_evidence
 from ecnn.auditing.findings import Finding
-from ecnn.auditing.report import AUDIT_VERSION, Audit, Stage, load_audit
+from ecnn.auditing.report import AUDIT_VERSION, Audit, AuditSummary, Stage, load_audit
 from ecnn.auditing.smoothing import Smoothed, SmoothedCertificate
 from ecnn.auditing.subject import Subject
 from ecnn.auditing.suite import estimate_cost
@@ -27,6 +27,7 @@ from ecnn.auditing.traits import Traits, find_traits
 __all__ = [
     "AUDIT_VERSION",
     "Audit",
+    "AuditSummary",
     "BUDGETS",
     "Budget",
     "CHECKS",

@@ -52,8 +52,8 @@ class Stage:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Audit:
-    """Whether to believe a number, and why.
+class AuditSummary:
+    """The verdict of an audit and its figures.
 
     Attributes:
         verdict: on a claim, "believable" or "not believable"; without one, "trustworthy": nothing says that the
@@ -67,16 +67,7 @@ class Audit:
         plain_accuracy: under the plain attack alone, PGD on cross-entropy.
         images: how many.
         norm, eps: of the ball.
-        budget, seed: what was asked for.
-        is_random: the model answers differently from pass to pass, so that accuracies are means over passes.
-        stages: the attacks in their order.
-        broken_by: (image,) position in `stages` of what broke each image; -1 if it stands, -2 if it was wrong anyway.
-        findings: what was checked.
-        model: what was audited, described.
-        environment: where.
-        audit_version: `AUDIT_VERSION` of the audit that found this.
-        certified: what is proven, so that certified <= truth <= audited; None where nothing is.
-        power: what the attacks can be trusted to have found; None of audits before version 2.
+        budget: how much effort was asked for.
     """
 
     verdict: Verdict
@@ -91,6 +82,30 @@ class Audit:
     norm: str
     eps: float
     budget: str
+
+    def __post_init__(self) -> None:
+        check_choice("verdict", self.verdict, get_args(Verdict))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Audit(AuditSummary):
+    """Whether to believe a number, and why.
+
+    Attributes:
+        verdict, reason, claimed, min_accuracy, accuracy, interval, clean_accuracy, plain_accuracy, images, norm, eps,
+            budget: the summary, see `AuditSummary`.
+        seed: what was asked for.
+        is_random: the model answers differently from pass to pass, so that accuracies are means over passes.
+        stages: the attacks in their order.
+        broken_by: (image,) position in `stages` of what broke each image; -1 if it stands, -2 if it was wrong anyway.
+        findings: what was checked.
+        model: what was audited, described.
+        environment: where.
+        audit_version: `AUDIT_VERSION` of the audit that found this.
+        certified: what is proven, so that certified <= truth <= audited; None where nothing is.
+        power: what the attacks can be trusted to have found; None of audits before version 2.
+    """
+
     seed: int
     is_random: bool
     stages: tuple[Stage, ...]
@@ -101,9 +116,6 @@ class Audit:
     audit_version: int = AUDIT_VERSION
     certified: Certificate | None = None
     power: Power | None = None
-
-    def __post_init__(self) -> None:
-        check_choice("verdict", self.verdict, get_args(Verdict))
 
     def __str__(self) -> str:
         low, high = self.interval

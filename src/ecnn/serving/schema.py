@@ -10,6 +10,7 @@ from ecnn.attacks.views import VIEWS
 from ecnn.serving.answers import Answer
 from ecnn.serving.attacking import EFFORTS, AttackResult
 from ecnn.serving.requests import COMPARED, SERVED
+from ecnn.serving.subject import AuditFacts
 
 
 @dataclass(frozen=True)
@@ -40,27 +41,6 @@ class Examples:
     """Test images, of all classes in turn."""
 
     examples: list[Example]
-
-
-@dataclass(frozen=True)
-class AuditFacts:
-    """What an audit of the model found."""
-
-    verdict: str
-    headline: str
-    reason: str
-    claimed: float | None
-    accuracy: float
-    interval: list[float]
-    clean_accuracy: float
-    plain_accuracy: float
-    images: int
-    norm: str
-    eps: float
-    budget: str
-    alarms: list[str]
-    certified: float | None
-    certified_by: str | None
 
 
 @dataclass(frozen=True)

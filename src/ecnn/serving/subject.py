@@ -3,20 +3,29 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 import torch
 
 from ecnn import files, runs
 from ecnn.attacks.views import members_of
-from ecnn.auditing import Audit, load_audit
+from ecnn.auditing import Audit, AuditSummary, load_audit
 from ecnn.data import Split
 from ecnn.errors import InputError
 from ecnn.predicting import Classifier, Reading, ask_model, has_code, load_classifier
 
 AUDIT = "audit.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class AuditFacts(AuditSummary):
+    """What an audit of the model found."""
+
+    headline: str
+    alarms: list[str]
+    certified: float | None
+    certified_by: str | None
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,7 +66,7 @@ class Subject:
             "height": ours.image_size[0],
             "width": ours.image_size[1],
             "code": code,
-            "audit": None if self.audit is None else _audit_facts(self.audit),
+            "audit": None if self.audit is None else asdict(_audit_facts(self.audit)),
         }
 
     def blank(self) -> Split:
@@ -88,27 +97,12 @@ def load_subject(source: str | os.PathLike[str], *, device: str | torch.device =
     return Subject(classifier, str(source), str(spec.model.get("kind", "ecnn")), spec.data.name, audit)
 
 
-def _audit_facts(audit: Audit) -> dict[str, Any]:
-    """What a person wants to know of an audit; all of it is in audit.json."""
-    names: Sequence[str] = (
-        "verdict",
-        "headline",
-        "reason",
-        "claimed",
-        "accuracy",
-        "clean_accuracy",
-        "plain_accuracy",
-        "images",
-        "norm",
-        "eps",
-        "budget",
-    )
-    alarms = [finding.claim for finding in audit.findings if finding.level == "alarm"]
+def _audit_facts(audit: Audit) -> AuditFacts:
     proven = audit.certified
-    return {
-        **{name: getattr(audit, name) for name in names},
-        "interval": [*audit.interval],
-        "alarms": alarms,
-        "certified": None if proven is None else proven.accuracy,
-        "certified_by": None if proven is None else proven.how,
-    }
+    return AuditFacts(
+        **{field.name: getattr(audit, field.name) for field in fields(AuditSummary)},
+        headline=audit.headline,
+        alarms=[finding.claim for finding in audit.findings if finding.level == "alarm"],
+        certified=None if proven is None else proven.accuracy,
+        certified_by=None if proven is None else proven.how,
+    )
