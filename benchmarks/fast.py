@@ -1,7 +1,7 @@
 """The fast audit beside AutoAttack: who stands, what it costs in images forwarded, and how long, cold and warm.
 
 Run: python benchmarks/fast.py [--device cuda] [--images 1000] [--models NAME ...] [--tools NAME ...] [--cold]
-[--root data | --npz FILE] [--cache FOLDER] [--json FILE]
+[--root data | --npz FILE] [--cache FOLDER] [--json FILE] [--remark TEXT]
 [--quick: a few images of one small network, to out/quick, to see that everything runs]
 Models are shipped ones (cifar10-...) or honest ones of `ecnn.auditing.bench` (digits:NAME). The original AutoAttack
 takes part where `autoattack` or `pyautoattack` can be imported. Outcomes of the reference, our AutoAttack, are kept in
@@ -132,7 +132,8 @@ def with_original(case: Case) -> Found:
     name = next(name for name in ("autoattack", "pyautoattack") if importlib.util.find_spec(name))
     program = importlib.import_module(name)
     settings = {"norm": "Linf", "eps": case.eps, "seed": 0, "version": "standard", "device": case.device}
-    suite = program.AutoAttack(case.model, verbose=False, **settings)
+    quiet = {"verbose": False} if name == "autoattack" else {}
+    suite = program.AutoAttack(case.model, **settings, **quiet)
     with Count(case.model, case.images) as counted:
         if name == "autoattack":
             points = suite.run_standard_evaluation(case.images, case.labels, bs=case.count)
@@ -294,15 +295,17 @@ def _section(device: str, result: Row) -> list[str]:
         numbers = (f"{row['forwarded']:,}", f"{100 * row['share']:.1f} %", f"{row['seconds']:.1f}")
         cells.append([*(row[name] for name in plain), *numbers])
     cold = ["", *_cold_lines(result["cold"])] if result.get("cold") else []
-    return table(head, cells, words=2) + cold
+    remark = ["", result["remark"]] if result.get("remark") else []
+    return table(head, cells, words=2) + remark + cold
 
 
 def _cold_lines(rows: list[Row]) -> list[str]:
     cells = []
     for row in rows:
-        took = [row["error"], "", ""]
-        if "error" not in row:
-            took = [f"{row[name]:.1f}" for name in ("load", "first", "second")]
+        failed = "error" in row
+        took = (
+            [row["error"], "", ""] if failed else [f"{row[name]:.1f}" for name in ("load", "first", "second")]
+        )
         cells.append([row["tool"], row["model"], row["kernels"], f"{row['process']:.1f}", *took])
     return [
         "Cold and warm, in seconds: of the whole process, to load model and data, of the first call, of a second one.",
@@ -325,6 +328,7 @@ def main() -> None:
     parser.add_argument("--npz", default=None, help="CIFAR-10 test images and labels, uint8")
     parser.add_argument("--cache", type=Path, default=Path("out/fast"))
     parser.add_argument("--json", type=Path, default=HERE / "fast.json")
+    parser.add_argument("--remark", help="a sentence to stand below the rows: what else the machine did")
     parser.add_argument("--alone", choices=list(TOOLS), help=argparse.SUPPRESS)
     parser.add_argument(
         "--quick", action="store_true", help="little of everything, to out/quick: does it run?"
@@ -343,7 +347,7 @@ def main() -> None:
         result["cold"] = measure_cold(options)
         files.write_json(options.json, everything)
     if not options.only_cold:
-        result["rows"] = []
+        result["rows"], result["remark"] = [], options.remark
         for name in options.models:
             result["rows"] += compare(Case(name, options), options)
             files.write_json(options.json, everything)
