@@ -28,7 +28,7 @@ def evaluate(
     steps: Annotated[int | None, typer.Option(help="Iterations.")] = None,
     step_size: Annotated[str | None, typer.Option(help="Of each iteration, 0.02 or 2/255.")] = None,
     loss: Annotated[str | None, typer.Option(help="margin, cross_entropy or dlr.")] = None,
-    on: Annotated[str | None, typer.Option(help="Where it looks: scores, linear, tempered, members.")] = None,
+    on: Annotated[str | None, typer.Option(help=options.VIEW_HELP)] = None,
     keep: Annotated[
         str | None, typer.Option(help="best, or last: the last iterate, as the paper's protocol counts.")
     ] = None,

@@ -39,6 +39,7 @@ Cluster = Annotated[
 ]
 OWN_ATTACK_HELP = "file.py:function of one of yours, (model, images, labels, *, norm, eps, seed) -> images."
 NORM_HELP = "linf, l2 or l1."
+VIEW_HELP = "Where it looks: scores, linear, tempered, members."
 Resume = Annotated[bool, typer.Option(help="Go on with what --out holds.")]
 DryRun = Annotated[
     bool, typer.Option("--dry-run", help="Only try the model on one image and say what it would cost.")

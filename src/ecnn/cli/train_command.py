@@ -10,11 +10,13 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 import ecnn
-from ecnn.cli.options import Device, JsonFlag, Root
+from ecnn.cli.options import VIEW_HELP, Device, JsonFlag, Root
 from ecnn.errors import InputError
 
 if TYPE_CHECKING:
     from ecnn.pipeline import TrainedRun
+
+_InPlaceOfTheRecipes = Annotated[int | None, typer.Option(help="Instead of the recipe's.")]
 
 
 def train(
@@ -43,8 +45,8 @@ def train(
             help="auto (by the number of images), paper, onecycle, robust, ...  [default: what fits model and data]"
         ),
     ] = None,
-    epochs: Annotated[int | None, typer.Option(help="Instead of the recipe's.")] = None,
-    batch_size: Annotated[int | None, typer.Option(help="Instead of the recipe's.")] = None,
+    epochs: _InPlaceOfTheRecipes = None,
+    batch_size: _InPlaceOfTheRecipes = None,
     seed: Annotated[int | None, typer.Option(help="Same seed, same run.  [default: 0]")] = None,
     val_fraction: Annotated[
         float | None, typer.Option(help="Share of the training images that choose the epoch.  [default: 0.1]")
@@ -60,10 +62,7 @@ def train(
         str | None, typer.Option(help="What trains against it: pgd, fgsm, apgd, ...  [default: pgd]")
     ] = None,
     attack_steps: Annotated[int | None, typer.Option(help="Steps of that attack.  [default: 10]")] = None,
-    attack_on: Annotated[
-        str | None,
-        typer.Option(help="Where it looks: scores, linear, tempered, members.  [default: scores]"),
-    ] = None,
+    attack_on: Annotated[str | None, typer.Option(help=f"{VIEW_HELP}  [default: scores]")] = None,
     image_size: Annotated[
         int | None,
         typer.Option(
