@@ -407,19 +407,52 @@ def test_a_point_near_the_border_is_taken_farther_before_it_is_rounded() -> None
     model = toys.LinearOfThree()
     subject = make_subject(model)
     images, labels = subject.images, subject.labels
-    scores = model(images).detach()
-    lead, second = scores.topk(2, dim=1).values.diff().squeeze(1).neg(), scores.topk(2, dim=1).indices[:, 1]
-    slopes = (model.weight[second] - model.weight[labels]).detach().view_as(images)
-    shares = lead / (EPS * slopes.abs().flatten(1).sum(dim=1))
-    rows = ((scores.argmax(dim=1) == labels) & (shares < 0.7)).nonzero().flatten()
-    moves = 1.0001 * (shares * EPS).view(-1, 1, 1, 1) * slopes.sign()
-    points = (images + moves)[rows]
+    points, rows = just_broken(model)
     rounded = round_points(subject, points, images[rows])
     healed = model(rounded).argmax(dim=1) == labels[rows]
     assert healed.sum() >= 3
     found = confirm(take_copy(model), subject, points, rows, are_bytes=True)
     assert found.rounded is not None
     assert found.rounded.all()
+
+
+class Swayed(toys.LinearOfThree):
+    """Gives slightly other scores to an image that comes alone."""
+
+    def forward(self, images: Tensor) -> Tensor:
+        shift = torch.tensor([0.04, 0.0, -0.04]) if len(images) == 1 else torch.zeros(3)
+        return super().forward(images) + shift
+
+
+def test_a_model_that_its_batch_sways_a_little_is_attacked_in_batches_and_judged_alone(honest: float) -> None:
+    found = run_audit(Swayed(), claim=0.95)
+    assert [finding.kind for finding in found.findings if finding.name == "batch_dependent"] == ["swayed"]
+    assert found.verdict == "not believable"
+    assert abs(found.accuracy - honest) <= 0.05
+
+
+def test_of_a_swayed_model_a_point_farther_on_may_hold_in_place_of_one_at_the_border() -> None:
+    subject, (points, rows) = make_subject(Swayed()), just_broken(toys.LinearOfThree())
+    plain = take_copy(Swayed())
+    swayed = dataclasses.replace(plain, is_swayed=True)
+    before, after = (confirm(one, subject, points, rows, are_bytes=False) for one in (plain, swayed))
+    assert before.holds.sum() <= len(points) - 3
+    assert after.holds.all()
+    assert after.full.all()
+    assert before.full.all()
+    assert not swayed.alone().is_swayed
+
+
+def just_broken(model: toys.LinearOfThree) -> tuple[Tensor, Tensor]:
+    """Points just beyond the border, whose images have others well inside of their balls; and which these are."""
+    images, labels = SPLIT[:]
+    scores = model(images).detach()
+    lead, second = scores.topk(2, dim=1).values.diff().squeeze(1).neg(), scores.topk(2, dim=1).indices[:, 1]
+    slopes = (model.weight[second] - model.weight[labels]).detach().view_as(images)
+    shares = lead / (EPS * slopes.abs().flatten(1).sum(dim=1))
+    rows = ((scores.argmax(dim=1) == labels) & (shares < 0.7)).nonzero().flatten()
+    moves = 1.0001 * (shares * EPS).view(-1, 1, 1, 1) * slopes.sign()
+    return (images + moves)[rows], rows
 
 
 def test_rounding_is_told() -> None:

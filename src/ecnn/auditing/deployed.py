@@ -38,6 +38,8 @@ _COMPANY = 31
 _APART, _APART_IN_HALF = 1e-3, 3e-2
 #: A margin within this share of the spread of the scores is a tie, decided by the order of summation.
 _TIE = 1e-5
+#: Of the same spread: a batch that changes scores by less moves the border a little, and is no other model.
+_LITTLE = 0.05
 #: How much farther a point is taken that rounding takes back.
 _REACHES = (1.0, 1.05, 1.2, 1.5, 2.0, 4.0)
 _STREAM = 53
@@ -111,6 +113,7 @@ class Deployment:
         company: not None if every image is asked about by itself, beside these clean ones, which may be none.
         isolated: it gets copies of images, and its scores are copied.
         is_vectorised: images that are asked about one at a time go through in one pass, each as if it were alone.
+        is_swayed: its batch changes its scores a little; it is attacked in batches, and judged one image at a time.
     """
 
     pristine: nn.Module
@@ -119,6 +122,7 @@ class Deployment:
     company: Tensor | None = None
     isolated: bool = False
     is_vectorised: bool = False
+    is_swayed: bool = False
 
     @property
     def is_wrapped(self) -> bool:
@@ -147,7 +151,9 @@ class Deployment:
 
     def alone(self) -> Deployment:
         """The same, asked about each image by itself."""
-        return self if self.company is not None else dataclasses.replace(self, company=torch.zeros(0))
+        if self.company is not None:
+            return self
+        return dataclasses.replace(self, company=torch.zeros(0), is_swayed=False)
 
 
 def take_copy(model: nn.Module) -> Deployment:
@@ -317,11 +323,22 @@ class _Examination:
             is_dependent = 4 * evidence["differ_alone"] > len(first[few])
         if "error_alone" not in evidence and not is_dependent:
             return taken
+        if "error_alone" not in evidence and self._is_little(shuffled, first[order], lonely, first[few]):
+            self._find(_swayed(evidence), "batch_dependent")
+            return dataclasses.replace(taken, is_swayed=True)
         if needs_company:
             single = dataclasses.replace(taken, company=self.images[:_COMPANY])
         evidence["company"] = len(single.company) if single.company is not None else 0
         self._find(batch_dependent(evidence), "batch_dependent")
         return single
+
+    def _is_little(self, *pairs: Tensor) -> bool:
+        """Whether answers, given two and two, differ by little and name the same classes."""
+        return all(
+            not _differ(one, other, _LITTLE).any()
+            and bool((predicted_classes(one) == predicted_classes(other)).all())
+            for one, other in zip(pairs[::2], pairs[1::2], strict=True)
+        )
 
     def _right(self, scores: Tensor, part: slice) -> int:
         return int((predicted_classes(scores) == self.labels[part]).sum())
@@ -340,9 +357,10 @@ def _noisy(subject: Subject, images: Tensor, number: int) -> Tensor:
     return NORMS[subject.norm].random(images, subject.eps, draws)
 
 
-def _differ(one: Tensor, other: Tensor) -> Tensor:
-    """(image,) where two answers differ by more than the order of summation explains; on the CPU."""
-    tolerance = _APART if one.dtype in (torch.float32, torch.float64) else _APART_IN_HALF
+def _differ(one: Tensor, other: Tensor, tolerance: float | None = None) -> Tensor:
+    """(image,) where two answers differ by more than the order of summation explains, or that share; on the CPU."""
+    if tolerance is None:
+        tolerance = _APART if one.dtype in (torch.float32, torch.float64) else _APART_IN_HALF
     one, other = one.double(), other.double()
     same = (one == other) | (one.isnan() & other.isnan())
     apart = torch.where(same, 0.0, one - other).abs().nan_to_num(nan=torch.inf).amax(dim=1)
@@ -393,6 +411,14 @@ def batch_dependent(evidence: dict[str, Any]) -> Finding:
     return alarm(claim, {**evidence, "answered": True}, advice)
 
 
+def _swayed(evidence: dict[str, Any]) -> Finding:
+    claim = (
+        "The scores of an image depend a little on the others in its batch, as with 8-bit numbers whose range is that "
+        "of a batch. It is attacked in batches and judged one image at a time."
+    )
+    return note(claim, evidence, kind="swayed")
+
+
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Confirmation:
     """What deployed copies say of points that broke images.
@@ -416,7 +442,8 @@ def confirm(
 ) -> Confirmation:
     """Judges points that broke images: by copies that no attack has asked, each by itself, and in shuffled batches.
 
-    A point holds if it is misclassified alone, or so near to the border that the order of summation decides.
+    A point holds if it is misclassified alone, or so near to the border that the order of summation decides. Of a model
+    that its batch sways a little, a point farther on in the same direction may hold in its place.
 
     Args:
         deployment: how the model is asked.
@@ -428,14 +455,38 @@ def confirm(
     labels = subject.labels[rows.to(subject.labels.device)]
     points = points.to(subject.images)
     with without_tf32():
-        lonely = _alone_scores(deployment, subject, points)
-        holds = _is_broken(lonely, labels)
+        holds = _is_broken(_alone_scores(deployment, subject, points), labels)
+        if deployment.is_swayed:
+            points, holds = _taken_farther(deployment, subject, points, rows, labels, holds)
         order = torch.randperm(len(points), generator=torch.Generator().manual_seed(subject.seed))
         full = np.zeros(len(points), dtype=bool)
         full[order.numpy()] = _is_broken(_scores(deployment, subject, points[order]), labels[order])
         rounded = _broken_when_rounded(deployment, subject, points, rows, labels) if are_bytes else None
         late = None if deployment.trouble else _what_came_late(deployment, subject, holds, full)
     return Confirmation(holds=holds, full=full, rounded=rounded, late=late)
+
+
+def _taken_farther(
+    deployment: Deployment, subject: Subject, points: Tensor, rows: Tensor, labels: Tensor, holds: np.ndarray
+) -> tuple[Tensor, np.ndarray]:
+    """The points, with one farther on for each that does not hold, where that one does; and which of them hold."""
+    images = subject.images[rows.to(subject.images.device)]
+    points, holds = points.clone(), holds.copy()
+    for reach in _REACHES[1:]:
+        left = torch.from_numpy(np.flatnonzero(~holds)).to(points.device)
+        if not len(left):
+            break
+        farther = _farther(subject, points[left], images[left], reach)
+        broken = _is_broken(_alone_scores(deployment, subject, farther), labels[left])
+        found = left[torch.from_numpy(broken).to(left.device)]
+        points[found] = farther[torch.from_numpy(broken).to(left.device)]
+        holds[found.cpu().numpy()] = True
+    return points, holds
+
+
+def _farther(subject: Subject, points: Tensor, images: Tensor, reach: float) -> Tensor:
+    """The points, that many times as far from their images as far as the ball allows."""
+    return NORMS[subject.norm].project(images + reach * (points - images), images, subject.eps)
 
 
 def _broken_when_rounded(
@@ -452,7 +503,7 @@ def _broken_when_rounded(
         if not len(left):
             break
         here = images[left]
-        farther = NORMS[subject.norm].project(here + reach * (points[left] - here), here, subject.eps)
+        farther = _farther(subject, points[left], here, reach)
         scores = _scores(deployment, subject, round_points(subject, farther, here))
         broken[left.cpu().numpy()] = _is_broken(scores, labels[left])
     return broken
