@@ -26,7 +26,7 @@ from ecnn.auditing.bpda import Passing, can_pass_through, straight_through
 from ecnn.auditing.budgets import BUDGETS
 from ecnn.auditing.layers import LayerScores, LayerVotes, survey_layers
 from ecnn.auditing.search import _mixed, search
-from ecnn.auditing.soft_values import Soft
+from ecnn.auditing.soft_values import Soft, expectation, expected_row
 from ecnn.auditing.subject import Subject
 from ecnn.errors import InputError
 
@@ -472,3 +472,15 @@ def test_what_a_search_learns_from_is_clean_noisy_and_attacked_images() -> None:
     expected = torch.cat([images[:60], noisy, images[60:]])
     order = torch.randperm(135, generator=torch.Generator().manual_seed(4))
     assert torch.equal(_mixed(clean, ends, subject), expected[order])
+
+
+@pytest.mark.parametrize("places", [5, 3])
+def test_rows_of_a_table_are_expected_in_one_product_as_one_by_one(places: int) -> None:
+    numbers = torch.Generator().manual_seed(0)
+    table = torch.rand(5, 2, 3, generator=numbers)  # row, ...
+    weights = torch.rand(4, 6, places, generator=numbers).requires_grad_()  # (image, look, place)
+    index = torch.zeros(4, 6, dtype=torch.long)
+    pair = expected_row(table, weights), expectation(lambda place: table[place], index, weights)
+    torch.testing.assert_close(*pair)
+    slopes = [torch.autograd.grad(found.square().sum(), weights)[0] for found in pair]
+    torch.testing.assert_close(*slopes)

@@ -13,6 +13,7 @@ from ecnn.auditing.soft_values import (
     add_gradient,
     align,
     expectation,
+    expected_row,
     pass_gradient,
     soft_equal,
     soft_ranks,
@@ -213,6 +214,8 @@ def _look_up(
     axis = 0 if name in ("embedding", "__getitem__", "take") else int(args[1])
     size = table.numel() if name == "take" else table.shape[inner or axis]
     if soft.weights is not None and soft.weights.shape[-1] <= size:
+        if inner is None and name in ("embedding", "__getitem__") and table.is_floating_point():
+            return add_gradient(hard, expected_row(table, soft.weights))
         return add_gradient(hard, expectation(ask, index, soft.weights))
     return add_gradient(hard, table_slope(ask, index, soft.value, size, hard))
 

@@ -167,6 +167,13 @@ def expectation(ask: Callable[[Tensor], Tensor], index: Tensor, weights: Tensor)
     return total
 
 
+def expected_row(table: Tensor, weights: Tensor) -> Tensor:
+    """The same for whole rows of a table, in one product."""
+    rows = table.detach()[: weights.shape[-1]]
+    expected: Tensor = torch.tensordot(weights.to(rows.dtype), rows, dims=1)
+    return expected
+
+
 def table_slope(
     ask: Callable[[Tensor], Tensor], index: Tensor, value: Tensor, size: int, hard: Tensor
 ) -> Tensor:
