@@ -220,6 +220,43 @@ def test_a_model_that_remembers_is_judged_by_fresh_copies(model: nn.Module, hone
     assert getattr(model, "seen", []) == []  # the caller's object was never asked
 
 
+class Adapting(toys.LinearOfThree):
+    """Follows the mean of what it is asked, in a buffer: adaptation at test time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.full((1, 6, 6), 0.5))
+        self.register_buffer("questions", torch.zeros((), dtype=torch.int64))
+        self.mean: Tensor
+        self.questions: Tensor
+
+    def forward(self, images: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.mean.mul_(0.5).add_(0.5 * images.mean(dim=0))
+            self.questions += 1
+        return super().forward(images - self.mean + 0.5)
+
+
+def test_a_model_that_adapts_its_buffers_is_judged_by_fresh_ones() -> None:
+    model = Adapting()
+    subject = make_subject(model)
+    deployment, findings = examine(take_copy(model), subject)
+    assert [finding.name for finding in findings] == ["stateful", "batch_dependent"]
+    assert deployment.forgets
+    assert deployment.in_buffers
+    assert deployment.is_vectorised
+    asked = deployment.fresh()
+    points = subject.images.clone().requires_grad_(True)
+    expected = toys.LinearOfThree()((points + 0.5) / 2)  # the mean of one image is halfway to it
+    for _ in range(3):
+        assert torch.allclose(asked(points), expected, atol=1e-5)
+        assert torch.allclose(asked(points[:1]), expected[:1], atol=1e-5)
+    slopes, wanted = (torch.autograd.grad(said[:, 0].sum(), points)[0] for said in (asked(points), expected))
+    assert torch.allclose(slopes, 2 * wanted, atol=1e-5)  # what the model adds up it does not differentiate
+    assert not int(model.questions)
+    assert not any(int(value.sum()) for name, value in asked.named_buffers() if name.endswith("questions"))
+
+
 class WritesImages(toys.LinearOfThree):
     """Normalises what it is given where it lies."""
 

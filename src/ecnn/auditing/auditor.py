@@ -250,7 +250,8 @@ def _ask_otherwise(deployment: Deployment, late: Late, subject: Subject) -> tupl
     """How to ask a model of which only the attacks have shown that it remembers, or that company decides."""
     evidence = {"shown_by": "the points that attacks found"}
     if late == "stateful":
-        return dataclasses.replace(deployment, forgets=True), named(stateful(evidence), late)
+        fresh = dataclasses.replace(deployment, forgets=True, in_buffers=False, is_vectorised=False)
+        return fresh, named(stateful(evidence), late)
     single = deployment.alone().sped_up(subject.images, subject.seed)
     return single, named(batch_dependent(evidence), late)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import random
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -71,6 +72,30 @@ class FreshEachTime(nn.Module):
         return fresh(images)
 
 
+class FreshBuffers(nn.Module):
+    """A model whose every question finds its buffers as they were: what it writes there is forgotten.
+
+    That is `FreshEachTime` for a model that remembers in its buffers alone, without the copies.
+
+    Args:
+        model: the model.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, images: Tensor) -> Any:
+        # The zero makes each a copy; and one for each image, where torch asks about many as if each were alone.
+        buffers = {
+            name: value ^ False
+            if value.dtype == torch.bool
+            else value + images.new_zeros((), dtype=value.dtype)
+            for name, value in self.model.named_buffers()
+        }
+        return torch.func.functional_call(self.model, buffers, (images,))
+
+
 def _seed_anew(value: Any) -> None:
     """Seeds a generator of torch, NumPy or Python from torch's own; anything else stays as it is."""
     if isinstance(value, torch.Generator):
@@ -110,6 +135,7 @@ class Deployment:
         pristine: a copy that is never asked; the model itself where it cannot be copied.
         trouble: why it cannot be copied; empty if it can.
         forgets: every question goes to a fresh copy.
+        in_buffers: of what it forgets: it remembers in its buffers alone.
         company: not None if every image is asked about by itself, beside these clean ones, which may be none.
         isolated: it gets copies of images, and its scores are copied.
         is_vectorised: images that are asked about one at a time go through in one pass, each as if it were alone.
@@ -119,6 +145,7 @@ class Deployment:
     pristine: nn.Module
     trouble: str = ""
     forgets: bool = False
+    in_buffers: bool = False
     company: Tensor | None = None
     isolated: bool = False
     is_vectorised: bool = False
@@ -139,7 +166,11 @@ class Deployment:
         return OneAtATime(model, self.company, is_vectorised=self.is_vectorised)
 
     def _bare(self) -> nn.Module:
-        model = FreshEachTime(self.pristine) if self.forgets else copy.deepcopy(self.pristine)
+        if self.forgets and not self.in_buffers:
+            model: nn.Module = FreshEachTime(self.pristine)
+        else:
+            model = copy.deepcopy(self.pristine)
+            model = FreshBuffers(model) if self.forgets else model
         return Isolated(model) if self.isolated else model
 
     def sped_up(self, images: Tensor, seed: int) -> Deployment:
@@ -269,8 +300,11 @@ class _Examination:
         """Whether a copy that was asked many questions answers like a fresh one."""
         taken = self.taken
         evidence: dict[str, Any] = {"images": len(self.images), "questions": _QUESTIONS + 3}
+        in_buffers = False
         try:
             differ = self._changed_by_questions(first)
+            if bool(differ.any()):
+                in_buffers = not bool(self._changed_by_questions(first, buffers=False).any())
         except Exception as error:  # a model that refuses after some questions has changed, too
             evidence["error"] = (str(error).splitlines() or [type(error).__name__])[0][:200]
             differ = torch.ones(len(first), dtype=torch.bool)
@@ -283,21 +317,27 @@ class _Examination:
         elif outside:
             self._find(_unforgotten("Fresh copies remember too", evidence, "outside"), "stateful")
         elif bool(differ.any()):
-            taken = dataclasses.replace(taken, forgets=True)
+            taken = dataclasses.replace(taken, forgets=True, in_buffers=in_buffers)
             self._find(own_generator(evidence) if self._is_random(taken) else stateful(evidence), "stateful")
         return taken
 
-    def _changed_by_questions(self, first: Tensor) -> Tensor:
-        """(image,) where the image, or a point near it, is answered otherwise after questions about such points."""
+    def _changed_by_questions(self, first: Tensor, *, buffers: bool = True) -> Tensor:
+        """(image,) where the image, or a point near it, is answered otherwise after questions about such points.
+
+        Args:
+            buffers: what the model writes into its buffers stays until the last question.
+        """
         used = self.taken.fresh()
-        for points in (self.images, *self.noisy[:2]):
-            self.ask(used, points, self.seed)
-        for number in range(_QUESTIONS):
-            self.ask(used, self.images[number % len(self.images)][None].expand_as(self.images[:2]), self.seed)
-        differ = _differ(self.ask(used, self.images, self.seed), first)
-        if not self.taken.trouble:
-            wanted = self.ask(self.taken.fresh(), self.noisy[2], self.seed)
-            differ |= _differ(self.ask(used, self.noisy[2], self.seed), wanted)
+        with undisturbed(used) if buffers else nullcontext():
+            ask = self._ask_as_it_is if buffers else self.ask
+            for points in (self.images, *self.noisy[:2]):
+                ask(used, points, self.seed)
+            for number in range(_QUESTIONS):
+                ask(used, self.images[number % len(self.images)][None].expand_as(self.images[:2]), self.seed)
+            differ = _differ(ask(used, self.images, self.seed), first)
+            if not self.taken.trouble:
+                wanted = self.ask(self.taken.fresh(), self.noisy[2], self.seed)
+                differ |= _differ(ask(used, self.noisy[2], self.seed), wanted)
         return differ
 
     def _look_for_company(self, taken: Deployment, first: Tensor) -> Deployment:
@@ -344,8 +384,12 @@ class _Examination:
         return int((predicted_classes(scores) == self.labels[part]).sum())
 
     def ask(self, model: nn.Module, images: Tensor, seed: int) -> Tensor:
-        """Scores in eval mode."""
-        with undisturbed(model), forked_generators(images.device, seed):
+        """Scores in eval mode; the model's buffers are restored afterwards."""
+        with undisturbed(model):
+            return self._ask_as_it_is(model, images, seed)
+
+    def _ask_as_it_is(self, model: nn.Module, images: Tensor, seed: int) -> Tensor:
+        with forked_generators(images.device, seed):
             return read_model(model, images)
 
     def _find(self, finding: Finding, name: str) -> None:
@@ -512,7 +556,7 @@ def _broken_when_rounded(
 def _what_came_late(
     deployment: Deployment, subject: Subject, holds: np.ndarray, full: np.ndarray
 ) -> Late | None:
-    if not deployment.forgets:
+    if not deployment.forgets or deployment.in_buffers:
         images = subject.images[:_PROBED]
         for points in (images, _noisy(subject, images, 3)):
             used, fresh = (
