@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import os
 import random
@@ -14,6 +15,7 @@ import pytest
 import torch
 import toys
 from torch import Tensor, nn
+from torch.nn.utils import prune
 from torch.overrides import BaseTorchFunctionMode
 
 from ecnn.attacks.draws import Draws
@@ -28,6 +30,7 @@ from ecnn.auditing.deployed import (
     round_points,
     take_copy,
 )
+from ecnn.auditing.traits import find_traits
 from ecnn.data import Split
 
 EPS = 0.08
@@ -503,6 +506,71 @@ def test_rounding_is_told() -> None:
         for finding in run_audit(toys.LinearOfThree(), floating).findings
         if finding.name == "rounding"
     ]
+
+
+class Keeping(Remembering):
+    """Keeps what it was asked and what it said last, with the history of both; given the same object, says it again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last: Any = ()
+        self.shown: dict[str, list[Tensor]] = {}
+
+    def forward(self, images: Tensor) -> Tensor:
+        if not self.last or self.last[0] is not images:
+            self.last = (images, super().forward(images))
+            self.shown = {"halves": [images / 2]}
+        scores: Tensor = self.last[1]
+        return scores
+
+
+def test_a_model_that_keeps_what_it_computed_last_is_copied_all_the_same() -> None:
+    model = Keeping()
+    said = model(SPLIT[:4][0].requires_grad_(True))
+    with pytest.raises(RuntimeError, match="graph leaves"):
+        copy.deepcopy(model)
+    taken = take_copy(model)
+    assert not taken.trouble
+    kept: Any = taken.fresh()
+    assert torch.equal(kept.last[1], said)
+    assert kept.last[1].is_leaf
+    assert kept.shown["halves"][0].is_leaf
+    assert not model.last[1].is_leaf
+    deployment, findings = examine(taken, make_subject(model))
+    assert deployment.forgets  # which nothing but a copy can show
+    assert [finding.name for finding in findings] == ["stateful"]
+
+
+def test_a_pruned_network_is_copied_with_what_it_computes_anew() -> None:
+    model = nn.Sequential(nn.Flatten(), nn.Linear(36, 3))
+    cut: Any = prune.l1_unstructured
+    cut(model[1], "weight", amount=0.5)
+    images = SPLIT[:4][0]
+    model(images)
+    fresh = take_copy(model).fresh()
+    assert torch.equal(fresh(images), model(images))
+    with torch.no_grad():
+        next(parameter for name, parameter in model.named_parameters() if "orig" in name).zero_()
+    assert not torch.equal(fresh(images), model(images))
+
+
+class Repeating(nn.Module):
+    """Says again what it said, without a computation, if it is given the same object."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Flatten(), nn.Linear(36, 3))
+        self.last: Any = ()
+
+    def forward(self, images: Tensor) -> Any:
+        if not self.last or self.last[0] is not images:
+            self.last = (images, self.net(images))
+        return self.last[1]
+
+
+def test_layers_that_are_not_run_again_are_no_error() -> None:
+    few = SPLIT[:4][0]
+    assert not find_traits(Repeating(), few, 3).hides_scores
 
 
 def test_a_model_that_cannot_be_copied_is_audited_all_the_same(honest: float) -> None:

@@ -51,6 +51,31 @@ def full_precision(values: Tensor) -> Tensor:
     return values if values.dtype in (torch.float32, torch.float64) else values.float()
 
 
+def copy_model(model: nn.Module, memo: dict[int, Any] | None = None) -> nn.Module:
+    """A deep copy. Tensors with a history, which torch does not copy, are copied without it.
+
+    Networks hold such where they were pruned, or keep what they computed last.
+
+    Args:
+        memo: as `copy.deepcopy` takes it.
+    """
+    memo = {} if memo is None else memo
+    for module in model.modules():
+        for tensor in _tensors_in(vars(module)):
+            if not tensor.is_leaf:
+                memo.setdefault(id(tensor), tensor.detach().clone())
+    return copy.deepcopy(model, memo)
+
+
+def _tensors_in(held: Any) -> Iterator[Tensor]:
+    """The tensors among the values of dictionaries, lists and tuples within each other."""
+    if isinstance(held, Tensor):
+        yield held
+    elif isinstance(held, dict | list | tuple):
+        for value in held.values() if isinstance(held, dict) else held:
+            yield from _tensors_in(value)
+
+
 @contextmanager
 def eval_mode(model: nn.Module) -> Iterator[None]:
     """The model in eval mode, every part of it restored afterwards."""

@@ -6,7 +6,6 @@ in place of the scores. A view here is such a part; any attack takes it as `on=`
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -33,7 +32,7 @@ from ecnn.attacks.views import (
     score_loss,
 )
 from ecnn.auditing.averaging import MeanOfPasses
-from ecnn.backbones import full_precision, undisturbed
+from ecnn.backbones import copy_model, full_precision, undisturbed
 from ecnn.checks import check_count, check_counts
 from ecnn.codes import CodeMatrix
 from ecnn.errors import InputError
@@ -391,7 +390,7 @@ class InDouble(BallAttack):
 
     def search(self, target: Target, images: Tensor, labels: Tensor, draws: Draws) -> Tensor:
         part = target.narrow(torch.arange(len(images)))
-        part.model = copy.deepcopy(target.judge).double()
+        part.model = copy_model(target.judge).double()
         points = self.attack.search(part, images.double(), labels, draws)
         return NORMS[self.norm].project(points.to(images.dtype), images, self.radius)
 

@@ -6,7 +6,6 @@ images at once as if each were alone: statistics of a batch, ranges of 8-bit num
 
 from __future__ import annotations
 
-import copy
 from contextlib import suppress
 from typing import Any
 
@@ -17,7 +16,7 @@ from ecnn.attacks.base import raw_gradient
 from ecnn.attacks.draws import forked_generators
 from ecnn.attacks.images import at_once
 from ecnn.attacks.views import score_loss
-from ecnn.backbones import full_precision, undisturbed, without_tf32
+from ecnn.backbones import copy_model, full_precision, undisturbed, without_tf32
 
 _PASS = 256  # images of one pass, company included
 _ALIKE, _ALIKE_SLOPES = 1e-4, 1e-2  # differences of scores and of slopes, relative to the largest
@@ -73,7 +72,7 @@ def can_be_vectorised(model: nn.Module, company: Tensor, images: Tensor, seed: i
     images = images[:_TRIED]
     try:
         one_by_one, all_at_once = (
-            _ask(copy.deepcopy(model), company, images, seed, way) for way in (False, True)
+            _ask(copy_model(model), company, images, seed, way) for way in (False, True)
         )
     except Exception:  # whatever torch cannot vectorise, and whatever a model throws
         return False

@@ -7,7 +7,6 @@ image. Where both make no difference, the model is attacked as it is. Where it d
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import random
 from contextlib import nullcontext
@@ -26,7 +25,7 @@ from ecnn.auditing.alone import OneAtATime, can_be_vectorised
 from ecnn.auditing.diagnostics.statistics import TOLERANCE, exceeds
 from ecnn.auditing.findings import Finding, alarm, note
 from ecnn.auditing.subject import Subject
-from ecnn.backbones import undisturbed, without_tf32
+from ecnn.backbones import copy_model, undisturbed, without_tf32
 from ecnn.objectives import predicted_classes, score_margin
 
 #: Images that the first questions are about, and how many of them are asked about one by one.
@@ -66,7 +65,7 @@ class FreshEachTime(nn.Module):
     def forward(self, images: Tensor) -> Any:
         memo: dict[int, Any] = {id(parameter): parameter for parameter in self.pristine.parameters()}
         shared = len(memo)
-        fresh = copy.deepcopy(self.pristine, memo)
+        fresh = copy_model(self.pristine, memo)
         for value in list(memo.values())[shared:]:
             _seed_anew(value)
         return fresh(images)
@@ -169,7 +168,7 @@ class Deployment:
         if self.forgets and not self.in_buffers:
             model: nn.Module = FreshEachTime(self.pristine)
         else:
-            model = copy.deepcopy(self.pristine)
+            model = copy_model(self.pristine)
             model = FreshBuffers(model) if self.forgets else model
         return Isolated(model) if self.isolated else model
 
@@ -190,7 +189,7 @@ class Deployment:
 def take_copy(model: nn.Module) -> Deployment:
     """The model as it is now; call it before anything is asked."""
     try:
-        return Deployment(pristine=copy.deepcopy(model))
+        return Deployment(pristine=copy_model(model))
     except Exception as error:  # whatever a model holds: locks, handles, tensors with a history
         trouble = (str(error).splitlines() or [type(error).__name__])[0][:200]
         return Deployment(pristine=model, trouble=trouble)

@@ -8,7 +8,6 @@ attacks have left. A model that leaves none is not searched, and one where no vi
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import itertools
 from collections.abc import Callable, Mapping
@@ -43,7 +42,7 @@ from ecnn.auditing.opaque import (
     fit_image_bridge,
 )
 from ecnn.auditing.subject import Subject
-from ecnn.backbones import full_precision
+from ecnn.backbones import copy_model, full_precision
 from ecnn.errors import InputError
 
 _TRIED, _ASKED = 128, 48  # most images for the usual attacks, and most of those that stand for the search
@@ -319,9 +318,7 @@ def search(
     if not len(subject.images):
         return found
     # A model that remembers what it was asked shall not remember this.
-    subject = dataclasses.replace(
-        subject, model=_or_else(lambda: copy.deepcopy(subject.model), subject.model)
-    )
+    subject = dataclasses.replace(subject, model=_or_else(lambda: copy_model(subject.model), subject.model))
     scene = set_scene(subject, examples, num_classes, is_random=is_random)
     if len(scene.labels):
         known = find_out(scene)

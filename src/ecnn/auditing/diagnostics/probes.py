@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -24,7 +23,7 @@ from ecnn.auditing.averaging import MeanOfPasses
 from ecnn.auditing.diagnostics.statistics import STOOD_TOLERANCE, exceeds
 from ecnn.auditing.findings import Finding, note
 from ecnn.auditing.subject import Subject
-from ecnn.backbones import full_precision, undisturbed, without_tf32
+from ecnn.backbones import copy_model, full_precision, undisturbed, without_tf32
 from ecnn.objectives import predicted_classes, score_margin
 
 #: Images asked about at once; it bounds the memory and changes no result.
@@ -176,7 +175,7 @@ class Probe:
     def double_model(self) -> nn.Module | None:
         """A float64 copy of the model, or None if it cannot be had or does not compute there."""
         try:
-            double = copy.deepcopy(self.model).double()
+            double = copy_model(self.model).double()
             with torch.no_grad():
                 answer = double(self.images[:1].double())
         except Exception:
