@@ -32,6 +32,7 @@ from ecnn.auditing.deployed import (
 )
 from ecnn.auditing.traits import find_traits
 from ecnn.data import Split
+from ecnn.objectives import score_margin
 
 EPS = 0.08
 BUDGET = dataclasses.replace(
@@ -481,6 +482,27 @@ def test_of_a_swayed_model_a_point_farther_on_may_hold_in_place_of_one_at_the_bo
     assert after.full.all()
     assert before.full.all()
     assert not swayed.alone().is_swayed
+
+
+def test_of_a_swayed_model_a_point_is_searched_for_where_none_farther_on_holds() -> None:
+    """The points are corners of the balls, a few of whose pixels went the wrong way: there is nothing farther on."""
+    model, (nearest, rows) = toys.LinearOfThree(), just_broken(toys.LinearOfThree())
+    subject = make_subject(Swayed())
+    images, labels = subject.images[rows], subject.labels[rows]
+    points = images + EPS * (nearest - images).sign()
+    slopes = torch.autograd.grad(score_margin(model(points.requires_grad_(True)), labels).sum(), points)[
+        0
+    ].flatten(1)
+    points = points.detach().clamp(0, 1)
+    for pixel in slopes.abs().argsort(dim=1).T:  # the least important first
+        tried = points.flatten(1).scatter(1, pixel[:, None], images.flatten(1).gather(1, pixel[:, None]))
+        still = score_margin(model(tried.view_as(points)), labels) < -1e-3
+        points = torch.where(still.view(-1, 1, 1, 1), tried.view_as(points), points).detach()
+    deployment = dataclasses.replace(take_copy(Swayed()), is_swayed=True)
+    alone = torch.cat([Swayed()(point[None]) for point in points]).argmax(dim=1) != labels
+    assert alone.sum() <= len(points) - 3
+    found = confirm(deployment, subject, points, rows, are_bytes=False)
+    assert found.holds.all()
 
 
 def just_broken(model: toys.LinearOfThree) -> tuple[Tensor, Tensor]:

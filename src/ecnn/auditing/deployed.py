@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -17,10 +17,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ecnn.attacks.base import read_model
+from ecnn.attacks.base import Attacked, read_model
 from ecnn.attacks.draws import Draws, forked_generators
 from ecnn.attacks.images import at_once
 from ecnn.attacks.norms import NORMS
+from ecnn.attacks.rays import Neighbours, RaySearch
 from ecnn.auditing.alone import OneAtATime, can_be_vectorised
 from ecnn.auditing.diagnostics.statistics import TOLERANCE, exceeds
 from ecnn.auditing.findings import Finding, alarm, note
@@ -40,6 +41,8 @@ _APART, _APART_IN_HALF = 1e-3, 3e-2
 _TIE = 1e-5
 #: Of the same spread: a batch that changes scores by less moves the border a little, and is no other model.
 _LITTLE = 0.05
+#: Questions about an image for which no point holds alone, of a model that its batch sways.
+_SEARCHED = 1000
 #: How much farther a point is taken that rounding takes back.
 _REACHES = (1.0, 1.05, 1.2, 1.5, 2.0, 4.0)
 _STREAM = 53
@@ -486,7 +489,7 @@ def confirm(
     """Judges points that broke images: by copies that no attack has asked, each by itself, and in shuffled batches.
 
     A point holds if it is misclassified alone, or so near to the border that the order of summation decides. Of a model
-    that its batch sways a little, a point farther on in the same direction may hold in its place.
+    that its batch sways a little, another point, mostly farther on, may hold in its place.
 
     Args:
         deployment: how the model is asked.
@@ -512,7 +515,10 @@ def confirm(
 def _taken_farther(
     deployment: Deployment, subject: Subject, points: Tensor, rows: Tensor, labels: Tensor, holds: np.ndarray
 ) -> tuple[Tensor, np.ndarray]:
-    """The points, with one farther on for each that does not hold, where that one does; and which of them hold."""
+    """The points, with another for each that does not hold, where that one does; and which of them hold.
+
+    The other is farther on in the same direction, or found by a short search.
+    """
     images = subject.images[rows.to(subject.images.device)]
     points, holds = points.clone(), holds.copy()
     for reach in _REACHES[1:]:
@@ -524,7 +530,23 @@ def _taken_farther(
         found = left[torch.from_numpy(broken).to(left.device)]
         points[found] = farther[torch.from_numpy(broken).to(left.device)]
         holds[found.cpu().numpy()] = True
+    left = torch.from_numpy(np.flatnonzero(~holds)).to(points.device)
+    if len(left):
+        with suppress(Exception):  # whatever a model throws: then nothing was found
+            made = _searched_alone(deployment, subject, points[left], images[left], labels[left])
+            points[left] = made.images
+            holds[left.cpu().numpy()] = made.success.cpu().numpy()
     return points, holds
+
+
+def _searched_alone(
+    deployment: Deployment, subject: Subject, points: Tensor, images: Tensor, labels: Tensor
+) -> Attacked:
+    """A search by answers, each image alone, that begins in the directions of these points."""
+    known = Neighbours(images=images, labels=labels, moves=points - images)
+    attack = RaySearch(norm=subject.norm, eps=subject.eps, queries=_SEARCHED, neighbours=known)
+    single = deployment.alone().sped_up(images, subject.seed).fresh()
+    return attack.run(single, images, labels, seed=subject.seed)
 
 
 def _farther(subject: Subject, points: Tensor, images: Tensor, reach: float) -> Tensor:
