@@ -217,6 +217,7 @@ def test_a_long_search_is_repeated_where_more_than_luck_spoke_for_it(responses: 
 def test_effort_is_doubled_and_every_check_has_a_response(split: Split, responses: Responses) -> None:
     twice = enlarged(BUDGET, 2)
     assert (twice.steps, twice.queries, twice.eot) == (2 * BUDGET.steps, 2 * BUDGET.queries, 2 * BUDGET.eot)
+    assert enlarged(BUDGET, 8).eot == 2 * BUDGET.eot  # each step makes all passes: eight times both would be 64
     assert (twice.answers, twice.searched > 10**6) == (2 * BUDGET.answers, True)  # on all that stand
     assert set(RESPONSES) <= set(CHECKS) | {"black_box_suite", "nan_gradients", "attacks_not_made"}
     unknown = responses.attacks(["a check of tomorrow"], 2)
@@ -227,7 +228,7 @@ def test_effort_is_doubled_and_every_check_has_a_response(split: Split, response
     searched = responses.attacks(["noise"], 16, proven=["rays"])  # the long search begins like the short one
     assert {"rays-x16", "rays-long-x16"} & set(searched) == {"rays-long-x16"}
     averaged = make_responses(Noisy(), split, is_random=True).attacks(["loss_path"], 4)
-    assert averaged["square-x4"].passes == max(4, BUDGET.eot)  # type: ignore[attr-defined]
+    assert averaged["square-x4"].passes == max(4, BUDGET.eot // 2)  # type: ignore[attr-defined]
 
 
 def test_what_no_attack_can_answer_stays_open(rounded: Audit) -> None:

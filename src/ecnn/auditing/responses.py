@@ -163,14 +163,17 @@ def _named(attacks: dict[str, Attack], name: str) -> dict[str, Attack]:
 
 
 def enlarged(budget: Budget, effort: int) -> Budget:
-    """The budget with that many times the steps, questions and passes; what has fixed settings makes way."""
+    """The budget with that many times the steps and questions, and twice the passes of a random model.
+
+    Each step makes all passes, so that both together would cost the square. What has fixed settings makes way.
+    """
     return dataclasses.replace(
         budget,
         steps=budget.steps * effort,
         queries=budget.queries * effort,
         answers=budget.answers * effort,
         searched=_ALL,
-        eot=budget.eot * effort,
+        eot=budget.eot * min(effort, 2),
         autoattack=False,
         race=False,
     )
