@@ -22,14 +22,8 @@ from ecnn.attacks.draws import Draws
 from ecnn.attacks.norms import NORMS
 from ecnn.auditing import Audit, Subject, audit
 from ecnn.auditing.alone import OneAtATime
-from ecnn.auditing.deployed import (
-    Deployment,
-    FreshEachTime,
-    confirm,
-    examine,
-    round_points,
-    take_copy,
-)
+from ecnn.auditing.confirming import confirm, round_points
+from ecnn.auditing.deployed import Deployment, FreshEachTime, examine, take_copy
 from ecnn.auditing.traits import find_traits
 from ecnn.data import Split
 from ecnn.objectives import score_margin

@@ -217,7 +217,9 @@ def test_a_long_search_is_repeated_where_more_than_luck_spoke_for_it(responses: 
 def test_effort_is_doubled_and_every_check_has_a_response(split: Split, responses: Responses) -> None:
     twice = enlarged(BUDGET, 2)
     assert (twice.steps, twice.queries, twice.eot) == (2 * BUDGET.steps, 2 * BUDGET.queries, 2 * BUDGET.eot)
-    assert enlarged(BUDGET, 8).eot == 2 * BUDGET.eot  # each step makes all passes: eight times both would be 64
+    assert (
+        enlarged(BUDGET, 8).eot == 2 * BUDGET.eot
+    )  # each step makes all passes: eight times both would be 64
     assert (twice.answers, twice.searched > 10**6) == (2 * BUDGET.answers, True)  # on all that stand
     assert set(RESPONSES) <= set(CHECKS) | {"black_box_suite", "nan_gradients", "attacks_not_made"}
     unknown = responses.attacks(["a check of tomorrow"], 2)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -17,37 +17,29 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ecnn.attacks.base import Attacked, read_model
+from ecnn.attacks.base import read_model
 from ecnn.attacks.draws import Draws, forked_generators
 from ecnn.attacks.images import at_once
 from ecnn.attacks.norms import NORMS
-from ecnn.attacks.rays import Neighbours, RaySearch
 from ecnn.auditing.alone import OneAtATime, can_be_vectorised
 from ecnn.auditing.diagnostics.statistics import TOLERANCE, exceeds
 from ecnn.auditing.findings import Finding, alarm, note
 from ecnn.auditing.subject import Subject
 from ecnn.backbones import copy_model, undisturbed, without_tf32
-from ecnn.objectives import predicted_classes, score_margin
+from ecnn.objectives import predicted_classes
 
 #: Images that the first questions are about, and how many of them are asked about one by one.
-_PROBED, _ALONE = 32, 8
+PROBED, _ALONE = 32, 8
 #: Questions after which a model that counts them is expected to show it; later changes show when attacks are over.
 _QUESTIONS = 64
 #: Clean images that stand beside each image where a model cannot answer for one alone.
 _COMPANY = 31
 #: Of the spread of an image's scores: float32 in another batch changes them by 1e-5, half precision by 1e-2.
 _APART, _APART_IN_HALF = 1e-3, 3e-2
-#: A margin within this share of the spread of the scores is a tie, decided by the order of summation.
-_TIE = 1e-5
 #: Of the same spread: a batch that changes scores by less moves the border a little, and is no other model.
 _LITTLE = 0.05
-#: Questions about an image for which no point holds alone, of a model that its batch sways.
-_SEARCHED = 1000
-#: How much farther a point is taken that rounding takes back.
-_REACHES = (1.0, 1.05, 1.2, 1.5, 2.0, 4.0)
 _STREAM = 53
 _SOURCE = "deployment: a fresh copy, one image at a time"
-_FULL = 256  # images of a full batch
 
 Late = Literal["stateful", "batch_dependent"]
 
@@ -243,9 +235,9 @@ class _Examination:
 
     def __init__(self, taken: Deployment, subject: Subject) -> None:
         self.taken, self.seed = taken, subject.seed
-        some = max(_ALONE, at_once(_PROBED))
+        some = max(_ALONE, at_once(PROBED))
         self.images, self.labels = subject.images[:some], subject.labels[:some]
-        self.noisy = [_noisy(subject, self.images, number) for number in range(3)]
+        self.noisy = [noisy_points(subject, self.images, number) for number in range(3)]
         self.findings: list[Finding] = []
 
     def run(self) -> tuple[Deployment, list[Finding]]:
@@ -275,13 +267,13 @@ class _Examination:
             claim = "The model takes one image at a time: it is attacked and judged so."
             self._find(note(claim, {"images": len(self.images)}, kind="single"), "batch_dependent")
         first, again = (self.ask(taken.fresh(), self.images, self.seed) for _ in range(2))
-        is_loose = bool(_differ(first, again).any()) and not taken.trouble
+        is_loose = bool(find_different(first, again).any()) and not taken.trouble
         if is_loose:
             self._find(
                 note(
                     "Fresh copies answer otherwise under the same seeds of torch, NumPy and Python: the model draws "
                     "random numbers from elsewhere, such as the clock or the system.",
-                    {"images": len(self.images), "differ": int(_differ(first, again).sum())},
+                    {"images": len(self.images), "differ": int(find_different(first, again).sum())},
                     "Another audit of it will find slightly other figures: repeat it, and give the spread.",
                     kind="unseeded",
                 ),
@@ -296,7 +288,7 @@ class _Examination:
 
     def _is_random(self, taken: Deployment) -> bool:
         one, other = (self.ask(taken.fresh(), self.images, seed) for seed in (self.seed, self.seed + 1))
-        return bool(_differ(one, other).any())
+        return bool(find_different(one, other).any())
 
     def _look_for_state(self, first: Tensor) -> Deployment:
         """Whether a copy that was asked many questions answers like a fresh one."""
@@ -311,7 +303,7 @@ class _Examination:
             evidence["error"] = (str(error).splitlines() or [type(error).__name__])[0][:200]
             differ = torch.ones(len(first), dtype=torch.bool)
         outside = not taken.trouble and bool(
-            _differ(self.ask(taken.fresh(), self.images, self.seed), first).any()
+            find_different(self.ask(taken.fresh(), self.images, self.seed), first).any()
         )
         evidence["differ"] = int(differ.sum())
         if taken.trouble and bool(differ.any()):
@@ -336,10 +328,10 @@ class _Examination:
                 ask(used, points, self.seed)
             for number in range(_QUESTIONS):
                 ask(used, self.images[number % len(self.images)][None].expand_as(self.images[:2]), self.seed)
-            differ = _differ(ask(used, self.images, self.seed), first)
+            differ = find_different(ask(used, self.images, self.seed), first)
             if not self.taken.trouble:
                 wanted = self.ask(self.taken.fresh(), self.noisy[2], self.seed)
-                differ |= _differ(ask(used, self.noisy[2], self.seed), wanted)
+                differ |= find_different(ask(used, self.noisy[2], self.seed), wanted)
         return differ
 
     def _look_for_company(self, taken: Deployment, first: Tensor) -> Deployment:
@@ -348,13 +340,13 @@ class _Examination:
         order = order.to(self.images.device)
         shuffled = self.ask(taken.fresh(), self.images[order], self.seed)
         differ = torch.zeros(len(first), dtype=torch.bool)
-        differ[order.cpu()] = _differ(shuffled, first[order])
+        differ[order.cpu()] = find_different(shuffled, first[order])
         few = slice(min(_ALONE, len(self.images)))
         evidence: dict[str, Any] = {"images": len(self.images), "differ_in_another_order": int(differ.sum())}
         single = taken.alone()
         try:
             lonely = self.ask(single.fresh(), self.images[few], self.seed)
-            evidence["differ_alone"] = int(_differ(lonely, first[few]).sum())
+            evidence["differ_alone"] = int(find_different(lonely, first[few]).sum())
             lost = self._right(first[few], few) - self._right(lonely, few)
             needs_company = 4 * lost > len(lonely)
         except Exception as error:  # batch statistics of one image
@@ -377,7 +369,7 @@ class _Examination:
     def _is_little(self, *pairs: Tensor) -> bool:
         """Whether answers, given two and two, differ by little and name the same classes."""
         return all(
-            not _differ(one, other, _LITTLE).any()
+            not find_different(one, other, _LITTLE).any()
             and bool((predicted_classes(one) == predicted_classes(other)).all())
             for one, other in zip(pairs[::2], pairs[1::2], strict=True)
         )
@@ -398,22 +390,23 @@ class _Examination:
         self.findings.append(named(finding, name))
 
 
-def _noisy(subject: Subject, images: Tensor, number: int) -> Tensor:
+def noisy_points(subject: Subject, images: Tensor, number: int) -> Tensor:
+    """Random points of the balls around images, others for each number."""
     draws = Draws.of(subject.seed, torch.arange(len(images), device=images.device)).fold(_STREAM + number)
     return NORMS[subject.norm].random(images, subject.eps, draws)
 
 
-def _differ(one: Tensor, other: Tensor, tolerance: float | None = None) -> Tensor:
+def find_different(one: Tensor, other: Tensor, tolerance: float | None = None) -> Tensor:
     """(image,) where two answers differ by more than the order of summation explains, or that share; on the CPU."""
     if tolerance is None:
         tolerance = _APART if one.dtype in (torch.float32, torch.float64) else _APART_IN_HALF
     one, other = one.double(), other.double()
     same = (one == other) | (one.isnan() & other.isnan())
     apart = torch.where(same, 0.0, one - other).abs().nan_to_num(nan=torch.inf).amax(dim=1)
-    return (apart > tolerance * _scale(one)).cpu()
+    return (apart > tolerance * spread_of(one)).cpu()
 
 
-def _scale(scores: Tensor) -> Tensor:
+def spread_of(scores: Tensor) -> Tensor:
     """(image,) the spread of an image's scores, or a hundredth of the largest where they hardly differ."""
     finite = torch.where(scores.isfinite(), scores, 0.0)
     return torch.maximum(finite.amax(dim=1) - finite.amin(dim=1), 0.01 * finite.abs().amax(dim=1))
@@ -463,169 +456,3 @@ def _swayed(evidence: dict[str, Any]) -> Finding:
         "of a batch. It is attacked in batches and judged one image at a time."
     )
     return note(claim, evidence, kind="swayed")
-
-
-@dataclass(frozen=True, eq=False, kw_only=True)
-class Confirmation:
-    """What deployed copies say of points that broke images.
-
-    Attributes:
-        holds: (point,) whether it is misclassified there too.
-        full: (point,) the same in full, shuffled batches.
-        rounded: (point,) the same when the point, or one farther on, is rounded to 8 bits; None where the images are no
-            bytes.
-        late: what an attack has changed since the examination, or what only its points show; None if nothing.
-    """
-
-    holds: np.ndarray
-    full: np.ndarray
-    rounded: np.ndarray | None
-    late: Late | None
-
-
-def confirm(
-    deployment: Deployment, subject: Subject, points: Tensor, rows: Tensor, *, are_bytes: bool
-) -> Confirmation:
-    """Judges points that broke images: by copies that no attack has asked, each by itself, and in shuffled batches.
-
-    A point holds if it is misclassified alone, or so near to the border that the order of summation decides. Of a model
-    that its batch sways a little, another point, mostly farther on, may hold in its place.
-
-    Args:
-        deployment: how the model is asked.
-        subject: what is audited; its model is the object that the attacks asked.
-        points: (point, channel, height, width), on the CPU.
-        rows: (point,) positions of their images.
-        are_bytes: the images have 8 bits, so that points are also asked about as bytes.
-    """
-    labels = subject.labels[rows.to(subject.labels.device)]
-    points = points.to(subject.images)
-    with without_tf32():
-        holds = _is_broken(_alone_scores(deployment, subject, points), labels)
-        if deployment.is_swayed:
-            points, holds = _taken_farther(deployment, subject, points, rows, labels, holds)
-        order = torch.randperm(len(points), generator=torch.Generator().manual_seed(subject.seed))
-        full = np.zeros(len(points), dtype=bool)
-        full[order.numpy()] = _is_broken(_scores(deployment, subject, points[order]), labels[order])
-        rounded = _broken_when_rounded(deployment, subject, points, rows, labels) if are_bytes else None
-        late = None if deployment.trouble else _what_came_late(deployment, subject, holds, full)
-    return Confirmation(holds=holds, full=full, rounded=rounded, late=late)
-
-
-def _taken_farther(
-    deployment: Deployment, subject: Subject, points: Tensor, rows: Tensor, labels: Tensor, holds: np.ndarray
-) -> tuple[Tensor, np.ndarray]:
-    """The points, with another for each that does not hold, where that one does; and which of them hold.
-
-    The other is farther on in the same direction, or found by a short search.
-    """
-    images = subject.images[rows.to(subject.images.device)]
-    points, holds = points.clone(), holds.copy()
-    for reach in _REACHES[1:]:
-        left = torch.from_numpy(np.flatnonzero(~holds)).to(points.device)
-        if not len(left):
-            break
-        farther = _farther(subject, points[left], images[left], reach)
-        broken = _is_broken(_alone_scores(deployment, subject, farther), labels[left])
-        found = left[torch.from_numpy(broken).to(left.device)]
-        points[found] = farther[torch.from_numpy(broken).to(left.device)]
-        holds[found.cpu().numpy()] = True
-    left = torch.from_numpy(np.flatnonzero(~holds)).to(points.device)
-    if len(left):
-        with suppress(Exception):  # whatever a model throws: then nothing was found
-            made = _searched_alone(deployment, subject, points[left], images[left], labels[left])
-            points[left] = made.images
-            holds[left.cpu().numpy()] = made.success.cpu().numpy()
-    return points, holds
-
-
-def _searched_alone(
-    deployment: Deployment, subject: Subject, points: Tensor, images: Tensor, labels: Tensor
-) -> Attacked:
-    """A search by answers, each image alone, that begins in the directions of these points."""
-    known = Neighbours(images=images, labels=labels, moves=points - images)
-    attack = RaySearch(norm=subject.norm, eps=subject.eps, queries=_SEARCHED, neighbours=known)
-    single = deployment.alone().sped_up(images, subject.seed).fresh()
-    return attack.run(single, images, labels, seed=subject.seed)
-
-
-def _farther(subject: Subject, points: Tensor, images: Tensor, reach: float) -> Tensor:
-    """The points, that many times as far from their images as far as the ball allows."""
-    return NORMS[subject.norm].project(images + reach * (points - images), images, subject.eps)
-
-
-def _broken_when_rounded(
-    deployment: Deployment, subject: Subject, points: Tensor, rows: Tensor, labels: Tensor
-) -> np.ndarray:
-    """(point,) whether it, or one farther on in the same direction, is misclassified when rounded to 8 bits.
-
-    Attacks stop as soon as an image falls, so near to the border that rounding alone can take most points back.
-    """
-    images = subject.images[rows.to(subject.images.device)]
-    broken = np.zeros(len(points), dtype=bool)
-    for reach in _REACHES:
-        left = torch.from_numpy(np.flatnonzero(~broken)).to(points.device)
-        if not len(left):
-            break
-        here = images[left]
-        farther = _farther(subject, points[left], here, reach)
-        scores = _scores(deployment, subject, round_points(subject, farther, here))
-        broken[left.cpu().numpy()] = _is_broken(scores, labels[left])
-    return broken
-
-
-def _what_came_late(
-    deployment: Deployment, subject: Subject, holds: np.ndarray, full: np.ndarray
-) -> Late | None:
-    if not deployment.forgets or deployment.in_buffers:
-        images = subject.images[:_PROBED]
-        for points in (images, _noisy(subject, images, 3)):
-            used, fresh = (
-                _scores_of(model, subject, points) for model in (subject.model, deployment.fresh())
-            )
-            if exceeds(int(_differ(used, fresh).sum()), len(points), TOLERANCE):
-                return "stateful"
-        if exceeds(int((~holds & ~full).sum()), len(holds), TOLERANCE):
-            return "stateful"
-    if deployment.company is None and exceeds(int((holds != full).sum()), len(holds), TOLERANCE):
-        return "batch_dependent"
-    return None
-
-
-def _is_broken(scores: Tensor, labels: Tensor) -> np.ndarray:
-    """(image,) misclassified, or a tie."""
-    margins = score_margin(scores.double(), labels.to(scores.device))
-    tie = margins <= _TIE * _scale(scores.double())
-    return ((predicted_classes(scores) != labels.to(scores.device)) | tie).cpu().numpy()
-
-
-def _scores_of(model: nn.Module, subject: Subject, points: Tensor) -> Tensor:
-    with undisturbed(model), forked_generators(points.device, subject.seed):
-        return torch.cat([read_model(model, part) for part in torch.split(points, at_once(_FULL))])
-
-
-def _scores(deployment: Deployment, subject: Subject, points: Tensor) -> Tensor:
-    return _scores_of(deployment.fresh(), subject, points)
-
-
-def _alone_scores(deployment: Deployment, subject: Subject, points: Tensor) -> Tensor:
-    """(point, class) each asked about by itself; beside others if the deployment says so."""
-    try:
-        lonely = dataclasses.replace(deployment.alone(), is_vectorised=False)
-        return _scores(lonely, subject, points)
-    except Exception:  # a batch of one that only these points spoil
-        return _scores(deployment, subject, points)
-
-
-def round_points(subject: Subject, points: Tensor, images: Tensor) -> Tensor:
-    """The points as 8-bit images would hold them, still in the ball: what rounding takes out of it is cut off."""
-    norm = NORMS[subject.norm]
-    levels, origin = points * 255, images * 255
-    nearest = levels.round()
-    inward = torch.where(levels > origin, levels.floor(), levels.ceil())
-    limit = subject.eps + norm.rounding(images[0].numel())
-    if norm.is_box:
-        leaves = (nearest / 255 - images).abs() > limit
-    else:
-        leaves = (norm.length((nearest / 255 - images).flatten(1)) > limit)[:, None, None, None]
-    return torch.where(leaves, inward, nearest).clamp(0, 255) / 255

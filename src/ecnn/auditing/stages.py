@@ -17,7 +17,8 @@ from torch import Tensor
 from ecnn.attacks import Attack
 from ecnn.attacks.draws import forked_generators
 from ecnn.attacks.images import at_once, per_image
-from ecnn.auditing.deployed import Deployment, Late, confirm, named
+from ecnn.auditing.confirming import confirm
+from ecnn.auditing.deployed import Deployment, Late, named
 from ecnn.auditing.diagnostics.evidence import asks_answers_alone
 from ecnn.auditing.diagnostics.statistics import TOLERANCE, exceeds
 from ecnn.auditing.findings import Finding, note, ok

@@ -1,0 +1,196 @@
+"""Points that broke images, judged on what is deployed: by copies that no attack has asked, one image at a time."""
+
+from __future__ import annotations
+
+import dataclasses
+from contextlib import suppress
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from ecnn.attacks.base import Attacked, read_model
+from ecnn.attacks.draws import forked_generators
+from ecnn.attacks.images import at_once
+from ecnn.attacks.norms import NORMS
+from ecnn.attacks.rays import Neighbours, RaySearch
+from ecnn.auditing.deployed import PROBED, Deployment, Late, find_different, noisy_points, spread_of
+from ecnn.auditing.diagnostics.statistics import TOLERANCE, exceeds
+from ecnn.auditing.subject import Subject
+from ecnn.backbones import undisturbed, without_tf32
+from ecnn.objectives import predicted_classes, score_margin
+
+#: A margin within this share of the spread of the scores is a tie, decided by the order of summation.
+_TIE = 1e-5
+#: Questions about an image for which no point holds alone, of a model that its batch sways.
+_SEARCHED = 1000
+#: How much farther a point is taken that rounding takes back.
+_REACHES = (1.0, 1.05, 1.2, 1.5, 2.0, 4.0)
+_FULL = 256  # images of a full batch
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Confirmation:
+    """What deployed copies say of points that broke images.
+
+    Attributes:
+        holds: (point,) whether it is misclassified there too.
+        full: (point,) the same in full, shuffled batches.
+        rounded: (point,) the same when the point, or one farther on, is rounded to 8 bits; None where the images are no
+            bytes.
+        late: what an attack has changed since the examination, or what only its points show; None if nothing.
+    """
+
+    holds: np.ndarray
+    full: np.ndarray
+    rounded: np.ndarray | None
+    late: Late | None
+
+
+def confirm(
+    deployment: Deployment, subject: Subject, points: Tensor, rows: Tensor, *, are_bytes: bool
+) -> Confirmation:
+    """Judges points that broke images: by copies that no attack has asked, each by itself, and in shuffled batches.
+
+    A point holds if it is misclassified alone, or so near to the border that the order of summation decides. Of a model
+    that its batch sways a little, another point, mostly farther on, may hold in its place.
+
+    Args:
+        deployment: how the model is asked.
+        subject: what is audited; its model is the object that the attacks asked.
+        points: (point, channel, height, width), on the CPU.
+        rows: (point,) positions of their images.
+        are_bytes: the images have 8 bits, so that points are also asked about as bytes.
+    """
+    labels = subject.labels[rows.to(subject.labels.device)]
+    points = points.to(subject.images)
+    with without_tf32():
+        holds = _is_broken(_alone_scores(deployment, subject, points), labels)
+        if deployment.is_swayed:
+            points, holds = _taken_farther(deployment, subject, points, rows, labels, holds)
+        order = torch.randperm(len(points), generator=torch.Generator().manual_seed(subject.seed))
+        full = np.zeros(len(points), dtype=bool)
+        full[order.numpy()] = _is_broken(_scores(deployment, subject, points[order]), labels[order])
+        rounded = _broken_when_rounded(deployment, subject, points, rows, labels) if are_bytes else None
+        late = None if deployment.trouble else _what_came_late(deployment, subject, holds, full)
+    return Confirmation(holds=holds, full=full, rounded=rounded, late=late)
+
+
+def _taken_farther(
+    deployment: Deployment, subject: Subject, points: Tensor, rows: Tensor, labels: Tensor, holds: np.ndarray
+) -> tuple[Tensor, np.ndarray]:
+    """The points, with another for each that does not hold, where that one does; and which of them hold.
+
+    The other is farther on in the same direction, or found by a short search.
+    """
+    images = subject.images[rows.to(subject.images.device)]
+    points, holds = points.clone(), holds.copy()
+    for reach in _REACHES[1:]:
+        left = torch.from_numpy(np.flatnonzero(~holds)).to(points.device)
+        if not len(left):
+            break
+        farther = _farther(subject, points[left], images[left], reach)
+        broken = _is_broken(_alone_scores(deployment, subject, farther), labels[left])
+        found = left[torch.from_numpy(broken).to(left.device)]
+        points[found] = farther[torch.from_numpy(broken).to(left.device)]
+        holds[found.cpu().numpy()] = True
+    left = torch.from_numpy(np.flatnonzero(~holds)).to(points.device)
+    if len(left):
+        with suppress(Exception):  # whatever a model throws: then nothing was found
+            made = _searched_alone(deployment, subject, points[left], images[left], labels[left])
+            points[left] = made.images
+            holds[left.cpu().numpy()] = made.success.cpu().numpy()
+    return points, holds
+
+
+def _searched_alone(
+    deployment: Deployment, subject: Subject, points: Tensor, images: Tensor, labels: Tensor
+) -> Attacked:
+    """A search by answers, each image alone, that begins in the directions of these points."""
+    known = Neighbours(images=images, labels=labels, moves=points - images)
+    attack = RaySearch(norm=subject.norm, eps=subject.eps, queries=_SEARCHED, neighbours=known)
+    single = deployment.alone().sped_up(images, subject.seed).fresh()
+    return attack.run(single, images, labels, seed=subject.seed)
+
+
+def _farther(subject: Subject, points: Tensor, images: Tensor, reach: float) -> Tensor:
+    """The points, that many times as far from their images as far as the ball allows."""
+    return NORMS[subject.norm].project(images + reach * (points - images), images, subject.eps)
+
+
+def _broken_when_rounded(
+    deployment: Deployment, subject: Subject, points: Tensor, rows: Tensor, labels: Tensor
+) -> np.ndarray:
+    """(point,) whether it, or one farther on in the same direction, is misclassified when rounded to 8 bits.
+
+    Attacks stop as soon as an image falls, so near to the border that rounding alone can take most points back.
+    """
+    images = subject.images[rows.to(subject.images.device)]
+    broken = np.zeros(len(points), dtype=bool)
+    for reach in _REACHES:
+        left = torch.from_numpy(np.flatnonzero(~broken)).to(points.device)
+        if not len(left):
+            break
+        here = images[left]
+        farther = _farther(subject, points[left], here, reach)
+        scores = _scores(deployment, subject, round_points(subject, farther, here))
+        broken[left.cpu().numpy()] = _is_broken(scores, labels[left])
+    return broken
+
+
+def _what_came_late(
+    deployment: Deployment, subject: Subject, holds: np.ndarray, full: np.ndarray
+) -> Late | None:
+    if not deployment.forgets or deployment.in_buffers:
+        images = subject.images[:PROBED]
+        for points in (images, noisy_points(subject, images, 3)):
+            used, fresh = (
+                _scores_of(model, subject, points) for model in (subject.model, deployment.fresh())
+            )
+            if exceeds(int(find_different(used, fresh).sum()), len(points), TOLERANCE):
+                return "stateful"
+        if exceeds(int((~holds & ~full).sum()), len(holds), TOLERANCE):
+            return "stateful"
+    if deployment.company is None and exceeds(int((holds != full).sum()), len(holds), TOLERANCE):
+        return "batch_dependent"
+    return None
+
+
+def _is_broken(scores: Tensor, labels: Tensor) -> np.ndarray:
+    """(image,) misclassified, or a tie."""
+    margins = score_margin(scores.double(), labels.to(scores.device))
+    tie = margins <= _TIE * spread_of(scores.double())
+    return ((predicted_classes(scores) != labels.to(scores.device)) | tie).cpu().numpy()
+
+
+def _scores_of(model: nn.Module, subject: Subject, points: Tensor) -> Tensor:
+    with undisturbed(model), forked_generators(points.device, subject.seed):
+        return torch.cat([read_model(model, part) for part in torch.split(points, at_once(_FULL))])
+
+
+def _scores(deployment: Deployment, subject: Subject, points: Tensor) -> Tensor:
+    return _scores_of(deployment.fresh(), subject, points)
+
+
+def _alone_scores(deployment: Deployment, subject: Subject, points: Tensor) -> Tensor:
+    """(point, class) each asked about by itself; beside others if the deployment says so."""
+    try:
+        lonely = dataclasses.replace(deployment.alone(), is_vectorised=False)
+        return _scores(lonely, subject, points)
+    except Exception:  # a batch of one that only these points spoil
+        return _scores(deployment, subject, points)
+
+
+def round_points(subject: Subject, points: Tensor, images: Tensor) -> Tensor:
+    """The points as 8-bit images would hold them, still in the ball: what rounding takes out of it is cut off."""
+    norm = NORMS[subject.norm]
+    levels, origin = points * 255, images * 255
+    nearest = levels.round()
+    inward = torch.where(levels > origin, levels.floor(), levels.ceil())
+    limit = subject.eps + norm.rounding(images[0].numel())
+    if norm.is_box:
+        leaves = (nearest / 255 - images).abs() > limit
+    else:
+        leaves = (norm.length((nearest / 255 - images).flatten(1)) > limit)[:, None, None, None]
+    return torch.where(leaves, inward, nearest).clamp(0, 255) / 255
