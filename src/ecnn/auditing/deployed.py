@@ -66,10 +66,8 @@ class FreshEachTime(nn.Module):
         return fresh(images)
 
 
-class FreshBuffers(nn.Module):
-    """A model whose every question finds its buffers as they were: what it writes there is forgotten.
-
-    That is `FreshEachTime` for a model that remembers in its buffers alone, without the copies.
+class _Around(nn.Module):
+    """A model that is asked otherwise than as it is.
 
     Args:
         model: the model.
@@ -78,6 +76,13 @@ class FreshBuffers(nn.Module):
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
+
+
+class FreshBuffers(_Around):
+    """A model whose every question finds its buffers as they were: what it writes there is forgotten.
+
+    That is `FreshEachTime` for a model that remembers in its buffers alone, without the copies.
+    """
 
     def forward(self, images: Tensor) -> Any:
         # The zero makes each a copy; and one for each image, where torch asks about many as if each were alone.
@@ -105,16 +110,8 @@ def _draw_seed() -> int:
     return int(torch.randint(2**31, ()))
 
 
-class Isolated(nn.Module):
-    """A model that gets a copy of the images and gives a copy of its scores: it may change the one and reuse the other.
-
-    Args:
-        model: the model.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
+class Isolated(_Around):
+    """A model that gets a copy of the images, which it may change, and gives a copy of its scores, which it reuses."""
 
     def forward(self, images: Tensor) -> Any:
         said = self.model(images.clone())
