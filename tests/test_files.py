@@ -97,6 +97,14 @@ def test_unwritable_places_are_found_before_the_work(tmp_path: Path, where: str)
     assert not (tmp_path / "new").exists()
 
 
+def test_what_cannot_be_removed_is_named(tmp_path: Path) -> None:
+    files.remove(tmp_path / "nothing")
+    files.remove(files.write_text(tmp_path / "x", ""))
+    assert not (tmp_path / "x").exists()
+    with pytest.raises(InputError, match=rf"cannot remove {tmp_path}: "):
+        files.remove(tmp_path)  # a folder
+
+
 def test_huge_json_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "big.json"
     path.write_text(json.dumps(list(range(1000))))

@@ -212,6 +212,7 @@ def test_a_saved_run_is_attacked(digits_run: Path, tmp_path: Path) -> None:
         (["--attack", "fgsm", "--eps", "0.1", "--data", "nothing"], "nothing"),
         (["--attack", "fgsm", "--eps", "0.1", "--limit", "0"], "limit"),
         (["--attack", "fgsm", "--eps", "0.1", "--set", "train.lr=1"], "--set takes attack.NAME=VALUE"),
+        (["--attack", "fgsm", "--eps", "0.1", "--save-images", "code.json"], "code.json is none"),
     ],
 )
 def test_mistakes_of_evaluate(digits_run: Path, arguments: list[str], sentence: str) -> None:
@@ -219,6 +220,16 @@ def test_mistakes_of_evaluate(digits_run: Path, arguments: list[str], sentence: 
     assert done.returncode == 2
     assert sentence in done.stderr
     assert len(done.stderr.splitlines()) == 1
+
+
+def test_images_are_not_written_through_a_link_over_another_file(digits_run: Path, tmp_path: Path) -> None:
+    kept = tmp_path / "code.json"
+    kept.write_text("{}")
+    (tmp_path / "images.npz").symlink_to(kept)
+    options = ("--attack", "fgsm", "--eps", "0.1", "--limit", "4", "--out", str(tmp_path / "out"))
+    done = run("evaluate", str(digits_run), *options, "--save-images", str(tmp_path / "images.npz"))
+    assert (done.returncode, kept.read_text()) == (2, "{}")
+    assert not (tmp_path / "out").exists()
 
 
 #: What an attack needs beside a radius to be made short; autoattack is short by naming one of its parts.

@@ -318,6 +318,8 @@ def test_refusals(tmp_path: Path) -> None:
         fit(tiny_model(), tiny_data(), **arguments, precision="bfloat16")
     with pytest.raises(InputError, match="a label is 4, but the model has scores for 3 classes"):
         fit(ResNet(3, 1, depth=8, width=4), five, **arguments, objective="cross_entropy")
+    with pytest.raises(InputError, match="no parameters: there is nothing to train"):
+        fit(nn.Flatten(), tiny_data(), **arguments, objective="cross_entropy")
     fit(tiny_model(), tiny_data(), **arguments, epochs=1, run_dir=tmp_path)
     other = Split(255 - tiny_data().images, tiny_data().labels)
     with pytest.raises(InputError, match="other settings, data or code"):

@@ -47,7 +47,7 @@ def start_run(folder: Path, spec: Spec, code: CodeMatrix | None, class_names: Se
     """
     if (folder / SPEC).exists() and not holds(folder, spec):
         raise InputError(f"{folder} holds a run with another spec.toml: choose another folder.")
-    (folder / DONE).unlink(missing_ok=True)
+    files.remove(folder / DONE)
     save_spec(folder / SPEC, spec)
     if code is not None:
         code.save(folder / CODE)

@@ -53,12 +53,9 @@ def load_model(folder: Path) -> Any:
     return _values(runs.load_model(folder / "run").state_dict())
 
 
-@_reads("run/last.safetensors", "run/model.safetensors")
-def load_checkpoints(folder: Path) -> Any:
-    return [
-        _values(load_checkpoint(folder / "run" / name)[0])
-        for name in ("last.safetensors", "model.safetensors")
-    ]
+@_reads("run/last.safetensors")
+def load_last(folder: Path) -> Any:
+    return _values(load_checkpoint(folder / "run" / "last.safetensors")[0])
 
 
 def _values(tensors: dict[str, Tensor]) -> Any:

@@ -115,7 +115,7 @@ class Records:
 
     def discard(self) -> None:
         """Removes everything of this attack."""
-        self.path.unlink(missing_ok=True)
+        files.remove(self.path)
         _remove_folder(self._parts)
         _remove_folder(self._images)
 
@@ -253,10 +253,11 @@ def _span(part: Outcomes) -> str:
 
 
 def _remove_folder(folder: Path) -> None:
-    if folder.is_dir():
-        for path in folder.iterdir():
-            path.unlink()
-        folder.rmdir()
+    with files.naming(folder, "remove"):
+        if folder.is_dir():
+            for path in folder.iterdir():
+                files.remove(path)
+            folder.rmdir()
 
 
 def _difference(old: Any, new: Any) -> str:

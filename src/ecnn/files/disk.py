@@ -323,6 +323,12 @@ def copy(source: AnyPath, target: AnyPath) -> Path:
     return write_atomically(target, lambda temporary: shutil.copyfile(source, temporary))
 
 
+def remove(path: AnyPath) -> None:
+    """Removes a file, if there is one."""
+    with naming(path, "remove"):
+        Path(path).unlink(missing_ok=True)
+
+
 def write_text(path: AnyPath, text: str) -> Path:
     """Writes text as UTF-8, all or nothing."""
     return write_atomically(path, lambda temporary: temporary.write_bytes(text.encode()))

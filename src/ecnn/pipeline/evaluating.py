@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -258,6 +259,12 @@ def _join(parts: Sequence[Evaluation]) -> Evaluation:
 @contextmanager
 def _folder_for(out: AnyPath | None, save_images: AnyPath | None) -> Iterator[Path | None]:
     """Where outcomes go: the folder asked for, one for the moment if only images are wanted, or none."""
+    if save_images is not None:
+        files.check_writable(save_images)
+        if Path(os.path.realpath(save_images)).suffix.lower() != ".npz":  # of a link: what it leads to
+            raise InputError(
+                f"attacked images are written to an .npz, and {save_images} is none: name it images.npz."
+            )
     if out is not None:
         with files.locked(out, "evaluation"):
             yield Path(out)
@@ -265,7 +272,6 @@ def _folder_for(out: AnyPath | None, save_images: AnyPath | None) -> Iterator[Pa
     if save_images is None:
         yield None
         return
-    files.check_writable(save_images)
     with files.temporary_folder(save_images) as folder:
         yield folder
 

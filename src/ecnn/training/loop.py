@@ -388,7 +388,7 @@ def _write(
     if len(facts["epochs"]) > 1:  # otherwise what is there belongs to another run
         files.keep(run_dir / LAST, run_dir / PREVIOUS)
     else:
-        (run_dir / PREVIOUS).unlink(missing_ok=True)
+        files.remove(run_dir / PREVIOUS)
     save_checkpoint(run_dir / LAST, tensors, facts)
     with files.naming(run_dir / "tensorboard", "write"):
         _show_on_board(run_dir, facts["epochs"][-1])
@@ -477,8 +477,11 @@ def _check_labels(model: nn.Module, train: Split, val: Split | None) -> int:
         raise InputError(
             "training images must be bytes (torch.uint8): float32 images are for evaluation alone."
         )
+    first = next(model.parameters(), None)
+    if first is None:
+        raise InputError("the model has no parameters: there is nothing to train.")
     with eval_mode(model), torch.no_grad():
-        num_classes = model(train[:1][0].to(next(model.parameters()).device)).shape[1]
+        num_classes = model(train[:1][0].to(first.device)).shape[1]
     highest = max(int(split.labels.max()) for split in (train, val) if split is not None and len(split))
     if highest >= num_classes:
         raise InputError(
