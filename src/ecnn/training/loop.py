@@ -477,10 +477,10 @@ def _check_labels(model: nn.Module, train: Split, val: Split | None) -> int:
         raise InputError(
             "training images must be bytes (torch.uint8): float32 images are for evaluation alone."
         )
-    first = next(model.parameters(), None)
-    if first is None:
-        raise InputError("the model has no parameters: there is nothing to train.")
     with eval_mode(model), torch.no_grad():
+        first = next(model.parameters(), None)
+        if first is None:
+            raise InputError("the model has no parameters: there is nothing to train.")
         num_classes = model(train[:1][0].to(first.device)).shape[1]
     highest = max(int(split.labels.max()) for split in (train, val) if split is not None and len(split))
     if highest >= num_classes:
