@@ -118,12 +118,12 @@ def test_mistakes_are_one_sentence_and_write_nothing(
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        ("report nowhere", "a model that is no run folder must be one of"),
+        ("report nowhere", "and a model by name must be one of"),
         ("report mnist-tanh16 --format pdf", "format must be html, not 'pdf'"),
         ("report mnist-tanh16 --norm l2", "a norm needs its radius"),
         ("report mnist-tanh16 --eps 8", 'did you mean "8/255"'),
         ("report mnist-tanh16 --images -1", "images must be"),
-        ("serve nothing", "a model that is no run folder must be one of"),
+        ("serve nothing", "and a model by name must be one of"),
         ("serve mnist-tanh16 --port 70000", "port must be"),
         ("serve mnist-tanh16 --host no.such.host.invalid", "cannot be listened at"),
         ("serve mnist-tanh16 --set limits.image=3", "did you mean 'images'"),
@@ -303,18 +303,26 @@ def test_data_reads_every_image_of_a_folder(tmp_path: Path) -> None:
     for layout in ("", "train", "test"):
         write_pictures(tmp_path / "own" / layout, {"stop": 3, "go": 2}, size=(6, 4))
         if layout == "":
+            write_pictures(tmp_path / "own", {"yield": 1}, size=(6, 4))
+            write_pictures(tmp_path / "own" / "stop", {"more": 2}, size=(6, 4))
+            (tmp_path / "own" / "stop" / "3.heic").touch()
+            (tmp_path / "own" / "labels.csv").touch()
             done = CliRunner().invoke(app, ["data", str(tmp_path / "own")])
             assert done.exit_code == 0
             assert done.stdout.splitlines()[1:] == [
                 "        2  go",
                 "        3  stop",
-                "height x width: 6 x 4 (5)",
+                "        1  yield",
+                "height x width: 6 x 4 (6)",
+                "not used: 1 .csv, 1 .heic, 1 folders",
+                "with one image, which trains, and none to test on: yield",
             ]
             shutil.rmtree(tmp_path / "own")
     (tmp_path / "own" / "test" / "go" / "000.png").write_bytes(b"broken")
     done = CliRunner().invoke(app, ["data", str(tmp_path / "own"), "--json"])
     assert done.exit_code == 2
     assert json.loads(done.stdout)["counts"] == {"go": 3, "stop": 6}
+    assert json.loads(done.stdout)["left_out"] == {}
     assert "000.png cannot be read as an image" in done.stderr
     for wrong, sentence in (("digitz", "did you mean 'digits'"), ("mnist", "is a named dataset")):
         refused = CliRunner().invoke(app, ["data", wrong])

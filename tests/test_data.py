@@ -13,6 +13,7 @@ import struct
 import sys
 import tarfile
 import threading
+import warnings
 import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -282,7 +283,7 @@ def test_unknown_names_list_the_known_ones(tmp_path: Path) -> None:
     with refused("load_adversarial_signs"):
         load_data("optprojtran", tmp_path)
     for name in ("", "no/such/folder"):
-        with refused("a dataset that is no folder must be one of digits"):
+        with refused("and a dataset by name must be one of digits"):
             load_data(name, tmp_path)
 
 
@@ -778,6 +779,38 @@ def test_bad_folders_are_refused(tmp_path: Path) -> None:
     (tmp_path / "b").mkdir()
     with refused("b has no image"):
         load_data(tmp_path)
+    for part in ("train", "val"):  # a usual layout, but for the name of the second
+        write_pictures(tmp_path / "usual" / part, {"a": 2, "b": 2})
+    with refused("usual/train holds folders in place of images: .* called train and test"):
+        load_data(tmp_path / "usual")
+
+
+@pytest.mark.parametrize("suffix", ["jpg", "png", "tif", "webp"])
+def test_a_picture_is_turned_as_its_camera_says(tmp_path: Path, suffix: str) -> None:
+    """Phones keep pixels as the sensor lay and write beside them how to turn them: what people see counts."""
+    upright = Image.fromarray(np.repeat(np.arange(0, 240, 20, dtype=np.uint8)[:, None], 8, axis=1))
+    exif = Image.Exif()
+    for orientation, lying in ((6, Image.Transpose.ROTATE_90), (3, Image.Transpose.ROTATE_180)):
+        exif[0x0112] = orientation
+        for name in ("a", "b"):
+            (tmp_path / name).mkdir(exist_ok=True)
+            upright.save(tmp_path / name / f"0.{suffix}", quality=100)
+            upright.transpose(lying).save(tmp_path / name / f"1.{suffix}", exif=exif, quality=100)
+        data = load_data(tmp_path, image_size="auto")  # one size once all are upright: nothing to resize
+        assert data.image_size == (12, 8)
+        for images, _ in (data.train[:], data.test[:]):
+            assert torch.allclose(images[:, 0, :, 0] * 255, torch.arange(0, 240, 20.0), atol=12)
+
+
+def test_damaged_exif_turns_nothing(tmp_path: Path) -> None:
+    picture = Image.fromarray(np.full((4, 6), 100, dtype=np.uint8))
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        for number in range(2):
+            picture.save(tmp_path / name / f"{number}.jpg", exif=b"Exif\0\0MM\0*\xff\xff\xff\xff" + bytes(9))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert load_data(tmp_path, image_size="auto").image_size == (4, 6)
 
 
 def test_bad_images_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

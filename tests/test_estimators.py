@@ -192,6 +192,18 @@ def test_a_damaged_folder_is_one_sentence(fitted: ECNNClassifier, tmp_path: Path
         ECNNClassifier.load(tmp_path / "nothing")
 
 
+def test_a_run_is_not_replaced_by_an_estimator(fitted: ECNNClassifier, tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_bytes(b"weights of a run")
+    with pytest.raises(InputError, match=r"model\.safetensors would be replaced.*choose another folder"):
+        fitted.save(tmp_path)
+    assert (tmp_path / "model.safetensors").read_bytes() == b"weights of a run"
+    for _ in range(2):
+        fitted.save(tmp_path / "mine")
+    (tmp_path / "config.json").write_text('{"model_type": "vit"}')
+    with pytest.raises(InputError, match="no estimator of this version"):
+        ECNNClassifier.load(tmp_path)
+
+
 def test_probabilities_are_about_as_sure_as_they_may_be() -> None:
     """Sums over members are divided by how many of them differ, or they would be several times too sure."""
     rows, labels = make_blobs(1200, centers=4, cluster_std=2.0, random_state=3)

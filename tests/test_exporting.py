@@ -102,7 +102,7 @@ def test_what_cannot_be_exported_is_one_sentence(tmp_path: Path, monkeypatch: py
     ):
         with pytest.raises(InputError, match=sentence):
             export_model("mnist-tanh16", tmp_path / out, **options)
-    with pytest.raises(InputError, match="a model that is no run folder"):
+    with pytest.raises(InputError, match="and a model by name must be"):
         export_model("mnist-tanh17", tmp_path / "m.pt2")
     assert list(tmp_path.iterdir()) == []
 

@@ -113,6 +113,14 @@ def test_huge_json_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         files.read_json(path)
 
 
+def test_an_entry_that_comes_twice_is_refused(tmp_path: Path) -> None:
+    """The last of the two would count, and whoever edits the first would never know."""
+    path = tmp_path / "code.json"
+    path.write_text('{"symbols": 1, "inner": {"seed": 1, "name": 2, "seed": 3}}')
+    with pytest.raises(InputError, match=r"code\.json has the entry 'seed' twice: remove one"):
+        files.read_json(path)
+
+
 @pytest.mark.parametrize(
     "value", [{"a": [1, 2]}, [[]], [[1], [2.5, None]], "text", {"nested": {"deep": [[-1, 0]]}}]
 )

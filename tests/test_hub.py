@@ -158,6 +158,24 @@ def test_a_damaged_folder_is_one_sentence(run: Path, tmp_path: Path) -> None:
         PretrainedModel.from_pretrained(tmp_path)
 
 
+def test_what_others_wrote_is_not_replaced(run: Path, tmp_path: Path) -> None:
+    made = PretrainedModel.from_run(run)
+    (tmp_path / "README.md").write_text("my project")
+    with pytest.raises(InputError, match=r"README\.md would be replaced.*choose another folder"):
+        made.save_pretrained(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["README.md"]
+    assert (tmp_path / "README.md").read_text() == "my project"
+    (tmp_path / "README.md").unlink()
+    for _ in range(2):  # its own it replaces
+        made.save_pretrained(tmp_path)
+    config = tmp_path / "config.json"
+    config.write_text('{"model_type": "vit"}')
+    with pytest.raises(InputError, match=r"config\.json would be replaced"):
+        made.save_pretrained(tmp_path)
+    with pytest.raises(InputError, match=r"config\.json describes no model of this version of ecnn"):
+        PretrainedModel.from_pretrained(tmp_path)
+
+
 def test_a_model_without_a_name_is_not_saved(tmp_path: Path) -> None:
     mine = PretrainedModel(Linear(torch.rand(2, 4)), ["a", "b"], 1, (2, 2))
     with pytest.raises(InputError, match="no file can describe this Linear"):

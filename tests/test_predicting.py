@@ -87,6 +87,35 @@ def test_other_kinds_of_pictures_are_converted(tmp_path: Path, mode: str, channe
         assert np.allclose(ours.read(planes), shown, atol=1 / 255)  # grey of floats, too
 
 
+def test_what_is_transparent_is_laid_on_white(tmp_path: Path) -> None:
+    """A black drawing on a transparent ground is not a black picture, whatever lies below the ground."""
+    pixels = np.zeros((4, 4, 4), dtype=np.uint8)
+    pixels[1, 1, 3] = 255
+    pixels[2, 2] = (255, 0, 0, 51)
+    wanted = torch.ones(3, 4, 4)
+    wanted[:, 1, 1] = 0
+    wanted[1:, 2, 2] = 0.8
+    ours = classifier(3, (4, 4))
+    drawing = Image.fromarray(pixels)
+    drawing.save(tmp_path / "drawing.png")
+    for source in (
+        tmp_path / "drawing.png",
+        drawing,
+        pixels,
+        pixels.transpose(2, 0, 1) / np.float32(255),
+    ):
+        assert torch.allclose(ours.read(source), wanted)
+    palette = Image.new("P", (4, 4), 0)
+    palette.putpalette([0, 0, 0, 0, 0, 0])
+    palette.putpixel((1, 1), 1)
+    palette.save(tmp_path / "palette.gif", transparency=0)
+    opaque = drawing.getchannel("A").point(lambda alpha: 255 * (alpha == 255))
+    grey = Image.merge("LA", (Image.new("L", (4, 4)), opaque))
+    wanted[1:, 2, 2] = 1
+    assert torch.allclose(ours.read(tmp_path / "palette.gif"), wanted)
+    assert torch.allclose(classifier(1, (4, 4)).read(grey), wanted[:1])
+
+
 def test_which_axis_is_the_channel() -> None:
     ours = classifier(3, (3, 3))
     both = np.arange(27, dtype=np.uint8).reshape(3, 3, 3)

@@ -103,11 +103,15 @@ def test_a_device_that_is_not_there(tmp_path: Path) -> None:
 
 def test_broken_runs(tmp_path: Path) -> None:
     with pytest.raises(
-        InputError, match=r"a model that is no run folder must be one of cifar10-adp, .*, not 'nothing'"
+        InputError, match=r"and a model by name must be one of cifar10-adp, .*, not 'nothing'"
     ):
         runs.load_model("nothing")
-    with pytest.raises(InputError, match=r"cannot read .*spec\.toml"):
+    with pytest.raises(InputError, match=r"has no spec\.toml.*: give one that `ecnn train` made"):
         runs.load_model(tmp_path)
+    (tmp_path / "digits" / "ecnn" / "0").mkdir(parents=True)
+    (tmp_path / "digits" / "ecnn" / "0" / "spec.toml").touch()
+    with pytest.raises(InputError, match=r"has no spec\.toml.*: did you mean .*/digits/ecnn/0\?$"):
+        runs.load_model(tmp_path)  # the folder above the one that `ecnn train --data digits` makes
     (tmp_path / "spec.toml").write_text("seed = ")
     with pytest.raises(InputError, match="is not TOML"):
         runs.load_model(tmp_path)

@@ -118,7 +118,9 @@ class PretrainedModel(nn.Module, _mixin()):  # type: ignore[misc]
         Args:
             options: of huggingface_hub's method of this name, such as push_to_hub=True.
         """
-        for name in (CONFIG, BEST, CARD):
+        names = (CONFIG, BEST, CARD)
+        files.check_replaceable(save_directory, CONFIG, CONFIG_FORMAT, names)
+        for name in names:
             files.check_writable(Path(save_directory) / name)
         return super().save_pretrained(Path(save_directory), **options)
 

@@ -224,7 +224,10 @@ class Classifier:
         """The same conversion of (channel, height, width) float32 without rounding to bytes."""
         from PIL import Image
 
-        planes = planes[:3]  # what is transparent counts as it is, as in files
+        if len(planes) == 4:
+            planes = planes[:3] * planes[3] + (
+                1 - planes[3]
+            )  # what is transparent is laid on white, as in files
         if len(planes) == 3 and self.in_channels == 1:
             planes = np.tensordot(np.array(_GREY, dtype=np.float32), planes, axes=1)[None]
         elif len(planes) == 1:
@@ -259,10 +262,11 @@ def load_classifier(source: str | os.PathLike[str], *, device: str | torch.devic
 def _described_classifier(model: nn.Module, path: Path) -> Classifier:
     """The model with what config.json says of its images and classes, as `ecnn.hub` writes it."""
     config = files.read_json(path)
-    kinds = {"class_names": list[str], "in_channels": int, "image_size": list[int], "model": dict}
-    check_entries(str(path), config, {"format": str, "version": int, **kinds})
-    if (config["format"], config["version"]) != (CONFIG_FORMAT, CONFIG_VERSION):
+    form = (config.get("format"), config.get("version")) if isinstance(config, dict) else None
+    if form != (CONFIG_FORMAT, CONFIG_VERSION):
         raise InputError(f"{path} describes no model of this version of ecnn.")
+    kinds = {"class_names": list[str], "in_channels": int, "image_size": list[int], "model": dict}
+    check_entries(str(path), config, kinds)
     if len(config["image_size"]) != 2 or min(*config["image_size"], config["in_channels"]) < 1:
         raise InputError(f"{path}: image_size must be [height, width] and in_channels 1 or more.")
     if config["model"].get("num_classes") != len(config["class_names"]):

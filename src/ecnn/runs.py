@@ -227,6 +227,11 @@ def read_spec(source: str | os.PathLike[str]) -> Spec:
     """The spec of a run folder or of a shipped model."""
     folder = run_folder(source)
     _check_whole(folder, SPEC)
+    if not files.exists(folder / SPEC):
+        below = (path for depth in ("*", "*/*", "*/*/*") for path in sorted(folder.glob(f"{depth}/{SPEC}")))
+        nearest = next(below, None)
+        hint = "give one that `ecnn train` made." if nearest is None else f"did you mean {nearest.parent}?"
+        raise InputError(f"{folder} has no {SPEC}, which every run folder has: {hint}")
     return load_spec(folder / SPEC)
 
 
@@ -252,7 +257,7 @@ def run_folder(source: str | os.PathLike[str]) -> Path:
     """The folder of a run, given as such or by the name of a shipped model."""
     if files.is_folder(source):
         return Path(source)
-    check_choice("a model that is no run folder", str(source), models())
+    check_choice(f"there is no folder {str(source)!r}, and a model by name", str(source), models())
     return zoo_folder(str(source))
 
 

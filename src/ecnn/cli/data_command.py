@@ -52,4 +52,10 @@ def _folder_as_text(own: OwnImages) -> str:
     common = sorted(own.sizes, key=lambda size: -own.sizes[size])[:3]
     shown = ", ".join(f"{height} x {width} ({own.sizes[height, width]:,})" for height, width in common)
     more = f" and {len(own.sizes) - 3:,} other sizes" if len(own.sizes) > 3 else ""
-    return "\n".join([*lines, f"height x width: {shown}{more}"])
+    lines.append(f"height x width: {shown}{more}")
+    if own.left_out:
+        others = ", ".join(f"{count:,} {kind}" for kind, count in own.left_out.items())
+        lines.append(f"not used: {others}")
+    if own.untested:
+        lines.append(f"with one image, which trains, and none to test on: {', '.join(own.untested)}")
+    return "\n".join(lines)

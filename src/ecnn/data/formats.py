@@ -12,7 +12,8 @@ import re
 import struct
 import warnings
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,8 +26,10 @@ from ecnn.progress import Progress
 if TYPE_CHECKING:
     from PIL import Image
 
-_GREY_MODES = ("1", "L", "LA")
+_GREY_MODES = ("1", "L", "LA", "La")
 _DEEP_MODES = ("I", "F")  # also I;16 and its kin: Pillow would clip them, not scale them
+_CLEAR_MODES = ("LA", "La", "PA", "RGBA", "RGBa")
+_ORIENTATION = 0x0112  # the number of EXIF's entry
 _IDX_HEAD = 4
 _MOST_ARRAYS = 16
 _MOST_RESIZED = 2**30
@@ -204,14 +207,28 @@ def read_image(path: Path) -> Image.Image:
 
 
 def header_size(path: Path) -> tuple[int, int] | None:
-    """(height, width) as the head of an image file has it, or None of what is no image."""
+    """(height, width) that an image file will have when it is read, or None of what is no image."""
     from PIL import Image
 
     try:
-        with Image.open(io.BytesIO(files.read_bytes(path, most=files.MAX_IMAGE_BYTES))) as image:
-            return image.height, image.width
+        with _quietly(), Image.open(io.BytesIO(files.read_bytes(path, most=files.MAX_IMAGE_BYTES))) as image:
+            # Where it is not at the head of a PNG, EXIF would have all pixels unpacked.
+            is_known = image.format != "PNG" or "exif" in image.info
+            upright = _upright(image) if is_known and _orientation(image) > 4 else image
+            return upright.height, upright.width
     except Exception:  # whoever reads the image will say why
         return None
+
+
+@contextmanager
+def _quietly() -> Iterator[None]:
+    """Pillow says nothing of what does no harm, such as damaged EXIF; too many pixels are an error."""
+    from PIL import Image
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        warnings.simplefilter("error", Image.DecompressionBombWarning)
+        yield
 
 
 def decode_image(
@@ -226,14 +243,12 @@ def decode_image(
     from PIL import Image, UnidentifiedImageError
 
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("error", Image.DecompressionBombWarning)
-            with Image.open(io.BytesIO(content), formats=formats) as image:
-                if most_pixels is not None and image.width * image.height > most_pixels:
-                    raise InputError(
-                        f"{name} has {image.width} x {image.height} pixels, and at most {most_pixels:,} are allowed."
-                    )
-                return plain_image(image, name)
+        with _quietly(), Image.open(io.BytesIO(content), formats=formats) as image:
+            if most_pixels is not None and image.width * image.height > most_pixels:
+                raise InputError(
+                    f"{name} has {image.width} x {image.height} pixels, and at most {most_pixels:,} are allowed."
+                )
+            return plain_image(image, name)
     except InputError:
         raise
     except (Image.DecompressionBombWarning, Image.DecompressionBombError) as error:
@@ -248,10 +263,52 @@ def decode_image(
 
 
 def plain_image(image: Image.Image, name: str) -> Image.Image:
-    """The picture in mode "L" if it is grey, else in "RGB"; one with more than 8 bits per value is refused."""
+    """The picture as a person sees it, in mode "L" if it is grey, else in "RGB".
+
+    It is turned as its camera says; what is transparent is laid on white. More than 8 bits per value are refused.
+    """
     if image.mode.startswith(_DEEP_MODES):
-        raise InputError(f"{name} has more than 8 bits per value (mode {image.mode}): convert it first.")
-    return image.convert("L" if image.mode in _GREY_MODES else "RGB")
+        raise InputError(
+            f"{name} has more than 8 bits per value (mode {image.mode}): convert it to 8 bits first."
+        )
+    mode = "L" if image.mode in _GREY_MODES else "RGB"
+    return _on_white(_upright(image)).convert(mode)
+
+
+def _orientation(image: Image.Image) -> int:
+    """How EXIF says that the picture lies: 1 as it should, above 4 on its side; 1 where EXIF is damaged."""
+    try:
+        return int(image.getexif().get(_ORIENTATION, 1))
+    except Exception:
+        return 1
+
+
+def _upright(image: Image.Image) -> Image.Image:
+    """The picture turned as EXIF, if a camera left any, says."""
+    from PIL.Image import Transpose
+
+    image.load()  # first, so that an error in the pixels is not taken for one in EXIF
+    turns = {
+        2: Transpose.FLIP_LEFT_RIGHT,
+        3: Transpose.ROTATE_180,
+        4: Transpose.FLIP_TOP_BOTTOM,
+        5: Transpose.TRANSPOSE,
+        6: Transpose.ROTATE_270,
+        7: Transpose.TRANSVERSE,
+        8: Transpose.ROTATE_90,
+    }
+    turn = turns.get(_orientation(image))
+    return image if turn is None else image.transpose(turn)
+
+
+def _on_white(image: Image.Image) -> Image.Image:
+    """The picture without transparency, as browsers and printers show it."""
+    from PIL import Image
+
+    is_palette = image.mode == "P" and image.palette is not None and image.palette.mode.endswith("A")
+    if image.mode not in _CLEAR_MODES and "transparency" not in image.info and not is_palette:
+        return image
+    return Image.alpha_composite(Image.new("RGBA", image.size, "white"), image.convert("RGBA"))
 
 
 def pixels_of(picture: Image.Image, image_size: tuple[int, int] | None) -> np.ndarray:

@@ -6,13 +6,14 @@ import importlib.util
 import os
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
+from ecnn import files
 from ecnn.checks import check_choice
 from ecnn.data.formats import read_image
 from ecnn.data.loading import find_folder, resolve_root
-from ecnn.data.sources import ARCHIVES, READERS, SIGNS_FILE, class_folders, list_classes
+from ecnn.data.sources import ARCHIVES, IMAGE_SUFFIXES, READERS, SIGNS_FILE, class_folders, list_classes
 from ecnn.errors import InputError
 
 
@@ -41,6 +42,8 @@ class OwnImages:
         sizes: images by (height, width).
         grey: how many are grey.
         problems: a sentence for each image that cannot be used.
+        left_out: what is there and not used: how many files by suffix, and folders as "folders".
+        untested: classes with too few images to set one aside for the test.
     """
 
     folder: str
@@ -48,6 +51,8 @@ class OwnImages:
     sizes: Mapping[tuple[int, int], int]
     grey: int
     problems: tuple[str, ...]
+    left_out: Mapping[str, int] = field(default_factory=dict)
+    untested: tuple[str, ...] = ()
 
 
 def find_datasets(root: str | os.PathLike[str] | None = None) -> list[DatasetFiles]:
@@ -78,11 +83,12 @@ def inspect_folder(name: str | os.PathLike[str], root: str | os.PathLike[str] | 
     """Reads every image of a folder of one's own and says what is there; damaged ones are named, not refused."""
     folder = find_folder(str(name), resolve_root(root))
     if folder is None:
-        check_choice("data that is no folder", str(name), READERS)
+        check_choice(f"there is no folder {str(name)!r}, and a dataset by name", str(name), READERS)
         raise InputError(f"{name} is a named dataset, not a folder of images: leave it out to see its files.")
     counts, sizes = Counter[str](), Counter[tuple[int, int]]()
     grey, problems = 0, list[str]()
-    for part in class_folders(folder):
+    parts = class_folders(folder)
+    for part in parts:
         names, paths, labels = list_classes(part)
         for path, label in zip(paths, labels, strict=True):
             try:
@@ -93,4 +99,26 @@ def inspect_folder(name: str | os.PathLike[str], root: str | os.PathLike[str] | 
             counts[names[label]] += 1
             sizes[picture.height, picture.width] += 1
             grey += picture.mode == "L"
-    return OwnImages(str(Path(folder)), dict(counts), dict(sizes), grey, tuple(problems))
+    untested = () if len(parts) == 2 else tuple(name for name, count in counts.items() if count == 1)
+    left_out = _count_left_out(folder, parts)
+    return OwnImages(str(Path(folder)), dict(counts), dict(sizes), grey, tuple(problems), left_out, untested)
+
+
+def _count_left_out(folder: Path, parts: tuple[Path, ...]) -> dict[str, int]:
+    """What lies among the images and is not read: other files by suffix, and folders that are no class."""
+    counts = Counter[str]()
+    classes = {
+        entry
+        for part in parts
+        for entry in files.entries(part)
+        if entry.is_dir() and not entry.name.startswith(".")
+    }
+    for place in {folder, *parts, *classes}:
+        for entry in files.entries(place):
+            if entry in classes or entry in parts or entry.name.startswith("."):
+                continue
+            if entry.is_dir():
+                counts["folders"] += 1
+            elif place not in classes or entry.suffix.lower() not in IMAGE_SUFFIXES:
+                counts[entry.suffix.lower() or "no suffix"] += 1
+    return dict(sorted(counts.items()))

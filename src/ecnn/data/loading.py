@@ -77,7 +77,7 @@ def load_data(
         return replace(found, val=val, test=test, folder=str(folder.resolve()))
     if title == "optprojtran":
         raise InputError("optprojtran is no dataset to train on: use load_adversarial_signs.")
-    check_choice("a dataset that is no folder", title, READERS)
+    check_choice(f"there is no folder {title!r}, and a dataset by name", title, READERS)
     arrays = READERS[title](request)
     check_sizes(title, len(arrays.train_labels), len(arrays.test_labels))
     return _as_dataset(title, arrays, val_fraction, seed)

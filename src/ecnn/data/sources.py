@@ -379,11 +379,13 @@ def list_classes(folder: Path) -> tuple[tuple[str, ...], list[Path], list[int]]:
     paths: list[Path] = []
     labels: list[int] = []
     for label, entry in enumerate(classes):
-        own = [
-            path
-            for path in files.entries(entry)
-            if path.suffix.lower() in IMAGE_SUFFIXES and not path.name.startswith(".")
-        ]
+        found = [path for path in files.entries(entry) if not path.name.startswith(".")]
+        own = [path for path in found if path.suffix.lower() in IMAGE_SUFFIXES]
+        if not own and any(path.is_dir() for path in found):
+            raise InputError(
+                f"{entry} holds folders in place of images: images lie in the folder of their class itself, and those "
+                "to train and to test on below two folders that are called train and test."
+            )
         if not own:
             raise InputError(
                 f"{entry} has no image ({', '.join(IMAGE_SUFFIXES)}): add some or remove the folder."

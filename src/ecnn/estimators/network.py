@@ -132,6 +132,7 @@ class ECNNClassifier(ScoringMixin, ClassifierMixin, BaseEstimator):  # type: ign
         A `random_state` that is no whole number is not kept.
         """
         check_is_fitted(self)
+        files.check_replaceable(folder, _CONFIG, FORMAT, (_CONFIG, _WEIGHTS))
         classes = self.classes_
         if classes.dtype.kind not in "biufU" and not all(isinstance(label, str) for label in classes):
             raise InputError(f"only labels that are numbers or text can be saved, not {shown(classes[0])}.")
@@ -157,10 +158,10 @@ class ECNNClassifier(ScoringMixin, ClassifierMixin, BaseEstimator):  # type: ign
         """The fitted estimator that `save` wrote."""
         path = Path(folder) / _CONFIG
         config = files.read_json(path)
-        kinds = {"format": str, "version": int, "params": dict, "classes": dict, "n_features_in": int}
-        check_entries(str(path), config, {**kinds, "feature_names_in": list[str] | None, "network": dict})
-        if (config["format"], config["version"]) != (FORMAT, VERSION):
+        if not isinstance(config, dict) or (config.get("format"), config.get("version")) != (FORMAT, VERSION):
             raise InputError(f"{path} holds no estimator of this version of ecnn.")
+        kinds = {"params": dict, "classes": dict, "n_features_in": int}
+        check_entries(str(path), config, {**kinds, "feature_names_in": list[str] | None, "network": dict})
         made = cls(**_read_params(str(path), config["params"], cls._get_param_names()))
         made.classes_ = _read_classes(str(path), config["classes"])
         made.n_features_in_ = config["n_features_in"]

@@ -23,13 +23,14 @@ from ecnn.files.disk import (
     write_atomically,
     write_text,
 )
-from ecnn.files.tables import read_json, read_toml, toml_lines, write_json, write_toml
+from ecnn.files.tables import check_replaceable, read_json, read_toml, toml_lines, write_json, write_toml
 
 __all__ = [
     "MAX_ARRAY_BYTES",
     "MAX_IMAGE_BYTES",
     "MAX_JSON_BYTES",
     "AnyPath",
+    "check_replaceable",
     "check_writable",
     "copy",
     "entries",

@@ -6,12 +6,12 @@ import hashlib
 import json
 import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from ecnn.errors import InputError
-from ecnn.files.disk import MAX_JSON_BYTES, AnyPath, read_bytes, write_text
+from ecnn.files.disk import MAX_JSON_BYTES, AnyPath, exists, read_bytes, write_text
 
 _SUM = "sha256"
 
@@ -42,8 +42,18 @@ def read_json(path: AnyPath) -> Any:
     A table that has a checksum must agree with it; those of before have none.
     """
     content = read_bytes(path, most=MAX_JSON_BYTES)
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        table = dict(pairs)
+        for key in table if len(table) < len(pairs) else ():
+            if [name for name, _ in pairs].count(key) > 1:
+                raise InputError(f"{path} has the entry {key!r} twice: remove one.")
+        return table
+
     try:
-        value = json.loads(content.decode())
+        value = json.loads(content.decode(), object_pairs_hook=unique)
+    except InputError:
+        raise
     except UnicodeDecodeError as error:
         raise InputError(f"{path} is not a text file (byte {error.start} is not UTF-8).") from error
     except json.JSONDecodeError as error:
@@ -58,6 +68,28 @@ def read_json(path: AnyPath) -> Any:
             "accept it as it is."
         )
     return value
+
+
+def check_replaceable(folder: AnyPath, config: str, kind: str, names: Sequence[str]) -> None:
+    """Raises InputError if files of these names are in a folder, and its config is none that we wrote of this kind.
+
+    So that what is saved takes the place of what was saved before, and of nothing else.
+
+    Args:
+        config: the name of the JSON file that says of what kind the folder is, as its entry "format".
+    """
+    there = [name for name in names if exists(Path(folder) / name)]
+    if not there:
+        return
+    try:
+        found = read_json(Path(folder) / config)
+    except InputError:
+        found = None
+    if not isinstance(found, dict) or found.get("format") != kind:
+        raise InputError(
+            f"{Path(folder) / there[0]} would be replaced, and it is none that was saved in this way: choose another "
+            "folder."
+        )
 
 
 def write_toml(path: AnyPath, tables: Mapping[str, Any]) -> Path:
