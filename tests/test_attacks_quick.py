@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import copy
+import gc
 import importlib
 import sys
 import types
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +18,7 @@ from torch import Tensor, nn
 
 from ecnn.attacks import PGD
 from ecnn.attacks.speed.quick_copy import _use_tensor_cores, quick_copy
+from ecnn.attacks.speed.replay import Recorder
 from ecnn.backbones import ConvUnit, ResNet, without_batch_norms, without_tf32
 from ecnn.codes import load_code
 from ecnn.model import ECNN
@@ -83,6 +87,93 @@ def test_a_quick_copy_is_asked_in_pieces(monkeypatch: pytest.MonkeyPatch) -> Non
     assert torch.equal(pieces.success, whole.success)
     assert torch.equal(pieces.forwards, whole.forwards)
     assert torch.allclose(pieces.images, whole.images, atol=1e-12)
+
+
+class _Stream:
+    """In place of a CUDA stream where there is none."""
+
+    def wait_stream(self, other: Any) -> None: ...
+
+
+@contextmanager
+def _nothing(*given: Any, **options: Any) -> Iterator[None]:
+    yield
+
+
+@pytest.fixture
+def recordable(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """CUDA's streams and graphs as far as `Recorder` asks for them; a graph that is replayed does nothing."""
+    for name, stand_in in {
+        "Stream": _Stream,
+        "current_stream": _Stream,
+        "stream": _nothing,
+        "graph": _nothing,
+        "graph_pool_handle": object,
+        "synchronize": lambda: None,
+        "CUDAGraph": lambda: SimpleNamespace(replay=lambda: None),
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, stand_in)
+    return monkeypatch
+
+
+def test_nothing_is_collected_while_passes_are_recorded(recordable: pytest.MonkeyPatch) -> None:
+    """An older graph that the collector frees in between would spoil the recording."""
+    seen: list[bool] = []
+
+    def double(values: Tensor) -> tuple[Tensor]:
+        seen.append(gc.isenabled())
+        return (2 * values,)
+
+    recorder = Recorder()
+    for _ in range(5):
+        (found,) = recorder("double", double, torch.ones(3))
+        assert found is not None
+        assert found.tolist() == [2, 2, 2]
+    # Three ordinary passes, one that sets libraries up, the recorded one, and then replays.
+    assert seen == [True, True, True, True, False]
+    assert gc.isenabled()
+
+
+def test_passes_that_cannot_be_recorded_stay_ordinary(recordable: pytest.MonkeyPatch) -> None:
+    """As those of a model that looks at a number on the way, which no recording can repeat."""
+
+    @contextmanager
+    def fails(*given: Any, **options: Any) -> Iterator[None]:
+        yield
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    recordable.setattr(torch.cuda, "graph", fails)
+    recorder = Recorder()
+    for number in range(8):
+        values = torch.full((3,), float(number))
+        (found,) = recorder("double", lambda some: (2 * some,), values)
+        assert found is not None
+        assert torch.equal(found, 2 * values)
+    assert gc.isenabled()
+
+
+@pytest.mark.gpu
+def test_a_forgotten_recording_does_not_spoil_the_next() -> None:
+    """A graph in a circle of references is freed by the collector, whenever that runs."""
+
+    def forget() -> None:
+        recorder = Recorder()
+        for _ in range(5):
+            recorder("double", lambda some: (2 * some,), torch.ones(3, device="cuda"))
+        recorder._circle = recorder  # type: ignore[attr-defined]
+
+    def collect(values: Tensor) -> tuple[Tensor]:
+        filler = [[] for _ in range(10_000)]  # type: ignore[var-annotated] # enough for the collector to want to run
+        return (2 * values + len(filler),)
+
+    for _ in range(3):
+        forget()
+        recorder = Recorder()
+        for _ in range(5):
+            (found,) = recorder("more", collect, torch.ones(3, device="cuda"))
+            assert found is not None
+            assert found.tolist() == [10_002] * 3
+        assert not recorder._gives_up
 
 
 @pytest.mark.gpu

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ecnn.backbones import eval_mode
+from ecnn.backbones import eval_mode, recording, tuned
 from ecnn.checks import check_array
 from ecnn.data import Augmentation, Split
 from ecnn.errors import InputError
@@ -257,36 +257,35 @@ class Engine:
     def _capture(self, first_batch: Tensor) -> None:
         """Records the whole step as one CUDA graph; a failure is noted and the step stays eager."""
         before = [tensor.clone() for tensor in self._all_state()]
-        tuned = torch.backends.cudnn.benchmark
-        # Shapes never change, so the fastest kernels are worth looking for.
-        torch.backends.cudnn.benchmark = True
         try:
-            self.index.copy_(first_batch)
-            stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-            stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(stream):
-                for _ in range(_WARM_UP_STEPS):
-                    self._step()
-            torch.cuda.current_stream().wait_stream(stream)
-            graph = torch.cuda.CUDAGraph()
-            graph.register_generator_state(self.generator)
-            self._forget_gradients()
-            with torch.cuda.graph(graph):
-                self._step()
-            self.graph = graph
+            with tuned():
+                self.graph = self._record_step(first_batch)
         except (RuntimeError, AttributeError) as error:
             self.note = (
                 f"the step runs eagerly, because it could not be captured: {str(error).splitlines()[0]}"
             )
             self.use_graph = False
             torch.cuda.synchronize()
-        finally:
-            torch.backends.cudnn.benchmark = tuned
         after = self._all_state()
         with torch.no_grad():
             for index, tensor in enumerate(after):  # the optimizer's state is new after the first step: zeros
                 tensor.copy_(before[index]) if index < len(before) else tensor.zero_()
         self._refresh_worker()
+
+    def _record_step(self, batch: Tensor) -> Any:
+        self.index.copy_(batch)
+        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(_WARM_UP_STEPS):
+                self._step()
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        graph.register_generator_state(self.generator)
+        self._forget_gradients()
+        with recording(graph):
+            self._step()
+        return graph
 
     def _all_state(self) -> list[Tensor]:
         """Every tensor that a step changes; the optimizer's come last."""

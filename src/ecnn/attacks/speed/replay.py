@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from ecnn.backbones import recording, tuned
 
 _ORDINARY_PASSES = 3
 _MOST_RECORDINGS = 8
@@ -26,13 +27,15 @@ class Recorder:
     """Runs a computation on rows, and after a few times replays a recording of it instead.
 
     A recording serves smaller batches too, down to where it is cheaper to make another. Only for computations that
-    always do the same: a recording repeats the kernels, not the Python around them.
+    always do the same: a recording repeats the kernels, not the Python around them. Where one cannot be made, passes
+    stay ordinary.
     """
 
     def __init__(self) -> None:
         self._seen: dict[Hashable, int] = {}
         self._recordings: OrderedDict[tuple[Hashable, int], tuple[Any, Values, Values]] = OrderedDict()
         self._pool: Any = None
+        self._gives_up = False
 
     def __call__(self, name: Hashable, compute: Callable[..., Values], *inputs: Tensor | None) -> Values:
         """compute(*inputs), computed or replayed; results are the caller's own.
@@ -46,9 +49,14 @@ class Recorder:
         size = self._size_for(kind, rows)
         if size is None:
             self._seen[kind, rows] = self._seen.get((kind, rows), 0) + 1
-            if self._seen[kind, rows] <= _ORDINARY_PASSES:
+            if self._gives_up or self._seen[kind, rows] <= _ORDINARY_PASSES:
                 return compute(*inputs)
-            self._record((kind, rows), compute, inputs)
+            try:
+                self._record((kind, rows), compute, inputs)
+            except RuntimeError:  # what cannot be recorded is computed, and a fault of its own shows there
+                self._gives_up = True
+                torch.cuda.synchronize()
+                return compute(*inputs)
             size = rows
         self._recordings.move_to_end((kind, size))
         graph, places, results = self._recordings[kind, size]
@@ -73,12 +81,12 @@ class Recorder:
         places = tuple(None if value is None else value.detach().clone() for value in inputs)
         stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream())
-        with _tuned():
+        with tuned():
             with torch.cuda.stream(stream):  # once on the side: libraries set themselves up per stream
                 compute(*places)
             torch.cuda.current_stream().wait_stream(stream)
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=self._pool):
+            with recording(graph, self._pool):
                 results = compute(*places)
         self._recordings[key] = (graph, places, results)
 
@@ -92,14 +100,3 @@ def run_in_pieces(name: Hashable, compute: Callable[..., Values], *inputs: Tenso
     split = [[None] * pieces if value is None else value.tensor_split(pieces) for value in inputs]
     answers = [compute(*piece) for piece in zip(*split, strict=True)]
     return tuple(None if parts[0] is None else torch.cat(parts) for parts in zip(*answers, strict=True))
-
-
-@contextmanager
-def _tuned() -> Iterator[None]:
-    """cuDNN looks for its fastest kernels: worth it for what is replayed."""
-    before = torch.backends.cudnn.benchmark
-    torch.backends.cudnn.benchmark = True
-    try:
-        yield
-    finally:
-        torch.backends.cudnn.benchmark = before
