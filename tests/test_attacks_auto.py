@@ -690,6 +690,12 @@ def purify(images: Tensor) -> Tensor:
     return images - 0.01 * gradient
 
 
+def purify_by_functions(images: Tensor) -> Tensor:
+    """The same by torch.func, whose derivatives refuse to be watched."""
+    gradient: Tensor = torch.func.grad(lambda moved: (moved - 0.5).square().sum())(images.detach())
+    return images - 0.01 * gradient
+
+
 def round_pixels(images: Tensor) -> Tensor:
     return (images * 8).round() / 8
 
@@ -704,9 +710,11 @@ FLAWED: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor], 
 }
 
 
-@pytest.mark.parametrize("kind", FLAWED)
+@pytest.mark.parametrize("kind", [*FLAWED, "dynamic, by torch.func"])
 def test_each_doubt_has_its_model(kind: str) -> None:
+    by_functions, kind = "torch.func" in kind, kind.split(",")[0]
     before, after, words = FLAWED[kind]
+    before = purify_by_functions if by_functions else before
     model, images = Wrapped(Curved(), before, after), some_images(8, 3, 5, 5)
     _, (doubt,) = examine(Target(model, len(images), images.device), images)
     assert doubt.kind == kind

@@ -277,6 +277,14 @@ def test_scores_that_are_not_numbers_are_confidently_wrong() -> None:
     assert json.loads(json.dumps(found.to_json(), allow_nan=False))["clean"]["calibration"]["nll"] == "inf"
 
 
+def test_scores_that_ask_for_a_gradient_are_scores() -> None:
+    rows = torch.eye(2)
+    model = strange(
+        lambda images: rows[(images[:, 0, 0, 0] * 255).round().long()].detach().requires_grad_(True)
+    )
+    assert evaluate(model, numbered([0, 1]), {}, limit=None).clean.prediction.tolist() == [0, 1]
+
+
 @pytest.mark.parametrize(
     "answer", [lambda images: images, lambda images: images[:, 0, 0, 0], lambda images: "scores"]
 )

@@ -135,8 +135,7 @@ def examine(target: Target, images: Tensor, on: str | View = "scores") -> tuple[
     They are those that the authors of AutoAttack warn of: random scores, probabilities in place of logits, gradients
     taken while classifying, no gradient or exactly zero ones, and too few classes for a loss.
     """
-    with _noticing_gradients() as taken:
-        scores = target.scores(images)
+    scores, takes_gradients = _ask_watched(target, images)
     again, num_classes = target.scores(images), scores.shape[1]
     doubts: list[Doubt] = []
     apart = float(passes_apart(scores, again).amax())
@@ -144,7 +143,7 @@ def examine(target: Target, images: Tensor, on: str | View = "scores") -> tuple[
         doubts.append(Doubt.of("random", apart))
     if _are_probabilities(scores):
         doubts.append(Doubt.of("probabilities"))
-    if taken:
+    if takes_gradients:
         doubts.append(Doubt.of("dynamic"))
     try:
         blind = _share_of_zero_gradients(target, images, scores.argmax(dim=1), on)
@@ -167,6 +166,15 @@ def passes_apart(scores: Tensor, again: Tensor) -> Tensor:
     same = (scores == again) | (scores.isnan() & again.isnan())
     differences = torch.where(same, 0.0, scores - again).nan_to_num(nan=math.inf)
     return l2_norm(differences) / l2_norm(torch.where(scores.isfinite(), scores, 0.0)).clamp_min(1e-10)
+
+
+def _ask_watched(target: Target, images: Tensor) -> tuple[Tensor, bool]:
+    """The scores, and whether a gradient was taken for them."""
+    try:
+        with _noticing_gradients() as taken:
+            return target.scores(images), bool(taken)
+    except RuntimeError:  # of all that a model may do only the derivatives of torch.func refuse to be watched
+        return target.scores(images), True
 
 
 @contextmanager

@@ -223,7 +223,7 @@ def read_model(model: nn.Module, images: Tensor) -> Tensor:
             f"the model must return scores (batch, class) for at least 2 classes, but {len(images)} images gave "
             f"{came}{advice}."
         )
-    return full_precision(scores)
+    return full_precision(scores.detach())  # a model may ask for gradients of what it says
 
 
 def _are_scores(said: Any, batch: int) -> bool:

@@ -366,7 +366,8 @@ def _flags(subject: Subject) -> list[Finding]:
     """What AutoAttack warns of, each warning a finding.
 
     The suite has an answer to all but one, so that they are notes: means over passes, logarithms, attacks on members
-    and features, float64, attacks by classes alone. It has none to a model that takes gradients while it classifies.
+    and features, float64, attacks by classes alone. One that takes gradients while it classifies may have others than
+    autograd says: an alarm, which attacks that need none can answer.
     """
     checked = subject.images[:_FLAGGED]
     with forked_generators(checked.device, subject.seed):
@@ -376,14 +377,14 @@ def _flags(subject: Subject) -> list[Finding]:
         ]
     doubts = {doubt.kind: doubt for part in reversed(parts) for doubt in part}.values()
     findings = []
-    for number, doubt in enumerate(doubts):
+    for doubt in doubts:
         evidence = {"images": len(checked)}
         if doubt.kind == "dynamic":
             advice = "Attack the optimisation inside the model."
             found = alarm(doubt.sentence, evidence, advice, kind=doubt.kind)
         else:
             found = note(doubt.sentence, evidence, "See which attack broke what.", kind=doubt.kind)
-        name, source = f"autoattack_flag_{number + 1}", "Croce & Hein 2020, AutoAttack: flags"
+        name, source = f"autoattack_{doubt.kind}", "Croce & Hein 2020, AutoAttack: flags"
         findings.append(dataclasses.replace(found, name=name, source=source))
     return findings
 

@@ -214,6 +214,6 @@ def _proven(stages: Stages, images: int) -> list[str]:
 
 def settle(finding: Finding, *, is_answered: bool, facts: dict[str, object]) -> Finding:
     """The finding; an open alarm with its answer where the attacks for its mechanism have converged."""
-    if not finding.is_open or not is_answered or finding.name in UNANSWERABLE or finding.kind == "dynamic":
+    if not finding.is_open or not is_answered or finding.name in UNANSWERABLE:
         return finding
     return dataclasses.replace(finding, evidence={**finding.evidence, "answered": True, "converged": facts})
