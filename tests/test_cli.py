@@ -216,6 +216,19 @@ def test_nobody_reads_and_the_disk_is_full() -> None:
         assert len(done.stderr.splitlines()) == bool(said)
 
 
+def test_outputs_that_are_closed_or_of_another_encoding(tmp_path: Path) -> None:
+    """As cron, services and old terminals have them."""
+    show = ecnn_command("code --show 10x30")
+    for tail in (">&-", ">&- 2>&- <&-"):
+        done = subprocess.run(["bash", "-c", f"{' '.join(show)} {tail}"], capture_output=True, check=False)
+        assert (done.returncode, done.stderr) == (0, b"")
+    words = [*ecnn_command("code --classes 3 --length 4 --steps 9 --out"), "gr\u00fcn \u65e5.json"]
+    variables = {**os.environ, "PYTHONIOENCODING": "latin-1"}
+    done = subprocess.run(words, capture_output=True, check=False, env=variables, cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert done.stdout.endswith(b"wrote gr\xfcn \\u65e5.json\n")
+
+
 def test_unknown_options_and_values() -> None:
     for arguments in (("code", "--clases", "3"), ("code", "--objective", "beauty"), ("coed",)):
         done = run(*arguments)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -172,12 +174,38 @@ def test_a_module_is_an_instance_a_function_or_what_returns_one(
     assert right > 0.8
 
 
+def test_a_file_imports_those_beside_it_and_may_print(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where `python file.py` is started; what it prints is not mixed with the result."""
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    (tmp_path / "my_network_parts.py").write_text("from torch import nn\n\nlinear = nn.Linear(64, 10)\n")
+    (tmp_path / "mine.py").write_text(
+        "from torch import nn\nfrom my_network_parts import linear\n\n\ndef build():\n    print('loading')\n"
+        "    return nn.Sequential(nn.Flatten(), linear)\n\n\ndef make(width):\n    return build()\n\n\n"
+        "def spoken(images):\n    print('asked')\n    return build()(images)\n"
+    )
+    words = ["evaluate", "--data", "digits", "--limit", "2", "--attack", "none", "--json", "--module"]
+    for name, said in (("build", "loading"), ("spoken", "asked")):
+        done = CliRunner().invoke(app, [*words, f"{tmp_path / 'mine.py'}:{name}"])
+        assert json.loads(done.stdout)["attacks"]
+        assert said in done.stderr
+    for name, sentence in (
+        ("make", "make in .*mine.py was given images and returned a model: .* must need no arguments"),
+        ("bild", "has no function or model called 'bild'; did you mean 'build'?"),
+    ):
+        done = CliRunner().invoke(app, [*words, f"{tmp_path / 'mine.py'}:{name}"])
+        assert done.exit_code == 2
+        assert re.search(sentence, done.stderr)
+
+
 @pytest.mark.parametrize(
     ("module", "sentence"),
     [
         ("own.py:raises", "RuntimeError: the weights are gone"),
         ("own.py:ends", "SystemExit: 1"),
         ("own.py:for_colour_images", "RuntimeError: mat1 and mat2 shapes cannot be multiplied"),
+        ("own.py:for_colour_images", "The model was given images of 1 x 8 x 8 (channel, height, width)"),
         ("broken.py:build", "SyntaxError"),
         ("lost.py:build", "ModuleNotFoundError: No module named 'nowhere'"),
     ],

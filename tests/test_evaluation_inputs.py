@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
+from collections import UserDict
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -95,6 +98,17 @@ def test_a_gigantic_dataset_is_read_up_to_the_limit() -> None:
     assert len(read_images((on_disk, np.zeros(10**7, dtype=np.int64)), 3)) == 3
 
 
+def test_arrays_of_other_machines_and_of_files_that_only_read(tmp_path: Path) -> None:
+    np.save(tmp_path / "images.npy", PIXELS.numpy().astype(">f4"))
+    mapped = np.load(tmp_path / "images.npy", mmap_mode="r")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # torch warns of memory that it must not write to
+        for images in (mapped, PIXELS.numpy().astype(np.longdouble), PIXELS.numpy()[:, :, ::-1, ::-1]):
+            found = read_images((images, LABELS.numpy().astype(">i4")))
+            assert torch.equal(found.labels, LABELS)
+            assert torch.equal(found[:][0], torch.tensor(images.astype(np.float32)))
+
+
 def test_pixels_between_bytes_stay_floats_and_rounding_beyond_the_range_is_cut_off() -> None:
     assert not read_images((PIXELS, LABELS)).is_float
     between = PIXELS.clone()
@@ -149,9 +163,13 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "labels one-hot": ((PIXELS, one_hot(LABELS)), r"take labels.argmax\(1\)"),
     "labels in a column": ((PIXELS, LABELS[:, None]), r"take labels\[:, 0\]"),
     "labels float": ((PIXELS, LABELS.float()), "convert them to int64"),
-    "labels text": ((PIXELS, ["cat"] * 12), "whole numbers"),
+    "labels text": (
+        (PIXELS, ["cat"] * 12),
+        "not text: give the place of each in the list of the model's classes",
+    ),
     "labels negative": ((PIXELS, LABELS - 1), "labels must be 0 or more"),
-    "labels too large": ((PIXELS, LABELS + 1), "scores for 2 classes"),
+    "labels from 1": ((PIXELS, LABELS + 1), "scores for 2 classes.*or subtract 1 if yours begin at 1"),
+    "labels too large": ((PIXELS, LABELS + 2), r"scores for 2 classes \(0 to 1\): [^,]*\.$"),
     "labels of items one-hot": (Items(PIXELS, one_hot(LABELS)), r"argmax\(1\)"),
     "empty": ((PIXELS[:0], LABELS[:0]), "there is no image"),
     "an empty dataset": (Items(PIXELS, LABELS, length=0), "there is no image"),
@@ -160,7 +178,13 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "ragged batches": ([*RAGGED[:2]] * 128 + RAGGED[2:], "all images must have one shape"),
     "three tensors": (TensorDataset(PIXELS, LABELS, LABELS), "two tensors"),
     "items of one thing": ([PIXELS[0], PIXELS[1], PIXELS[2]], r"an item must be \(image, label\)"),
-    "items as tables": ([{"image": PIXELS[0], "label": 0}], "not a dict"),
+    "items as tables": ([{"image": PIXELS[0], "label": 0}], "not a dict of image, label: wrap the data"),
+    "an archive": (UserDict({"x": PIXELS, "y": LABELS}), "not a UserDict of x, y"),  # as np.load gives one
+    "a loader of single images": (
+        DataLoader(TensorDataset(PIXELS, LABELS), batch_size=None),
+        "set its batch_size",
+    ),
+    "truth values": ((PIXELS > 0.5, LABELS), "convert them to float32"),
     "a stream": (Stream(), "wrap it in a DataLoader"),
     "a name": ("digits", "a Split such as data.test"),
     "nothing": (None, "a Split such as data.test"),

@@ -333,7 +333,12 @@ def test_bad_forms_are_refused(client: TestClient) -> None:
     refused(
         client.post("/v1/predict", data={"images": "text"}, files={"other": file}), 422, "should hold a file"
     )
-    refused(client.post("/v1/predict", files={"images": file, "top": file}), 422, "not a file")
+    for url, right, wrong in (("/v1/predict", "images", "image"), ("/v1/attack", "image", "images")):
+        refused(
+            client.post(url, files={wrong: file}),
+            422,
+            f"into the field '{right}' of the form, not into '{wrong}'",
+        )
     refused(client.post("/v1/predict", files=[("images", file)] * 9), 422, "8 images")
     refused(client.post("/v1/attack", files=[("image", file)] * 2), 422, "twice")
     form = {"content-type": "multipart/form-data; boundary=x"}

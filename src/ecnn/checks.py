@@ -224,7 +224,7 @@ def build(
     check_options(owner, options, [entry.name for entry in entries if entry.init])
     missing = [entry.name for entry in entries if is_needed(entry) and entry.name not in options]
     if missing:
-        raise InputError(f"{owner} needs {', '.join(missing)}, which decide its result and have no default.")
+        raise InputError(f"{owner} needs {', '.join(missing)}: what decides a result has no default.")
     return kind(**given, **options)
 
 

@@ -10,7 +10,7 @@ import typer
 
 import ecnn
 from ecnn.cli import options
-from ecnn.cli.statuses import telling_if_finished
+from ecnn.cli.statuses import prints_aside, telling_if_finished
 
 
 def audit(
@@ -62,16 +62,21 @@ def audit(
     table = AuditTable(
         norm=norm, eps=eps, claim=claim, min_accuracy=min_accuracy, limit=limit, budget=budget, seed=seed
     )
-    opened = pipeline.open_model(
-        model, module=module, data=data, root=root, image_size=image_size, device=device
-    )
-    made = pipeline.plan_audit(table, opened, classes=classes, attacks=attack or ())
+    with prints_aside():
+        opened = pipeline.open_model(
+            model, module=module, data=data, root=root, image_size=image_size, device=device
+        )
+        made = pipeline.plan_audit(table, opened, classes=classes, attacks=attack or ())
     more = f" and {', '.join(made.attacks)}" if made.attacks else ""
     cost = f"at most {made.cost} for {made.images:,} images, and diagnostics{more}; answers to alarms come on top"
     typer.echo(cost, err=True)
     if dry_run:
         return 0
-    with telling_if_finished(out, "audit.json"), ecnn.progress_bar("auditing") as progress:
+    with (
+        telling_if_finished(out, "audit.json"),
+        prints_aside(),
+        ecnn.progress_bar("auditing") as progress,
+    ):
         found = pipeline.audit_run(
             made, out=out, resume=resume, batch_size=batch_size, cluster=cluster, progress=progress
         )

@@ -10,7 +10,7 @@ import typer
 
 import ecnn
 from ecnn.cli import options
-from ecnn.cli.statuses import telling_if_finished
+from ecnn.cli.statuses import prints_aside, telling_if_finished
 
 
 def evaluate(
@@ -70,25 +70,30 @@ def evaluate(
     own = [name for name in attack if pipeline.is_own(name)]
     presets = pipeline.presets_for(kinds, asked, radii)
     tables = pipeline.attack_tables(kinds, asked, radii, with_own=bool(own))
-    own_attacks = pipeline.own_attacks(own, asked.get("norm", "linf"), radii, seed)
-    spec = pipeline.evaluation_spec(model, tables, data=data, limit=limit)
-    opened = pipeline.open_model(
-        model, module=module, spec=spec, data=data, root=root, image_size=image_size, device=device
-    )
-    made = pipeline.plan_evaluation(
-        spec,
-        opened,
-        classes=classes,
-        own=own_attacks,
-        eps=radii,
-        presets=presets,
-    )
+    with prints_aside():
+        own_attacks = pipeline.own_attacks(own, asked.get("norm", "linf"), radii, seed)
+        spec = pipeline.evaluation_spec(model, tables, data=data, limit=limit)
+        opened = pipeline.open_model(
+            model, module=module, spec=spec, data=data, root=root, image_size=image_size, device=device
+        )
+        made = pipeline.plan_evaluation(
+            spec,
+            opened,
+            classes=classes,
+            own=own_attacks,
+            eps=radii,
+            presets=presets,
+        )
     for preset in presets.values():
         typer.echo(str(preset), err=True)
     if dry_run:
         typer.echo(f"about {made.cost}", err=True)
         return
-    with telling_if_finished(out, runs.RESULTS), ecnn.progress_bar("attacking") as progress:
+    with (
+        telling_if_finished(out, runs.RESULTS),
+        prints_aside(),
+        ecnn.progress_bar("attacking") as progress,
+    ):
         found = pipeline.evaluate_run(
             made,
             seed=seed,

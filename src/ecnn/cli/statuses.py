@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import functools
 import inspect
@@ -64,15 +65,21 @@ def telling_if_finished(out: Path | None, result: str) -> Iterator[None]:
         _say(f"already finished: this is what {out} holds")
 
 
+@contextlib.contextmanager
+def prints_aside() -> Iterator[None]:
+    """What code of the user's prints goes to standard error, because standard output is for the result."""
+    with contextlib.redirect_stdout(sys.stderr):
+        yield
+
+
 def _run(command: Callable[[], int | None], debug: bool) -> int:
     """Runs the command, says what went wrong, and returns the exit status."""
     is_own_process = signal.getsignal(signal.SIGINT) is signal.SIG_DFL  # as `ecnn.__main__` left it
     if is_own_process:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(
-            errors="surrogateescape"
-        )  # names of files that are not UTF-8 come out as they are
+        codecs.register_error("ecnn-print", _encode_anyway)
+        sys.stdout.reconfigure(errors="ecnn-print")
     try:
         status = command() or 0
         sys.stdout.flush()
@@ -87,6 +94,17 @@ def _run(command: Callable[[], int | None], debug: bool) -> int:
         if is_own_process:
             signal.signal(signal.SIGINT, signal.SIG_DFL)
         _let_go_of_outputs()
+
+
+def _encode_anyway(error: UnicodeError) -> tuple[bytes, int]:
+    """What an output of another encoding cannot hold: bytes of names of files as they are, letters as \\u65e5."""
+    assert isinstance(error, UnicodeEncodeError)
+    letters = error.object[error.start : error.end]
+    coded = [
+        letter.encode("ascii", "surrogateescape" if "\udc80" <= letter <= "\udcff" else "backslashreplace")
+        for letter in letters
+    ]
+    return b"".join(coded), error.end
 
 
 def _explain(error: BaseException) -> tuple[int, str]:

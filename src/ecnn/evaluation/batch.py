@@ -41,14 +41,21 @@ def check_request(model: nn.Module, split: Split, limit: int | None, batch_size:
             scores = _first_scores(model, first)
     except InputError:
         raise
-    except Exception:
+    except Exception as error:
         _check_channel_order(model, first)
+        form = " x ".join(map(str, first.shape[1:]))
+        error.add_note(
+            f"The model was given images of {form} (channel, height, width): give it those that it was made for, or "
+            "another image_size."
+        )
         raise
-    highest = int(chosen.labels.max())
+    lowest, highest = (int(bound) for bound in chosen.labels.aminmax())
     if highest >= scores.shape[1]:
+        is_from_1 = lowest > 0 and highest == scores.shape[1]
+        advice = "evaluate it on data of its own classes" + ", or subtract 1 if yours begin at 1" * is_from_1
         raise InputError(
             f"a label is {highest}, but the model has scores for {scores.shape[1]} classes (0 to "
-            f"{scores.shape[1] - 1}): evaluate it on data of its own classes."
+            f"{scores.shape[1] - 1}): {advice}."
         )
     return chosen
 

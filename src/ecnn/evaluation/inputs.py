@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -99,12 +99,17 @@ def _chunks(data: Any, step: int) -> Iterator[tuple[Any, Any]]:
         yield from _slices(data[0], data[1], step)
     elif isinstance(data, DataLoader):
         for batch in data:
-            yield _pair(batch, "a batch of the loader", "(images, labels)")
+            images, labels = _pair(batch, "a batch of the loader", "(images, labels)")
+            if not np.ndim(labels):
+                raise InputError(
+                    "a loader must give batches of images and labels, but this gives single ones: set its batch_size."
+                )
+            yield images, labels
     elif isinstance(data, IterableDataset) or not (hasattr(data, "__getitem__") and hasattr(data, "__len__")):
         hint = ": wrap it in a DataLoader." if isinstance(data, IterableDataset) else "."
         raise InputError(f"split must be {_KINDS}, not a {type(data).__name__}{hint}")
-    elif isinstance(data, str | bytes | dict | Tensor | np.ndarray):
-        raise InputError(f"split must be {_KINDS}, not a {type(data).__name__}.")
+    elif isinstance(data, str | bytes | Mapping | Tensor | np.ndarray):
+        raise InputError(f"split must be {_KINDS}, not {_named(data)}.")
     else:
         yield from _samples(data, step)
 
@@ -146,16 +151,29 @@ def _stacked(labels: Sequence[Any]) -> np.ndarray:
 
 def _pair(item: Any, owner: str, form: str) -> tuple[Any, Any]:
     if not isinstance(item, tuple | list) or len(item) != 2:
-        came = f"{len(item)} things" if isinstance(item, tuple | list) else f"a {type(item).__name__}"
-        raise InputError(f"{owner} must be {form}, not {came}.")
+        came = f"{len(item)} things" if isinstance(item, tuple | list) else _named(item)
+        hint = ": wrap the data so that they give such pairs" if isinstance(item, Mapping) else ""
+        raise InputError(f"{owner} must be {form}, not {came}{hint}.")
     return item[0], item[1]
+
+
+def _named(value: Any) -> str:
+    """The kind of a thing and, of a table, what it has."""
+    entries = f" of {', '.join(map(str, value))}" if isinstance(value, Mapping) else ""
+    return f"a {type(value).__name__}{entries}"
 
 
 def _tensor(image: Any) -> Tensor:
     if isinstance(image, Tensor):
         return image.detach().cpu()
     if isinstance(image, np.ndarray) and image.dtype.kind in "uif":
-        return torch.from_numpy(np.ascontiguousarray(image))
+        # As this machine has its bytes, and writable: files that are mapped into memory need be neither.
+        dtype = (
+            np.float64
+            if image.dtype.kind == "f" and image.dtype.itemsize > 8
+            else image.dtype.newbyteorder("=")
+        )
+        return torch.from_numpy(np.require(image, dtype, ["C", "W"]))
     came = f"an array of {image.dtype}" if isinstance(image, np.ndarray) else f"a {type(image).__name__}"
     hint = ": give the dataset a transform such as torchvision's ToTensor()"
     raise InputError(
@@ -191,8 +209,9 @@ def _check_images(raw: Any, before: Split | None) -> tuple[Tensor, bool]:
     if images.dtype == torch.uint8:
         return images, True
     if not images.is_floating_point():
+        advice = "convert them to float32" if images.dtype == torch.bool else "convert 0..255 to uint8"
         raise InputError(
-            f"images must be bytes (uint8) or floating pixels in [0, 1], not {_form(images)}: convert 0..255 to uint8."
+            f"images must be bytes (uint8) or floating pixels in [0, 1], not {_form(images)}: {advice}."
         )
     images = images.to(torch.float32)
     if images.numel():
@@ -228,7 +247,7 @@ def _check_bytes(found: Split) -> None:
 def _check_labels(raw: Any, count: int) -> Tensor:
     """(image,) int64 classes."""
     labels = raw.detach().cpu() if isinstance(raw, Tensor) else np.asarray(raw)
-    shape, kind = tuple(labels.shape), str(labels.dtype).removeprefix("torch.")
+    shape, kind = tuple(labels.shape), getattr(labels.dtype, "name", str(labels.dtype)).removeprefix("torch.")
     if shape != (count,):
         hint = ""
         if shape == (count, 1):
@@ -237,9 +256,9 @@ def _check_labels(raw: Any, count: int) -> Tensor:
             hint = ": take labels.argmax(1) of one-hot ones"
         raise InputError(f"labels must be of shape ({count},), one number per image, not {shape}{hint}.")
     if not kind.startswith(("int", "uint")):
-        hint = (
-            ": convert them to int64 if they are class numbers" if kind.startswith(("float", "bool")) else ""
-        )
+        hint = ": convert them to int64 if they are class numbers" * kind.startswith(("float", "bool"))
+        if kind.startswith(("str", "bytes")):
+            kind, hint = "text", ": give the place of each in the list of the model's classes"
         raise InputError(f"labels must be whole numbers, the classes from 0 up, not {kind}{hint}.")
     return torch.from_numpy(np.asarray(labels).astype(np.int64))
 

@@ -97,14 +97,19 @@ def open_model(
 
 
 class _Answers(nn.Module):
-    """A function of images, or an object that can be called with them, as a module."""
+    """A function of images, or an object that can be called with them, as a module; sentences call it by its name."""
 
-    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+    def __init__(self, function: Callable[[Tensor], Tensor], name: str) -> None:
         super().__init__()
-        self.function = function
+        self.function, self.name = function, name
 
     def forward(self, images: Tensor) -> Tensor:
-        return self.function(images)
+        scores = self.function(images)
+        if isinstance(scores, nn.Module):
+            raise InputError(
+                f"{self.name} was given images and returned a model: a function that makes one must need no arguments."
+            )
+        return scores
 
 
 def load_module(source: str) -> nn.Module:
@@ -123,7 +128,7 @@ def load_module(source: str) -> nn.Module:
             )
     if not callable(found):
         raise InputError(f"{name} in {path} must return a torch module, not {type(found).__name__}.")
-    return found if isinstance(found, nn.Module) else _Answers(found)
+    return found if isinstance(found, nn.Module) else _Answers(found, f"{name} in {path}")
 
 
 @dataclass(frozen=True)
@@ -162,14 +167,19 @@ def _find(source: str, option: str, what: str) -> tuple[str, str, Any]:
     path, colon, name = source.rpartition(":")
     if not colon or not Path(path).is_file():
         raise InputError(f"{option} takes file.py:name, the path of a file that exists, not {source!r}.")
-    found = getattr(_run_file(path), name, None)
+    module = _run_file(path)
+    found = getattr(module, name, None)
     if not callable(found):
-        raise InputError(f"{path} has no function or {what} called {name!r}.")
+        names = [key for key, value in vars(module).items() if callable(value)]
+        raise InputError(f"{path} has no function or {what} called {name!r}{did_you_mean(name, names)}")
     return path, name, found
 
 
 def _run_file(path: str) -> ModuleType:
-    """A Python file as a module. It is run once, so that a model and an attack of one file share what is in it."""
+    """A Python file as a module. It is run once, so that a model and an attack of one file share what is in it.
+
+    Files beside it can be imported, then and later, as if Python had been started with it.
+    """
     key = (str(Path(path).resolve()), files.file_sum(path))
     if key not in _RAN:
         spec = importlib.util.spec_from_file_location(f"_audited_{Path(path).stem}", path)
@@ -177,6 +187,9 @@ def _run_file(path: str) -> ModuleType:
             raise InputError(f"{path} is not a Python file.")
         module = importlib.util.module_from_spec(spec)
         sys.modules[spec.name] = module  # where dataclasses and pickle look for it
+        folder = str(Path(path).resolve().parent)
+        if folder not in sys.path:
+            sys.path.insert(0, folder)
         spec.loader.exec_module(module)
         _RAN[key] = module
     return _RAN[key]

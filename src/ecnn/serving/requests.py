@@ -113,8 +113,11 @@ def parse_form(entries: Sequence[tuple[str, Any]], files_field: str, *, several:
     table: dict[str, Any] = {}
     for name, value in entries:
         if (name == files_field) != isinstance(value, tuple):
-            should = "hold a file" if name == files_field else "be text and not a file"
-            raise InputError(f"the field {shown(name)} of a form should {should}.")
+            if isinstance(value, tuple):
+                raise InputError(
+                    f"a file belongs into the field {files_field!r} of the form, not into {shown(name)}."
+                )
+            raise InputError(f"the field {shown(name)} of a form should hold a file.")
         if name == files_field and several:
             table.setdefault(name, []).append(value)
         elif name in table:
