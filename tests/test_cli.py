@@ -120,7 +120,12 @@ def test_mistakes_are_one_sentence_and_write_nothing(
     [
         ("report nowhere", "and a model by name must be one of"),
         ("report mnist-tanh16 --format pdf", "format must be html, not 'pdf'"),
+        (
+            "report mnist-tanh16 --out r.pdf",
+            "the suffix of r.pdf, which is HTML, must be .html or .htm, not '.pdf'",
+        ),
         ("report mnist-tanh16 --norm l2", "a norm needs its radius"),
+        ("train --data digits --image-size 0", "image_size must be a number of pixels"),
         ("report mnist-tanh16 --eps 8", 'did you mean "8/255"'),
         ("report mnist-tanh16 --images -1", "images must be"),
         ("serve nothing", "and a model by name must be one of"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import sys
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import pytest
 from processes import run
 from typer.testing import CliRunner, Result
 
-from ecnn import files
+from ecnn import files, runs
 from ecnn.cli import app
 from ecnn.data import load_data
 from ecnn.pipeline import load_module
@@ -172,6 +173,30 @@ def test_a_module_is_an_instance_a_function_or_what_returns_one(
     images, labels = load_data("digits").test[:200]
     right = (load_module(f"own.py:{name}").eval()(images).argmax(dim=1) == labels).double().mean()
     assert right > 0.8
+
+
+@pytest.mark.parametrize("words", ["audit --eps 0.1 --budget quick", "evaluate --attack fgsm"])
+def test_the_folder_of_another_model_is_refused(own: Path, tmp_path: Path, words: str) -> None:
+    """Its report would show what was found of this one."""
+    run = tmp_path / "run"
+    run.mkdir()
+    for name in ("spec.toml", "model.safetensors"):
+        shutil.copy(runs.zoo_folder("mnist-ecnn30") / name, run)
+    asked = [
+        *words.split(),
+        "--module",
+        f"{own}:build",
+        "--data",
+        "digits",
+        "--limit",
+        "1",
+        "--out",
+        str(run),
+    ]
+    done = CliRunner().invoke(app, asked)
+    assert done.exit_code == 2
+    assert "is the run folder of another model: choose another folder" in done.stderr
+    assert len(list(run.iterdir())) == 2
 
 
 def test_a_file_imports_those_beside_it_and_may_print(

@@ -113,6 +113,12 @@ def test_huge_json_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         files.read_json(path)
 
 
+def test_what_an_editor_writes_before_the_text_is_passed_over(tmp_path: Path) -> None:
+    (tmp_path / "a.toml").write_text("seed = 1", encoding="utf-8-sig")
+    (tmp_path / "a.json").write_text('{"seed": 1}', encoding="utf-8-sig")
+    assert files.read_toml(tmp_path / "a.toml") == files.read_json(tmp_path / "a.json") == {"seed": 1}
+
+
 def test_an_entry_that_comes_twice_is_refused(tmp_path: Path) -> None:
     """The last of the two would count, and whoever edits the first would never know."""
     path = tmp_path / "code.json"

@@ -19,6 +19,7 @@ from ecnn.auditing import load_audit
 from ecnn.cli import app
 from ecnn.codes import load_code
 from ecnn.data import load_data
+from ecnn.errors import InputError
 from ecnn.evaluation import load_evaluation
 from ecnn.pipeline import quickstart
 from ecnn.pipeline.training import plan
@@ -118,6 +119,12 @@ def _check_folders() -> None:
         assert Path("out", name, "audit.png").read_bytes().startswith(b"\x89PNG")
     done = command("evaluate", "out/ecnn", "--attack", "fgsm", "--eps", "0.12", "--limit", "4", "--json")
     assert done.exit_code == 0, done.output
+
+
+def test_a_run_folder_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "spec.toml").touch()
+    with pytest.raises(InputError, match="is a run folder, whose code this would replace"):
+        quickstart.quickstart_steps(tmp_path)
 
 
 def test_its_networks_are_a_file_of_the_package(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -126,6 +126,12 @@ def test_broken_runs(tmp_path: Path) -> None:
 def test_weights_of_another_model_are_refused(tmp_path: Path) -> None:
     train_run(tiny(), out=tmp_path / "a")
     train_run(tiny(**{"model.width": 8}), out=tmp_path / "b")
+    models = {name: runs.load_model(tmp_path / name) for name in ("a", "b")}
+    for place in (tmp_path / "a", tmp_path / "nowhere", tmp_path):
+        runs.check_same_model(place, models["a"])
+    for name, wrong in (("a", "b"), ("b", "a")):  # whose audit would be taken for the run's own
+        with pytest.raises(InputError, match="is the run folder of another model: choose another"):
+            runs.check_same_model(tmp_path / name, models[wrong])
     (tmp_path / "b" / "model.safetensors").replace(tmp_path / "a" / "model.safetensors")
     with pytest.raises(InputError, match=r"model\.safetensors was damaged or changed .* or delete DONE"):
         runs.load_model(tmp_path / "a")

@@ -22,7 +22,7 @@ from ecnn.data.sources import CLASS_NAMES
 from ecnn.errors import InputError
 from ecnn.models import build_model, rebuild_model
 from ecnn.spec import Spec, load_spec, save_spec
-from ecnn.training.checkpoints import load_checkpoint, load_model_tensors
+from ecnn.training.checkpoints import load_checkpoint, load_model_tensors, model_tensors
 from ecnn.training.loop import BEST, LOG
 
 SPEC, CODE, ENVIRONMENT, RESULTS, DONE = "spec.toml", "code.json", "env.json", "eval.json", "DONE"
@@ -251,6 +251,18 @@ def class_names(source: str | os.PathLike[str]) -> tuple[str, ...]:
     if len(names) != facts.num_classes:
         raise InputError(f"{folder / CLASSES} should name {facts.num_classes} classes, not {len(names)}.")
     return tuple(names)
+
+
+def check_same_model(folder: str | os.PathLike[str], model: nn.Module) -> None:
+    """Raises InputError if a folder is the run of another model: what is found out here would be taken for its own."""
+    path = Path(folder)
+    if not files.exists(path / SPEC) or not files.exists(path / BEST):
+        return
+    theirs, mine = load_checkpoint(path / BEST)[0], model_tensors(model)
+    if theirs.keys() != mine.keys() or not all(
+        torch.equal(value.to(mine[name].dtype), mine[name]) for name, value in theirs.items()
+    ):
+        raise InputError(f"{folder} is the run folder of another model: choose another folder for this one.")
 
 
 def run_folder(source: str | os.PathLike[str]) -> Path:

@@ -51,7 +51,9 @@ def read_json(path: AnyPath) -> Any:
         return table
 
     try:
-        value = json.loads(content.decode(), object_pairs_hook=unique)
+        value = json.loads(
+            content.decode("utf-8-sig"), object_pairs_hook=unique
+        )  # some editors begin with a mark
     except InputError:
         raise
     except UnicodeDecodeError as error:
@@ -135,7 +137,7 @@ def read_toml(path: AnyPath) -> dict[str, Any]:
     """The content of a TOML file; every way it can be unreadable is an InputError of one sentence."""
     content = read_bytes(path, most=MAX_JSON_BYTES)
     try:
-        return tomllib.loads(content.decode())
+        return tomllib.loads(content.decode("utf-8-sig"))
     except RecursionError as error:
         raise InputError(f"{path} is nested too deeply to be a TOML file of ours.") from error
     except ValueError as error:  # no UTF-8, no TOML, or a number of thousands of digits

@@ -85,6 +85,8 @@ def audit_run(
     del options["data"]  # those are in made.split
     options |= {"classes": made.classes, "attacks": made.attacks, "batch_size": batch_size}
     options["cluster"] = cluster
+    if out is not None:
+        runs.check_same_model(out, made.model)
     lock = nullcontext() if out is None else files.locked(out, "audit")
     with runs.kept_in(out, resume=resume), lock, suitable_threads(made.model, made.split):
         found = audit(made.model, made.split, progress=progress, **options)

@@ -186,6 +186,8 @@ def evaluate_run(
         save_images: an .npz to write the attacked images to.
         cluster: as `ecnn.evaluate` takes it.
     """
+    if out is not None:
+        runs.check_same_model(out, made.model)
     with (
         runs.kept_in(out, resume=resume),
         _folder_for(out, save_images) as folder,

@@ -99,7 +99,7 @@ def open_model(
 class _Answers(nn.Module):
     """A function of images, or an object that can be called with them, as a module; sentences call it by its name."""
 
-    def __init__(self, function: Callable[[Tensor], Tensor], name: str) -> None:
+    def __init__(self, function: Callable[[Tensor], Any], name: str) -> None:
         super().__init__()
         self.function, self.name = function, name
 
@@ -109,7 +109,8 @@ class _Answers(nn.Module):
             raise InputError(
                 f"{self.name} was given images and returned a model: a function that makes one must need no arguments."
             )
-        return scores
+        answer: Tensor = scores
+        return answer
 
 
 def load_module(source: str) -> nn.Module:

@@ -48,6 +48,7 @@ def write_report(
         root: where dataset files are.
     """
     check_choice("format", format, FORMATS)
+    check_choice(f"the suffix of {out}, which is HTML,", Path(out).suffix.lower(), (".html", ".htm"))
     check_count("images", images, least=0)
     if norm is not None:
         check_choice("norm", norm, NORMS)

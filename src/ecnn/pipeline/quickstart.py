@@ -11,6 +11,7 @@ from pathlib import Path
 
 from ecnn import files, runs
 from ecnn.auditing import Audit, load_audit
+from ecnn.errors import InputError
 from ecnn.evaluation import load_evaluation
 from ecnn.experiment import Arm, Experiment, load_experiment, quick_form
 from ecnn.pipeline.auditing import audit_run, plan_audit
@@ -61,6 +62,8 @@ def quickstart_steps(out: AnyPath, *, quick: bool = False, device: str = "auto")
         quick: the quick form, whose numbers mean nothing (see `quick_form`).
     """
     folder, experiment = Path(out), _experiment(quick)
+    if files.exists(folder / runs.SPEC):
+        raise InputError(f"{folder} is a run folder, whose code this would replace: choose another folder.")
     files.check_writable(folder / PAGE)
     steps = [Step("designing a code", functools.partial(_design, experiment, folder))]
     for arm in experiment.arms:

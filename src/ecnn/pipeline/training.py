@@ -363,7 +363,7 @@ def load_spec_data(spec: Spec, root: AnyPath, other: str | None = None) -> Datas
         other or (path if path and files.is_folder(path) else spec.data.name),
         root,
         val_fraction=spec.data.val_fraction,
-        image_size=(size[0], size[1]) if isinstance(size, list) else size or "auto",
+        image_size="auto" if size is None else (size[0], size[1]) if isinstance(size, list) else size,
     )
 
 
