@@ -168,6 +168,10 @@ def test_what_others_wrote_is_not_replaced(run: Path, tmp_path: Path) -> None:
     (tmp_path / "README.md").unlink()
     for _ in range(2):  # its own it replaces
         made.save_pretrained(tmp_path)
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "mine.py").write_text("my code")
+    with pytest.raises(InputError, match=r"mine\.py would be replaced"):
+        export_folder(run, tmp_path / "mine", format="robustbench")
     config = tmp_path / "config.json"
     config.write_text('{"model_type": "vit"}')
     with pytest.raises(InputError, match=r"config\.json would be replaced"):

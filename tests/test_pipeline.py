@@ -303,3 +303,7 @@ def test_a_run_on_a_folder_of_images_remembers_where_it_is(tmp_path: Path) -> No
     with pytest.raises(InputError, match="not those that the model was trained on"):
         evaluated(root=tmp_path / "moved")
     assert evaluated(data=str(tmp_path / "moved" / "pics"))
+    with pytest.raises(
+        InputError, match=r"were in .*/root/pics, and are not there: say where they are with --data"
+    ):
+        evaluated(root=tmp_path)

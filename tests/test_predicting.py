@@ -60,6 +60,9 @@ def test_pictures_become_what_a_folder_of_them_becomes(tmp_path: Path, mode: str
     planes = pixels[None] if mode == "L" else pixels.transpose(2, 0, 1)
     for source in (path, path.read_bytes(), Image.open(path), pixels, planes, torch.tensor(planes)):
         assert ours.read(source).numpy().tobytes() in expected
+    with path.open("rb") as file:
+        assert [prediction.image for prediction in ours.predict(file)] == [str(path)]
+    assert ours.predict(torch.rand(1, 3, 8, 6).bfloat16())[0].name
     floats = ours.read(torch.tensor(planes) / 255)  # not rounded to bytes on the way
     assert torch.allclose(floats, ours.read(path), atol=1 / 255)
     assert torch.equal(ours.read(floats), floats)

@@ -67,7 +67,9 @@ def test_a_run_can_be_loaded_and_says_what_it_was(tmp_path: Path) -> None:
 
 def test_a_folder_is_one_run(tmp_path: Path) -> None:
     train_run(tiny(), out=tmp_path)
-    with pytest.raises(InputError, match=r"another spec\.toml"):
+    with pytest.raises(
+        InputError, match=r"another spec\.toml \(seed: 0 there, 1 here\): choose another folder"
+    ):
         train_run(tiny(seed=1), out=tmp_path)
 
 

@@ -129,6 +129,16 @@ def shown(value: Any) -> str:
     return text if len(text) <= 200 else f"{text[:200]}..."
 
 
+def difference(old: Any, new: Any) -> str:
+    """The first thing in which two descriptions differ, in a few words."""
+    if isinstance(old, dict) and isinstance(new, dict):
+        for key in [*new, *old]:
+            if old.get(key) != new.get(key):
+                return f"{key}: {difference(old.get(key), new.get(key))}"
+    there, here = (text if len(text) <= 40 else f"{text[:12]}..." for text in (str(old), str(new)))
+    return f"{there} there, {here} here"
+
+
 def check_shares(**shares: float | None) -> None:
     """Raises InputError unless each is None or a share from 0 to 1; per cent are a common mistake."""
     for name, share in shares.items():

@@ -221,6 +221,7 @@ def export_folder(source: str | os.PathLike[str], out: str | os.PathLike[str], *
     texts = {}
     if format == "robustbench":
         texts = {f"{name}.py": _module(source, name), f"{name}.json": _model_info(source, name)}
+    files.check_replaceable(folder, CONFIG, CONFIG_FORMAT, tuple(texts))
     for target in texts:
         files.check_writable(folder / target)
     PretrainedModel.from_run(source).save_pretrained(folder)

@@ -390,6 +390,8 @@ def _listed(images: Any) -> Iterator[tuple[str, Any]]:
         if not own:
             yield str(path), InputError(f"{path} has no image ({', '.join(IMAGE_SUFFIXES)}) in it.")
         yield from ((str(entry), entry) for entry in own if not entry.name.startswith("."))
+    elif hasattr(images, "read"):  # an open file, which would else come line by line
+        yield str(getattr(images, "name", "")), images.read()
     elif isinstance(images, np.ndarray | Tensor) and images.ndim == 4:
         yield from (("", image) for image in images)
     elif isinstance(images, np.ndarray | Tensor | bytes) or not isinstance(images, Iterable):
@@ -420,7 +422,11 @@ def _picture(source: Any, name: str) -> Image.Image:
 
 def _as_planes(image: np.ndarray | Tensor, name: str) -> np.ndarray:
     """(channel, height, width) of bytes or of float32 in [0, 1]."""
-    array = image.detach().cpu().numpy() if isinstance(image, Tensor) else image
+    if isinstance(image, Tensor):
+        image = image.detach().cpu()
+        array = (image.float() if image.is_floating_point() else image).numpy()  # NumPy has no bfloat16
+    else:
+        array = image
     is_bytes = array.dtype == np.uint8
     if not is_bytes and array.dtype.kind != "f":
         raise InputError(f"{name} should be bytes (uint8) or floats in [0, 1], not {array.dtype}.")

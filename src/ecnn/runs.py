@@ -16,7 +16,7 @@ from torch import nn
 
 import ecnn
 from ecnn import files
-from ecnn.checks import check_choice, check_entries, check_number
+from ecnn.checks import check_choice, check_entries, check_number, difference
 from ecnn.codes import CodeMatrix, load_code
 from ecnn.data.sources import CLASS_NAMES
 from ecnn.errors import InputError
@@ -46,7 +46,10 @@ def start_run(folder: Path, spec: Spec, code: CodeMatrix | None, class_names: Se
     A folder that holds another run is refused.
     """
     if (folder / SPEC).exists() and not holds(folder, spec):
-        raise InputError(f"{folder} holds a run with another spec.toml: choose another folder.")
+        raise InputError(
+            f"{folder} holds a run with another spec.toml ({difference(_identity(folder), spec.identity)}): choose "
+            "another folder."
+        )
     files.remove(folder / DONE)
     save_spec(folder / SPEC, spec)
     if code is not None:
@@ -57,11 +60,16 @@ def start_run(folder: Path, spec: Spec, code: CodeMatrix | None, class_names: Se
 
 def holds(folder: Path, spec: Spec) -> bool:
     """Whether the folder's spec.toml is this one, wherever the images were."""
+    return _identity(folder) == spec.identity
+
+
+def _identity(folder: Path) -> dict[str, Any]:
+    """What `Spec.identity` is of the folder's spec.toml, which need not be a spec."""
     tables = files.read_toml(folder / SPEC)
     data = tables.get("data")
     if isinstance(data, dict):
         data.pop("path", None)
-    return tables == spec.identity
+    return tables
 
 
 def is_finished(folder: Path, spec: Spec) -> bool:

@@ -272,7 +272,12 @@ def plain_image(image: Image.Image, name: str) -> Image.Image:
             f"{name} has more than 8 bits per value (mode {image.mode}): convert it to 8 bits first."
         )
     mode = "L" if image.mode in _GREY_MODES else "RGB"
-    return _on_white(_upright(image)).convert(mode)
+    try:
+        return _on_white(_upright(image)).convert(mode)
+    except ValueError as error:
+        raise InputError(
+            f"{name} is of a kind that cannot be converted to {mode}: {_first_line(error)}."
+        ) from error
 
 
 def _orientation(image: Image.Image) -> int:

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from ecnn import files
+from ecnn.checks import difference
 from ecnn.errors import InputError
 from ecnn.evaluation.outcomes import IDENTITY, Outcomes
 from ecnn.evaluation.provenance import Fingerprint, same_answers
@@ -219,9 +220,10 @@ def _check_origin(path: Path, outcomes: Outcomes, about: dict[str, Any], fingerp
             kept, wanted = _told_apart(kept), _told_apart(wanted)
         if kept != wanted:
             what = "order of attacks" if key == "after" else key
+            anew = "" if key == "model" else ", or resume=False (--no-resume) to replace them"
             raise InputError(
-                f"{path} holds outcomes of another {what} ({_difference(kept, wanted)}): choose "
-                "another run_dir, or another name for the attack."
+                f"{path} holds outcomes of another {what} ({difference(kept, wanted)}): choose another folder "
+                f"(--out){anew}."
             )
     labels = fingerprint.split.labels.cpu().numpy()
     known = outcomes.index < len(labels)  # the records may go further than this split
@@ -231,11 +233,11 @@ def _check_origin(path: Path, outcomes: Outcomes, about: dict[str, Any], fingerp
         np.array_equal(outcomes.image_hash[known], hashes[index])
         and np.array_equal(outcomes.label[known], labels[index])
     ):
-        raise InputError(f"{path} holds outcomes of other images: choose another run_dir.")
+        raise InputError(f"{path} holds outcomes of other images: choose another folder (--out).")
     if not same_answers(answers, fingerprint.answers):
         raise InputError(
             f"{path} holds outcomes of another model (its weights are the same, but it answers otherwise: its code has "
-            "changed): choose another run_dir."
+            "changed): choose another folder (--out)."
         )
 
 
@@ -258,17 +260,3 @@ def _remove_folder(folder: Path) -> None:
             for path in folder.iterdir():
                 files.remove(path)
             folder.rmdir()
-
-
-def _difference(old: Any, new: Any) -> str:
-    """The first thing in which two descriptions differ, in a few words."""
-    if isinstance(old, dict) and isinstance(new, dict):
-        for key in [*new, *old]:
-            if old.get(key) != new.get(key):
-                return f"{key}: {_difference(old.get(key), new.get(key))}"
-    return f"{_short(old)} there, {_short(new)} here"
-
-
-def _short(value: Any) -> str:
-    text = str(value)
-    return text if len(text) <= 40 else f"{text[:12]}..."

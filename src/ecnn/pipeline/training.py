@@ -21,6 +21,7 @@ from ecnn.baselines import FeatureSqueezing
 from ecnn.checks import check_count, parse_eps
 from ecnn.codes import CodeMatrix, codebook, load_code
 from ecnn.data import NAMES, Dataset, Split, load_adversarial_signs, load_data
+from ecnn.data.loading import find_folder, resolve_root
 from ecnn.errors import InputError
 from ecnn.evaluation.batch import BATCH_SIZE, check_request
 from ecnn.kinds import ModelKind
@@ -359,8 +360,13 @@ def load_spec_data(spec: Spec, root: AnyPath, other: str | None = None) -> Datas
     """The images that the spec asks for; or those of another dataset, which keep their size if it has a name."""
     size = spec.data.image_size if other not in NAMES else None
     path = spec.data.path
+    is_there = path is not None and files.is_folder(path)
+    if not (other or is_there or path is None or find_folder(spec.data.name, resolve_root(root))):
+        raise InputError(
+            f"the images of the run were in {path}, and are not there: say where they are with --data."
+        )
     return load_data(
-        other or (path if path and files.is_folder(path) else spec.data.name),
+        other or (path if path and is_there else spec.data.name),
         root,
         val_fraction=spec.data.val_fraction,
         image_size="auto" if size is None else (size[0], size[1]) if isinstance(size, list) else size,
