@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import shutil
 import signal
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -534,6 +535,15 @@ def test_the_page_is_what_the_records_say(tmp_path: Path) -> None:
     """docs/results.md is never edited by hand: python tools/make_results.py."""
     page = results_page(RESULTS, figures="images/results")
     assert page == (RESULTS.parent / "docs/results.md").read_text()
+    for title, anchor in re.findall(r"^\| \[(.+)\]\(#(.+?)\)", page, re.MULTILINE):
+        assert f"\n## {title}\n" in page
+        assert anchor == title.lower().replace(" ", "-")
+    overview = page[: page.index("\n## ")]
+    printed = re.search(r"paper's (\d+) accuracies (\d+) are measured", overview)
+    assert printed is not None
+    # The tables below say the same: a row with a number of the paper is measured, or it would not be there.
+    rows = re.findall(r"^\|[^|]*\|[^|]*\| ([\d.]+) \| [\d.]+ \|", page[len(overview) :], re.MULTILINE)
+    assert len(rows) == int(printed[2]) <= int(printed[1]) == 85
     drawn = draw_results(RESULTS, tmp_path)
     committed = RESULTS.parent / "docs/images/results"
     assert sorted(path.name for path in drawn) == sorted(path.name for path in committed.iterdir())
@@ -564,8 +574,11 @@ def test_committed_results_belong_to_their_experiment(folder: Path) -> None:
     assert record.facts["spec"]["seed"] == spec.seed
     for name, value in spec.model.items():
         assert record.facts["spec"]["model"][name] == value
+    trained = record.facts["spec"]["train"]
     for name, value in spec.train.items():
-        assert name == "recipe" or record.facts["spec"]["train"][name] == value
+        # A record spells out what an attack or an objective was not told.
+        told = {**trained[name], **value} if isinstance(value, Mapping) else value
+        assert name == "recipe" or trained[name] == told
     assert {*record.facts["attacks"], *record.transfers} == set(spec.attacks)
     if PARAMETERS in arm.paper:
         assert record.facts["parameters"] == arm.paper[PARAMETERS]

@@ -41,10 +41,10 @@ def results_page(out: Path, *, figures: str) -> str:
         out: the folder of all records.
         figures: where the page finds its figures, relative to itself.
     """
-    parts, waiting, sizes = [HEAD], [], Sizes()
-    for name in experiments():
+    found = {name: read_cells(load_experiment(name), out) for name in experiments()}
+    parts, waiting, sizes = [HEAD, _overview(found)], [], Sizes()
+    for name, cells in found.items():
         experiment = load_experiment(name)
-        cells = read_cells(experiment, out)
         if any(cell.rates for cell in cells):
             planned = sum(
                 cost.minutes for cost in estimate_tasks(tasks_of(experiment, _NOWHERE), sizes=sizes)
@@ -55,6 +55,40 @@ def results_page(out: Path, *, figures: str) -> str:
     if waiting:
         parts.append("## Not run yet\n\n" + ", ".join(f"`{name}`" for name in waiting) + ".\n")
     return "\n".join(parts)
+
+
+def _overview(found: Mapping[str, Sequence[Cell]]) -> str:
+    """How many of the paper's numbers are measured, and the best that an attack of its tables and of ours leave."""
+    printed = {name: [cell for cell in cells if cell.paper is not None] for name, cells in found.items()}
+    every = [cell for cells in printed.values() for cell in cells]
+    lines = [
+        f"Of the paper's {len(every)} accuracies {_measured(every)} are measured. The best of each table under attack, "
+        "in per cent:",
+        "",
+        _row(("table", "measured", "paper", "ours", "audited")),
+        "|---" + 4 * "|---:" + "|",
+    ]
+    for name, cells in printed.items():
+        attacked = [cell for cell in cells if cell.row != CLEAN and cell.rates]
+        if attacked:
+            title = load_experiment(name).title
+            best = (
+                number(max((value for value in values if value is not None), default=None))
+                for values in zip(*((cell.paper, cell.ours, cell.truth) for cell in attacked), strict=True)
+            )
+            measured = f"{_measured(cells)} of {len(cells)}"
+            lines.append(_row((f"[{title}](#{_anchor(title)})", measured, *best)))
+    return "\n".join([*lines, ""])
+
+
+def _measured(cells: Sequence[Cell]) -> int:
+    return sum(bool(cell.rates) for cell in cells)
+
+
+def _anchor(title: str) -> str:
+    """As pages that are made from Markdown name their sections."""
+    kept = "".join(letter for letter in title.lower() if letter.isalnum() or letter in " -_")
+    return kept.replace(" ", "-")
 
 
 def draw_results(out: Path, folder: Path) -> list[Path]:
