@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -303,6 +304,15 @@ def test_a_run_on_a_folder_of_images_remembers_where_it_is(tmp_path: Path) -> No
     with pytest.raises(InputError, match="not those that the model was trained on"):
         evaluated(root=tmp_path / "moved")
     assert evaluated(data=str(tmp_path / "moved" / "pics"))
+    shutil.copytree(tmp_path / "moved" / "pics", tmp_path / "other")
+    (tmp_path / "other" / "b").rename(tmp_path / "other" / "c")
+    with pytest.raises(
+        InputError, match=r"class 1 of .*/other is 'c', and that of the model is 'b': name the"
+    ):
+        evaluated(data=str(tmp_path / "other"))  # whose accuracy would mean nothing
+    for name, number in (("a", "0"), ("c", "01")):
+        (tmp_path / "other" / name).rename(tmp_path / "other" / number)
+    assert evaluated(data=str(tmp_path / "other"))
     with pytest.raises(
         InputError, match=r"were in .*/root/pics, and are not there: say where they are with --data"
     ):

@@ -327,6 +327,9 @@ def test_the_command_names_classes_and_says_which_file_cannot_be_used(tmp_path: 
         refused = CliRunner().invoke(app, [*words[:3], *wrong])
         assert (refused.exit_code, refused.stdout) == (2, "")
         assert sentence in refused.stderr
+    (tmp_path / "own" / "bird house" / "000.png").rename(tmp_path / "own" / "bird house" / "x.png")
+    refused = CliRunner().invoke(app, words)  # the distance would be chosen on other images
+    assert "are not those that the model was trained on" in refused.stderr
     classes = run / "classes.json"
     classes.write_text(classes.read_text().replace("bird", "lizard"))
     with pytest.raises(InputError, match=r"classes\.json was damaged or changed"):

@@ -66,7 +66,7 @@ def _reject_distance(text: str, classifier: Classifier, model: str, root: Path) 
         ) from None
     if not text.endswith("%"):
         return value
-    return classifier.reject_distance(pipeline.load_spec_data(runs.read_spec(model), root).val, value / 100)
+    return classifier.reject_distance(pipeline.load_own_data(runs.read_spec(model), root).val, value / 100)
 
 
 def _as_text(found: list[Prediction]) -> str:

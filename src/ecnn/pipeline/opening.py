@@ -88,7 +88,8 @@ def open_model(
     if source is not None:
         spec = runs.read_spec(source) if spec is None else spec
         model = runs.load_model(source, device=place)
-        return Opened(model, load_test_images(spec, root, data), runs.class_names(source), place)
+        names = runs.class_names(source)
+        return Opened(model, load_test_images(spec, root, data, names), names, place)
     if data is None:
         raise InputError("a module of your own needs --data: the name of a dataset or a folder of images.")
     model = load_module(str(module)).to(place).eval()

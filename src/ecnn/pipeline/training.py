@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -373,18 +373,40 @@ def load_spec_data(spec: Spec, root: AnyPath, other: str | None = None) -> Datas
     )
 
 
-def load_test_images(spec: Spec, root: AnyPath, other: str | None = None) -> Split:
-    """What a model of this spec is attacked on: its own test images, another dataset's, or the adversarial signs."""
+def load_test_images(
+    spec: Spec, root: AnyPath, other: str | None = None, class_names: Sequence[str] | None = None
+) -> Split:
+    """What a model of this spec is attacked on: its own test images, another dataset's, or the adversarial signs.
+
+    Args:
+        class_names: of the model; those of another dataset must be the same, or the numbers of the model's classes.
+    """
     if other == SIGNS:
         return load_adversarial_signs(root).split
+    if other is None:
+        return load_own_data(spec, root).test
     found = load_spec_data(spec, root, other)
     spec.data.check_shape(found)
-    if other is None and found.folder and spec.data.fingerprint not in (None, found.fingerprint):
+    if class_names is not None:
+        for number, (name, own) in enumerate(zip(found.class_names, class_names, strict=False)):
+            if name != own and not (name.isdecimal() and int(name) == number):
+                raise InputError(
+                    f"class {number} of {other} is {name!r}, and that of the model is {own!r}: name the classes as the "
+                    "model does, or by their numbers."
+                )
+    return found.test
+
+
+def load_own_data(spec: Spec, root: AnyPath) -> Dataset:
+    """The images that a model of this spec was trained on; other images in the same folder are refused."""
+    found = load_spec_data(spec, root)
+    spec.data.check_shape(found)
+    if found.folder and spec.data.fingerprint not in (None, found.fingerprint):
         raise InputError(
             f"the images in {found.folder} are not those that the model was trained on: put those back, or give "
-            f"--data {found.folder} to take these."
+            f"--data {found.folder} to evaluate and audit on these."
         )
-    return found.test
+    return found
 
 
 def _set_threshold(model: nn.Module, val: Split, folder: Path) -> None:
