@@ -109,6 +109,7 @@ def recordable(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
         "stream": _nothing,
         "graph": _nothing,
         "graph_pool_handle": object,
+        "set_stream": lambda stream: None,
         "synchronize": lambda: None,
         "CUDAGraph": lambda: SimpleNamespace(replay=lambda: None),
     }.items():
@@ -142,13 +143,18 @@ def test_passes_that_cannot_be_recorded_stay_ordinary(recordable: pytest.MonkeyP
         yield
         raise RuntimeError("operation not permitted when stream is capturing")
 
+    left_on: list[Any] = []
     recordable.setattr(torch.cuda, "graph", fails)
+    recordable.setattr(torch.cuda, "set_stream", left_on.append)
     recorder = Recorder()
     for number in range(8):
         values = torch.full((3,), float(number))
         (found,) = recorder("double", lambda some: (2 * some,), values)
         assert found is not None
         assert torch.equal(found, 2 * values)
+    assert (
+        len(left_on) == 1
+    )  # torch does not leave the stream of a recording that fails, and nothing is tried twice
     assert gc.isenabled()
 
 

@@ -187,12 +187,13 @@ def recording(graph: Any, pool: Any = None) -> Iterator[None]:
         graph: a `torch.cuda.CUDAGraph` without content.
         pool: memory that it shares with other graphs.
     """
-    collects = gc.isenabled()
+    collects, stream = gc.isenabled(), torch.cuda.current_stream()
     gc.disable()
     try:
         with torch.cuda.graph(graph, pool=pool):
             yield
     finally:
+        torch.cuda.set_stream(stream)  # torch stays on its own where a recording fails
         if collects:
             gc.enable()
 
