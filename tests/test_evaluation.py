@@ -293,6 +293,15 @@ def test_models_that_return_no_scores(answer: Callable[[Tensor], Any]) -> None:
         evaluate(strange(answer), numbered([0, 0]), {}, limit=None)
 
 
+def test_one_output_for_two_classes_is_told_how_to_become_two() -> None:
+    for answer in (
+        lambda images: images.flatten(1).mean(1),
+        lambda images: images.flatten(1).mean(1, keepdim=True),
+    ):
+        with pytest.raises(InputError, match=r"torch\.stack\(\[-z, z\], dim=1\)"):
+            evaluate(strange(answer), numbered([0, 0]), {}, limit=None)
+
+
 @pytest.mark.parametrize(
     ("pack", "came", "advice"),
     [
@@ -334,6 +343,7 @@ class Bunch:
         (lambda model, images, labels: None, r"'bad' must return .* but returned NoneType"),
         (lambda model, images, labels: (images, labels), r"but returned tuple"),
         ("pgd", "'bad' cannot be called"),
+        (PGD, "'bad' is the class PGD: make one with its settings"),
     ],
 )
 def test_attacks_that_cheat_are_named(attack: Any, complaint: str) -> None:

@@ -219,6 +219,11 @@ def read_model(model: nn.Module, images: Tensor) -> Tensor:
             came = f"shape {tuple(scores.shape)}{kind}"
         where = _find_scores(scores, len(images))
         advice = f": wrap it in a module that returns model(images){where}" if where else ""
+        if isinstance(scores, Tensor) and scores.is_floating_point() and scores.numel() == len(images):
+            advice = (
+                ": one output z for two classes, as it is before a sigmoid, is wrapped in a module that returns "
+                "torch.stack([-z, z], dim=1) of z.flatten()"
+            )
         raise InputError(
             f"the model must return scores (batch, class) for at least 2 classes, but {len(images)} images gave "
             f"{came}{advice}."

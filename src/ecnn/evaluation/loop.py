@@ -175,13 +175,17 @@ def _plan(
     attacks: Mapping[str, Attack | ForeignAttack], eps: Sequence[float | str] | None, seed: int
 ) -> list[_Job]:
     check_count("seed", seed, least=0)
-    check_kind("attacks", attacks, Mapping, "a table of attacks by name")
+    check_kind("attacks", attacks, Mapping, 'a table of attacks by name, such as {"pgd": attack}')
     if isinstance(eps, str) or (eps is not None and not len(eps)):
         raise InputError(f'eps must be None or a list of radii such as ["2/255", "4/255"], not {eps!r}.')
     jobs = []
     for base, attack in attacks.items():
         if not callable(attack):
             raise InputError(f"the attack {base!r} cannot be called with (model, images, labels).")
+        if isinstance(attack, type):
+            raise InputError(
+                f"the attack {base!r} is the class {attack.__name__}: make one with its settings."
+            )
         own = getattr(attack, "eps", None)
         if eps is None or not _has_eps(attack):
             radius = parse_eps(own) if isinstance(own, float | int | str) and _has_eps(attack) else None
