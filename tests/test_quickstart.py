@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from typer.testing import CliRunner, Result
 
 from ecnn import runs
 from ecnn.auditing import load_audit
-from ecnn.cli import app
+from ecnn.cli import app, quickstart_command
 from ecnn.codes import load_code
 from ecnn.data import load_data
 from ecnn.errors import InputError
@@ -119,6 +120,13 @@ def _check_folders() -> None:
         assert Path("out", name, "audit.png").read_bytes().startswith(b"\x89PNG")
     done = command("evaluate", "out/ecnn", "--attack", "fgsm", "--eps", "0.12", "--limit", "4", "--json")
     assert done.exit_code == 0, done.output
+
+
+def test_the_commands_that_it_names_can_be_pasted() -> None:
+    named = quickstart_command._next(Path("my out"))
+    commands = [shlex.split(line, comments=True) for line in named.splitlines() if line.startswith("  ecnn")]
+    assert commands[0] == ["ecnn", "serve", "my out/ecnn", "--compare", "my out/plain"]
+    assert commands[3] == ["ecnn", "report", "my out/mine", "--out", "my out/mine.html"]
 
 
 def test_a_run_folder_is_left_alone(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import importlib
 import json
 import os
 import re
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Self
@@ -238,6 +239,7 @@ Written by ecnn {version}; needs ecnn and the files beside it. What is known of 
 from pathlib import Path
 
 import ecnn
+import shlex
 
 
 def load_model():
@@ -260,8 +262,8 @@ def _model_info(source: str | os.PathLike[str], name: str) -> str:
     folder = runs.run_folder(source)
     if not files.exists(folder / AUDIT):
         raise InputError(
-            f"an entry states what attacks leave, but {folder} has no {AUDIT}: run ecnn audit {source} --eps ... --out "
-            f"{folder} first."
+            f"an entry states what attacks leave, but {folder} has no {AUDIT}: run ecnn audit "
+            f"{shlex.quote(str(source))} --eps ... --out {shlex.quote(str(folder))} first."
         )
     found = load_audit(folder)
     info = {

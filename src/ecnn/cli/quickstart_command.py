@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -50,11 +51,14 @@ def _table(rows: list[QuickstartRow]) -> str:
 
 
 def _next(out: Path) -> str:
+    plain, code, mine, page = (
+        shlex.quote(str(out / name)) for name in ("plain", "ecnn", "mine", "mine.html")
+    )
     tries = {
-        f"ecnn serve {out}/ecnn --compare {out}/plain": "draw a digit, attack it, watch the members",
-        f"ecnn evaluate {out}/ecnn --attack pgd --eps 0.12 --steps 50 --step-size 0.02 --on members": "more care",
-        f"ecnn train --data digits --eps 0.08 --attack-on members --out {out}/mine": "a network of your own",
-        f"ecnn report {out}/mine --out {out}/mine.html": "and its report",
+        f"ecnn serve {code} --compare {plain}": "draw a digit, attack it, watch the members",
+        f"ecnn evaluate {code} --attack pgd --eps 0.12 --steps 50 --step-size 0.02 --on members": "more care",
+        f"ecnn train --data digits --eps 0.08 --attack-on members --out {mine}": "a network of your own",
+        f"ecnn report {mine} --out {page}": "and its report",
     }
     lines = [
         f"Open {out}/report.html in a browser: the three networks beside each other, and which number to believe.",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
+import shlex
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
@@ -404,7 +405,7 @@ def load_own_data(spec: Spec, root: AnyPath) -> Dataset:
     if found.folder and spec.data.fingerprint not in (None, found.fingerprint):
         raise InputError(
             f"the images in {found.folder} are not those that the model was trained on: put those back, or give "
-            f"--data {found.folder} to evaluate and audit on these."
+            f"--data {shlex.quote(found.folder)} to evaluate and audit on these."
         )
     return found
 
