@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from processes import run
+from test_data import write_pictures
 from typer.testing import CliRunner, Result
 
 from ecnn import files, runs
@@ -47,6 +48,10 @@ def ends():
 
 def for_colour_images():
     return nn.Sequential(nn.Flatten(), nn.Linear(3 * 32 * 32, 10))
+
+
+def for_many():
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, 11))
 
 
 def for_five_classes():
@@ -173,6 +178,19 @@ def test_a_module_is_an_instance_a_function_or_what_returns_one(
     images, labels = load_data("digits").test[:200]
     right = (load_module(f"own.py:{name}").eval()(images).argmax(dim=1) == labels).double().mean()
     assert right > 0.8
+
+
+def test_classes_that_are_numbers_in_the_order_of_text_are_told(own: Path, tmp_path: Path) -> None:
+    """A model that was trained on numbers would be counted wrong on "10", which is the third class as text."""
+    write_pictures(tmp_path / "own", {str(number): 2 for number in range(11)}, size=(8, 8), mode="L")
+    words = ["evaluate", "--module", f"{own}:for_many", "--data", str(tmp_path / "own"), "--attack", "none"]
+    for asked in (["data", str(tmp_path / "own")], words):
+        done = CliRunner().invoke(app, asked)
+        assert done.exit_code == 0, done.output
+        assert "'10' is class 2; call them 00, 01, ..." in done.output
+    for number in range(10):
+        (tmp_path / "own" / str(number)).rename(tmp_path / "own" / f"0{number}")
+    assert "numbered" not in CliRunner().invoke(app, words).output
 
 
 @pytest.mark.parametrize("words", ["audit --eps 0.1 --budget quick", "evaluate --attack fgsm"])

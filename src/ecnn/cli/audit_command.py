@@ -69,7 +69,9 @@ def audit(
         made = pipeline.plan_audit(table, opened, classes=classes, attacks=attack or ())
     more = f" and {', '.join(made.attacks)}" if made.attacks else ""
     cost = f"at most {made.cost} for {made.images:,} images, and diagnostics{more}; answers to alarms come on top"
-    typer.echo(cost, err=True)
+    for line in (opened.note, cost):
+        if line is not None:
+            typer.echo(line, err=True)
     if dry_run:
         return 0
     with (

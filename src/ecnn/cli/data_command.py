@@ -46,6 +46,8 @@ def data(
 
 
 def _folder_as_text(own: OwnImages) -> str:
+    from ecnn.data.sources import note_on_order
+
     total = sum(own.counts.values())
     lines = [f"{own.folder}: {total:,} images of {len(own.counts)} classes, {own.grey:,} of them grey"]
     lines += [f"{count:>9,}  {name}" for name, count in own.counts.items()]
@@ -56,6 +58,9 @@ def _folder_as_text(own: OwnImages) -> str:
     if own.left_out:
         others = ", ".join(f"{count:,} {kind}" for kind, count in own.left_out.items())
         lines.append(f"not used: {others}")
+    note = note_on_order(list(own.counts))
+    if note is not None:
+        lines.append(note)
     if own.untested:
         lines.append(f"with one image, which trains, and none to test on: {', '.join(own.untested)}")
     return "\n".join(lines)

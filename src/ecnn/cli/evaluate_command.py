@@ -84,8 +84,9 @@ def evaluate(
             eps=radii,
             presets=presets,
         )
-    for preset in presets.values():
-        typer.echo(str(preset), err=True)
+    for line in (opened.note, *presets.values()):
+        if line is not None:
+            typer.echo(str(line), err=True)
     if dry_run:
         typer.echo(f"about {made.cost}", err=True)
         return

@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import functools
 import io
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -393,6 +393,19 @@ def list_classes(folder: Path) -> tuple[tuple[str, ...], list[Path], list[int]]:
         paths += own
         labels += [label] * len(own)
     return tuple(entry.name for entry in classes), paths, labels
+
+
+def note_on_order(names: Sequence[str]) -> str | None:
+    """A sentence if classes are called by numbers and numbered otherwise: as text "10" comes before "2"."""
+    if not all(name.isascii() and name.isdecimal() for name in names):
+        return None
+    for number, (name, other) in enumerate(zip(names, sorted(names, key=int), strict=True)):
+        if name != other:
+            return (
+                f"classes are numbered in the order of their names as text: {name!r} is class {number}; call them 00, "
+                "01, ... to have them in the order of numbers"
+            )
+    return None
 
 
 def check_sizes(name: str, train: int, test: int) -> None:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from ecnn import files, runs
 from ecnn.checks import did_you_mean
 from ecnn.data import NAMES, Split, load_data
+from ecnn.data.sources import note_on_order
 from ecnn.errors import InputError
 from ecnn.pipeline.training import AnyPath, load_test_images
 from ecnn.spec import Spec
@@ -33,12 +34,14 @@ class Opened:
         split: the test images.
         class_names: in the order of the scores.
         device: where the model is.
+        note: what the user should know of the classes, if anything.
     """
 
     model: nn.Module
     split: Split
     class_names: tuple[str, ...]
     device: torch.device
+    note: str | None = None
 
     @property
     def num_classes(self) -> int:
@@ -94,7 +97,8 @@ def open_model(
         raise InputError("a module of your own needs --data: the name of a dataset or a folder of images.")
     model = load_module(str(module)).to(place).eval()
     found = load_data(data, root, image_size=None if data in NAMES else image_size)
-    return Opened(model, found.test, found.class_names, place)
+    note = None if found.folder is None else note_on_order(found.class_names)
+    return Opened(model, found.test, found.class_names, place, note)
 
 
 class _Answers(nn.Module):
