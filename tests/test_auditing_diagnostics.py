@@ -750,3 +750,18 @@ def test_fewer_images_that_stood_the_suite_sound_an_alarm() -> None:
     # Of a random model it is chance what stood.
     flickering = replace(subject, model=Changed(network(adversarial=True), before=noisy))
     assert not probe_of(flickering.standing_first(torch.ones(24, dtype=torch.bool))).stood.any()
+
+
+@pytest.mark.parametrize("stands", [True, False])
+def test_no_check_asks_about_no_image(stands: bool) -> None:
+    """scikit-learn's models, among others, refuse a batch of nothing."""
+
+    class Refusing(Linear):
+        def forward(self, images: Tensor) -> Tensor:
+            if not len(images):
+                raise ValueError("a minimum of 1 image is required")
+            scores = super().forward(images)
+            return F.one_hot(scores.argmax(dim=1), 10) if stands else scores
+
+    found = diagnose(make_subject(Refusing(), eps=0.001 if stands else 0.5))
+    assert [finding.claim for finding in found if "error" in finding.evidence] == []

@@ -164,6 +164,8 @@ def plant(probe: Probe, rows: Tensor, features: Features) -> Planted:
     scale = (reference.amax(dim=1) - reference.amin(dim=1)).clamp(min=1e-30)
     weights, biases = weights * scale[:, None], biases * scale
     found = Planted(rows[good], weights[good], biases[good], features, len(rows))
+    if not len(found.rows):  # many models refuse a batch of nothing
+        return found
     with torch.no_grad():
         target.count(1)
         scores, _ = found.view_of(found.rows).read(probe.model, edge[good])

@@ -272,6 +272,8 @@ class Probe:
     def broken_by(self, attack: Attack, rows: Tensor, *, seed: int | None = None) -> Tensor:
         """(image,) which of all images the attack breaks, of the rows (a mask on the CPU) it is given."""
         found = torch.zeros(len(self.images), dtype=torch.bool)
+        if not bool(rows.any()):  # many models refuse a batch of nothing
+            return found
         chosen = torch.nonzero(rows).squeeze(1)
         if (
             self.raw is not self
