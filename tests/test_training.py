@@ -286,8 +286,20 @@ def test_objectives_as_callables_and_names() -> None:
     fit(called, tiny_data(), val=None, recipe=TINY, seed=0, objective=own)
     for a, b in zip(named.state_dict().values(), called.state_dict().values(), strict=True):
         assert torch.allclose(a, b, atol=1e-3)
-    with pytest.raises(InputError, match="objective must be one of"):
-        fit(tiny_model(), tiny_data(), val=None, recipe=TINY, seed=0, objective="fame")
+    wrong: list[tuple[Any, str]] = [
+        ("fame", "objective must be one of"),
+        (
+            lambda model, images, labels: model(images).logsumexp(1),
+            r"one number, shape \(\), not shape \(\d+,\): take",
+        ),
+        (lambda model, images, labels: 1.0, "one number, .* not float"),
+        (lambda model, images, labels: own(model, images, labels).detach(), "depends on no parameter"),
+    ]
+    for objective, sentence in wrong:
+        with pytest.raises(InputError, match=sentence):
+            fit(tiny_model(), tiny_data(), val=None, recipe=TINY, seed=0, objective=objective)
+    with pytest.raises(InputError, match="depends on no parameter"):
+        fit(tiny_model().requires_grad_(False), tiny_data(), val=None, recipe=TINY, seed=0, objective=own)
 
 
 def test_divergence_stops_and_keeps_the_last_good_checkpoint(tmp_path: Path) -> None:

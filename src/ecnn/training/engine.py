@@ -216,6 +216,7 @@ class Engine:
                 images = self._with_adversarial(images, labels)
             drawn_from = {"generator": self.generator} if self.objective_draws else {}
             loss = self.objective(self.worker, images, labels, **drawn_from)
+        _check_loss(loss)
         self._forget_gradients()
         torch.autograd.backward(loss)
         if self.worker is not self.model:
@@ -333,6 +334,20 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
 
 def _float_state(model: nn.Module) -> list[Tensor]:
     return [tensor for tensor in model.state_dict().values() if tensor.is_floating_point()]
+
+
+def _check_loss(loss: Any) -> None:
+    """Raises InputError unless an objective returned one number, and one that training can lower."""
+    if not isinstance(loss, Tensor) or loss.ndim:
+        came = (
+            f"shape {tuple(loss.shape)}: take its mean" if isinstance(loss, Tensor) else type(loss).__name__
+        )
+        raise InputError(f"the objective must return a tensor of one number, shape (), not {came}.")
+    if not loss.requires_grad:
+        raise InputError(
+            "the objective depends on no parameter that is trained: unfreeze some (requires_grad_), and compute it "
+            "with gradients."
+        )
 
 
 def _rank_and_world() -> tuple[int, int]:
