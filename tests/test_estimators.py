@@ -161,6 +161,10 @@ def test_a_code_of_ones_own(wine: Any, tmp_path: Path) -> None:
         ({"image_shape": (1, 8, 8)}, "images of 1x8x8 have 64 values, but the rows have 13"),
         ({"image_shape": 13}, r"image_shape must be \(channel, height, width\), not 13"),
         ({"image_shape": (1, 13, 1), "pixel_range": (1, 1)}, "pixel_range: white must be a number above 1"),
+        (
+            {"image_shape": (1, 13, 1), "pixel_range": (0, 1)},
+            "reach from 0.13 to 1680, beyond the pixel_range of 0 to 1",
+        ),
         ({"code_length": 1}, "3 classes need 3 different codewords"),
         ({"epochs": 0}, "epochs must be a whole number from 1"),
         ({"width": 0}, "width must be a whole number from 1"),
@@ -171,6 +175,12 @@ def test_a_code_of_ones_own(wine: Any, tmp_path: Path) -> None:
 def test_what_cannot_be_fitted_is_one_sentence(wine: Any, params: dict[str, Any], sentence: str) -> None:
     with pytest.raises(InputError, match=sentence):
         ECNNClassifier(**params).fit(*wine)
+
+
+def test_channels_last_are_refused() -> None:
+    """64 values are an image of 8 x 8 x 1 as well as eight channels of 8 x 1, and the second is never meant."""
+    with pytest.raises(InputError, match=r"\(8, 8, 1\) has its channels last: transpose the images"):
+        ECNNClassifier(image_shape=(8, 8, 1)).fit(np.eye(64)[:6], [0, 1] * 3)
 
 
 def test_a_damaged_folder_is_one_sentence(fitted: ECNNClassifier, tmp_path: Path) -> None:

@@ -208,6 +208,11 @@ class ECNNClassifier(ScoringMixin, ClassifierMixin, BaseEstimator):  # type: ign
                 f"images of {'x'.join(map(str, shape))} have {math.prod(shape)} values, but the rows have "
                 f"{self.n_features_in_}: give the image_shape that they were flattened from."
             )
+        if shape[2] in (1, 3, 4) and shape[0] > 4 and shape[1] > 4:
+            raise InputError(
+                f"image_shape must be (channel, height, width), but {shape} has its channels last: transpose the "
+                "images before they are flattened."
+            )
         return shape[0], shape[1], shape[2]
 
     def _find_scale(self, X: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -221,6 +226,11 @@ class ECNNClassifier(ScoringMixin, ClassifierMixin, BaseEstimator):  # type: ign
             low, high = self.pixel_range
             check_number("pixel_range: black", low, least=-math.inf)
             check_number("pixel_range: white", high, least=low, above=True)
+            if X.min() < low or X.max() > high:
+                raise InputError(
+                    f"the values of the images reach from {X.min():g} to {X.max():g}, beyond the pixel_range of {low:g} "
+                    f"to {high:g}: give the values of black and white."
+                )
         else:
             raise InputError(f"pixel_range must be (black, white), not {shown(self.pixel_range)}.")
         return np.array(float(low)), np.array(float(high - low) or 1.0)
