@@ -228,8 +228,8 @@ class ECNNClassifier(ScoringMixin, ClassifierMixin, BaseEstimator):  # type: ign
             check_number("pixel_range: white", high, least=low, above=True)
             if X.min() < low or X.max() > high:
                 raise InputError(
-                    f"the values of the images reach from {X.min():g} to {X.max():g}, beyond the pixel_range of {low:g} "
-                    f"to {high:g}: give the values of black and white."
+                    f"the values of the images reach from {X.min():g} to {X.max():g}, beyond the pixel_range of "
+                    f"{low:g} to {high:g}: give the values of black and white."
                 )
         else:
             raise InputError(f"pixel_range must be (black, white), not {shown(self.pixel_range)}.")

@@ -44,10 +44,7 @@ def check_request(model: nn.Module, split: Split, limit: int | None, batch_size:
     except Exception as error:
         _check_channel_order(model, first)
         form = " x ".join(map(str, first.shape[1:]))
-        error.add_note(
-            f"The model was given images of {form} (channel, height, width): give it those that it was made for, or "
-            "another image_size."
-        )
+        error.add_note(f"The model was given images of {form} (channel, height, width), pixels in [0, 1].")
         raise
     lowest, highest = (int(bound) for bound in chosen.labels.aminmax())
     if highest >= scores.shape[1]:
