@@ -8,6 +8,7 @@ import os
 import random
 import sys
 import threading
+import warnings
 from typing import Any
 
 import numpy as np
@@ -134,6 +135,30 @@ class Locked(toys.LinearOfThree):
         self.lock = threading.Lock()
 
 
+class Alone(toys.LinearOfThree):
+    """Gives itself for a copy: what is done to the copy, such as a change to float64, is done to it."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Alone:
+        return self
+
+
+class Strict(toys.LinearOfThree):
+    """Takes images only as they lie in memory."""
+
+    def forward(self, images: Tensor) -> Tensor:
+        if not images.is_contiguous():
+            raise ValueError("images must be contiguous")
+        return super().forward(images)
+
+
+def frozen() -> Any:
+    """TorchScript without parameters and modes."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # newer versions of torch would rather compile
+        scripted: Any = torch.jit.script(nn.Sequential(nn.Flatten(), nn.Linear(36, 3)).eval())
+        return torch.jit.freeze(scripted)
+
+
 def make_split(model: nn.Module, count: int = 60) -> Split:
     generator = torch.Generator().manual_seed(7)
     images = torch.randint(256, (count, 1, 6, 6), generator=generator, dtype=torch.uint8)
@@ -182,6 +207,9 @@ def _short(monkeypatch: pytest.MonkeyPatch) -> None:
         (Drawing("own python"), True, {"stateful": "own_generator"}),
         (Drawing("system"), False, {"seeds": "unseeded"}),
         (Locked(), False, {"copies": "not_copied"}),
+        (Alone(), False, {"copies": "not_copied"}),
+        (Strict(), False, {}),
+        (frozen(), False, {}),
     ],
     ids=lambda value: getattr(value, "source", type(value).__name__),
 )

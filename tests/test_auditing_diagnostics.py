@@ -21,6 +21,7 @@ from toys import Wrapped
 import ecnn
 from ecnn.attacks import PGD
 from ecnn.auditing.budgets import BUDGETS, Budget
+from ecnn.auditing.deployed import FreshEachTime
 from ecnn.auditing.diagnostics import CHECKS, count_questions, diagnose, read_evidence
 from ecnn.auditing.diagnostics.binarization import find_features, plant
 from ecnn.auditing.diagnostics.probes import Walk, probe_of
@@ -498,6 +499,10 @@ def test_binarization_rates() -> None:
     assert good["attack_success_rate"] == 1.0
     assert good["random_success_rate"] < 0.6
     assert blind["attack_success_rate"] <= blind["random_success_rate"]
+
+
+def test_binarization_reads_the_scores_where_every_question_goes_to_a_new_copy() -> None:
+    assert check("binarization", FreshEachTime(network()), images=6).evidence["on"] == "scores"
 
 
 # ---- odd models

@@ -55,7 +55,8 @@ def full_precision(values: Tensor) -> Tensor:
 def copy_model(model: nn.Module, memo: dict[int, Any] | None = None) -> nn.Module:
     """A deep copy. Tensors with a history, which torch does not copy, are copied without it.
 
-    Networks hold such where they were pruned, or keep what they computed last.
+    Networks hold such where they were pruned, or keep what they computed last. Raises TypeError if the model's own way
+    to copy leaves parts in common: what is done to the copy would be done to the model.
 
     Args:
         memo: as `copy.deepcopy` takes it.
@@ -65,7 +66,10 @@ def copy_model(model: nn.Module, memo: dict[int, Any] | None = None) -> nn.Modul
         for tensor in _tensors_in(vars(module)):
             if not tensor.is_leaf:
                 memo.setdefault(id(tensor), tensor.detach().clone())
-    return copy.deepcopy(model, memo)
+    copied = copy.deepcopy(model, memo)
+    if not set(copied.modules()).isdisjoint(model.modules()):
+        raise TypeError("a deep copy of it shares modules with it")
+    return copied
 
 
 def _tensors_in(held: Any) -> Iterator[Tensor]:
@@ -81,7 +85,8 @@ def _tensors_in(held: Any) -> Iterator[Tensor]:
 def eval_mode(model: nn.Module) -> Iterator[None]:
     """The model in eval mode, every part of it restored afterwards."""
     check_kind("model", model, nn.Module, "a torch module")
-    modes = {module: module.training for module in model.modules()}
+    # Frozen TorchScript has no mode.
+    modes = {module: module.training for module in model.modules() if hasattr(module, "training")}
     model.eval()
     try:
         yield

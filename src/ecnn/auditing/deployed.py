@@ -324,7 +324,8 @@ class _Examination:
             for points in (self.images, *self.noisy[:2]):
                 ask(used, points, self.seed)
             for number in range(_QUESTIONS):
-                ask(used, self.images[number % len(self.images)][None].expand_as(self.images[:2]), self.seed)
+                same = self.images[number % len(self.images)][None].expand_as(self.images[:2])
+                ask(used, same.contiguous(), self.seed)  # as images are otherwise
             differ = find_different(ask(used, self.images, self.seed), first)
             if not self.taken.trouble:
                 wanted = self.ask(self.taken.fresh(), self.noisy[2], self.seed)

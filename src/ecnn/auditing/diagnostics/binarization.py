@@ -125,6 +125,8 @@ def find_features(probe: Probe, rows: Tensor) -> tuple[Features, str]:
         for hook in hooks:
             hook.remove()
     for layer, output in outputs.items():
+        if layer not in layers:  # of a copy that was made for one question, and takes the hooks with it
+            continue
         if inputs[layer].ndim == 2 and output.shape == scores.shape and torch.equal(output, scores):
             return _reader(layer), "features"
     return lambda model, images: full_precision(model(images)), "scores"
