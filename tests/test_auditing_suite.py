@@ -448,7 +448,7 @@ def test_answers_alone_are_asked_whatever_the_gradient_says() -> None:
     images, labels = firm_images(model)
     assert max(broken(attack, model, images, labels) for attack in blind_attacks()) <= 0.3
     subject = make_subject(model, "linf", EPS, dataclasses.replace(TINY, answers=400))
-    attacks = suite(subject, num_classes=4, random=False, examples=examples_of(model))
+    attacks = suite(subject, num_classes=4, is_random=False, examples=examples_of(model))
     assert list(attacks)[-1] == "rays"  # after every gradient: what it alone breaks speaks against them
     assert broken(attacks["rays"], model, images, labels) >= 0.9
     known: Any = vars(attacks["rays"])["neighbours"]
@@ -494,7 +494,7 @@ def test_answers_alone_of_a_random_model() -> None:
     """By the class of the mean over passes, and so far beyond the border that other passes are wrong too."""
     model, (images, labels) = Trembles(), firm_images(Decides())
     subject = make_subject(model, "linf", EPS, dataclasses.replace(TINY, answers=400))
-    attacks = suite(subject, num_classes=4, random=True)
+    attacks = suite(subject, num_classes=4, is_random=True)
     torch.manual_seed(0)
     found = attacks["rays"].run(model, images, labels)
     assert (found.images - images).abs().max() <= EPS + 1e-6
@@ -517,16 +517,16 @@ def test_the_long_search_takes_a_share_of_many_images() -> None:
         subject = Subject(
             model=Sees(), images=images, labels=images, norm="l2", eps=0.1, budget=BUDGETS[name]
         )
-        attacks: Any = suite(subject, num_classes=4, random=False)
+        attacks: Any = suite(subject, num_classes=4, is_random=False)
         assert list(attacks)[-1] == long
         assert attacks[long].share == share
         assert attacks[long].queries == 10 * attacks["rays"].queries == BUDGETS[name].answers
         assert attacks["rays"].share == 1.0
     alone = make_subject(OneAtATime(Sees(), torch.zeros(0, 1, 8, 8)), "l2", 0.1, BUDGETS["standard"])
-    assert list(suite(alone, num_classes=4, random=False))[-1] == "rays"  # the long one would take hours
+    assert list(suite(alone, num_classes=4, is_random=False))[-1] == "rays"  # the long one would take hours
     subject = make_subject(Sees(), "l2", 0.1, BUDGETS["quick"])
-    assert suite(subject, num_classes=4, random=False)["rays"].cost(4).forwards == 1002
-    assert list(suite(subject, num_classes=4, random=False))[-1] == "rays"
+    assert suite(subject, num_classes=4, is_random=False)["rays"].cost(4).forwards == 1002
+    assert list(suite(subject, num_classes=4, is_random=False))[-1] == "rays"
 
 
 def test_neighbours_survive_a_model_that_raises_and_are_kept(tmp_path: Path) -> None:
@@ -705,7 +705,7 @@ def whole_suite(model: nn.Module, *, surrogates: bool = True) -> dict[str, Attac
     images = torch.rand(20, 2, 6, 6, generator=generator, dtype=torch.float64)
     examples = Examples(images, model(images).argmax(dim=1), are_true=False)
     subject = make_subject(model, "linf", 0.1, TINY)
-    attacks = suite(subject, num_classes=5, random=False, examples=examples if surrogates else None)
+    attacks = suite(subject, num_classes=5, is_random=False, examples=examples if surrogates else None)
     attacks["hopskipjump"] = adaptive.Within(
         norm="linf", eps=0.1, attack=HopSkipJump(norm="linf", steps=2, samples=8)
     )
@@ -782,12 +782,12 @@ def test_what_a_suite_holds() -> None:
     votes = list(whole_suite(voting_model()))
     assert [name for name in ("mean-members", "worst-members", "mean-targets") if name not in votes] == []
     assert "linear" not in votes
-    plain = suite(make_subject(Sees(10), "l2", 1.0, BUDGETS["standard"]), num_classes=10, random=False)
+    plain = suite(make_subject(Sees(10), "l2", 1.0, BUDGETS["standard"]), num_classes=10, is_random=False)
     # All of AutoAttack with its own settings, in its order.
     members = AutoAttack(norm="l2", eps=1.0).members(10)
     assert {name: plain[name] for name in members} == members
     assert [name for name in plain if name in members] == list(members)
-    random = suite(make_subject(Sees(10), "l2", 1.0, BUDGETS["quick"]), num_classes=10, random=True)
+    random = suite(make_subject(Sees(10), "l2", 1.0, BUDGETS["quick"]), num_classes=10, is_random=True)
     assert "eot-margin" in random
     assert all(getattr(attack, "keep", "") == "last" for name, attack in random.items() if "eot" in name)
 
@@ -798,7 +798,7 @@ def test_a_view_that_asks_several_times_is_averaged_over_fewer_passes() -> None:
     around = adaptive.MeanAround(view="scores", pairs=4, deviation=0.05)
     views = {"scores": SCORES, "around": around}
     found = Found(views=views, broken=dict.fromkeys(views, 1), standing=9, asked=9)
-    made: dict[str, Any] = dict(maker.where_found(found, random=True))
+    made: dict[str, Any] = dict(maker.where_found(found, is_random=True))
     looks = {name: attack.on.passes_per_look for name, attack in made.items()}
     assert looks == {"found-scores": 20, "found-around": 27}
 
@@ -811,7 +811,7 @@ def test_any_number_of_classes(num_classes: int, norm: Any) -> None:
     labels = model(images).argmax(dim=1)
     examples = Examples(images, labels, are_true=True)
     subject = make_subject(model, norm, 0.1, TINY)
-    for attack in suite(subject, num_classes=num_classes, random=False, examples=examples).values():
+    for attack in suite(subject, num_classes=num_classes, is_random=False, examples=examples).values():
         found = attack.run(model, images, labels)
         distance = (found.images - images).flatten(1).norm(dim=1, p=2 if norm == "l2" else float("inf"))
         assert distance.max() <= 0.1 + 1e-6
@@ -823,7 +823,7 @@ def test_the_fast_suite_costs_at_most_a_fifth_of_autoattack() -> None:
     whole = AutoAttack(**BALL).cost(10)
     for model, least in ((Sees(10), ["race"]), (coded_model(), ["race", "linear-targets"])):
         subject = Subject(model=model, images=nothing, labels=nothing, budget=BUDGETS["fast"], **BALL)
-        attacks = suite(subject, num_classes=10, random=False)
+        attacks = suite(subject, num_classes=10, is_random=False)
         assert [name for name, attack in attacks.items() if isinstance(attack, Race)] == least
         assert not {"apgd-ce", "apgd-margin", "apgd-t", "fab-t"} & set(attacks)
         assert list(attacks)[:2] == ["pgd-ce", "race"]

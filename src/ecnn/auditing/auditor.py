@@ -205,7 +205,7 @@ def _audit(subject: Subject, deployment: Deployment, request: _Request) -> _Foun
             cluster=request.cluster,
             **kept,
         )
-        about: dict[str, Any] = {"num_classes": num_classes, "random": is_random}
+        about: dict[str, Any] = {"num_classes": num_classes, "is_random": is_random}
         own = own_attacks(request.own, subject, taken=suite(subject, **about))
         stages.make_parts(join_own(suite_parts(subject, examples=examples, **about, **kept), own))
         staged = stages.result()

@@ -79,7 +79,7 @@ class Responses:
             self.subject,
             self.examples,
             self.num_classes,
-            random=self.is_random,
+            is_random=self.is_random,
             folder=self.folder,
             resume=self.resume,
         )
@@ -131,14 +131,14 @@ class Responses:
 
     def _groups(self, maker: Maker) -> dict[str, Callable[[], dict[str, Attack]]]:
         def layers() -> dict[str, Attack]:
-            return maker.where_found(self._found, random=False)
+            return maker.where_found(self._found, is_random=False)
 
         return {
             "passing": lambda: _named(maker.on_scores(), "straight-through"),
             "layers": lambda: {
                 name: part for name, part in layers().items() if not name.endswith("-targets")
             },
-            "surrogates": lambda: maker.by_student(self._surrogates, random=False),
+            "surrogates": lambda: maker.by_student(self._surrogates, is_random=False),
             "climbs": lambda: _named(maker.on_scores(), "apgd-margin"),
             "answers": lambda: {"square": maker.square()} | maker.by_classes(self._surrogates, imitate=True),
             "relays": maker.relays,
@@ -152,7 +152,7 @@ class Responses:
         return {
             "climbs": lambda: _named(maker.averaged(), "eot-margin"),
             "passing": lambda: _named(maker.averaged(), "eot-straight-through"),
-            "layers": lambda: maker.where_found(self._found, random=True),
+            "layers": lambda: maker.where_found(self._found, is_random=True),
             "answers": lambda: {"square": maker.averaged_square(), "rays": maker.averaged_rays()},
             "scores": maker.averaged,
         }

@@ -71,7 +71,7 @@ def suite_parts(
     subject: Subject,
     *,
     num_classes: int,
-    random: bool,
+    is_random: bool,
     examples: Examples | None = None,
     folder: Path | None = None,
     resume: bool = True,
@@ -87,7 +87,7 @@ def suite_parts(
     Args:
         subject: what is audited. Its images are not needed, and may be none.
         num_classes: scores per image.
-        random: whether passes differ; then attacks average over passes and return where they end.
+        is_random: whether passes differ; then attacks average over passes and return where they end.
         examples: clean images, see `Examples`.
         folder: where surrogates are kept, so that a resumed audit has the same.
         resume: takes them from there.
@@ -96,17 +96,17 @@ def suite_parts(
     traits = unseen_traits(model) if examples is None else find_traits(model, examples.images, num_classes)
     maker = Maker(subject, num_classes, traits)
     in_the_dark = examples is not None and (traits.blind >= _BLIND or subject.budget.name == "thorough")
-    first = maker.averaged() if random else maker.on_scores() | maker.on_members() | maker.on_votes()
+    first = maker.averaged() if is_random else maker.on_scores() | maker.on_members() | maker.on_votes()
     first = maker.plain() | first
     yield first
     surrogates = None
     if examples is not None:
         surrogates = Surrogates(subject, examples, num_classes, folder, resume)
-        found = find_places(subject, examples, num_classes, random=random, folder=folder, resume=resume)
-        yield without_repeats(maker.where_found(found, random=random), first)
+        found = find_places(subject, examples, num_classes, is_random=is_random, folder=folder, resume=resume)
+        yield without_repeats(maker.where_found(found, is_random=is_random), first)
         in_the_dark = in_the_dark or found.share >= _DOUBTFUL
-        yield maker.by_surrogates(surrogates, imitate=in_the_dark or random, random=random)
-    if random:
+        yield maker.by_surrogates(surrogates, imitate=in_the_dark or is_random, is_random=is_random)
+    if is_random:
         yield {"square": maker.averaged_square(), "rays": maker.averaged_rays()}
         return
     yield maker.relays() | maker.automatic()
@@ -135,12 +135,12 @@ def find_places(
     examples: Examples,
     num_classes: int,
     *,
-    random: bool,
+    is_random: bool,
     folder: Path | None,
     resume: bool,
 ) -> Found:
     """The places that `search` finds, once."""
-    settings: dict[str, Any] = {"is_random": random, "folder": folder, "resume": resume}
+    settings: dict[str, Any] = {"is_random": is_random, "folder": folder, "resume": resume}
     found: Found = once(subject, "places", lambda: search(subject, examples.images, num_classes, **settings))
     return found
 
@@ -314,11 +314,11 @@ class Maker:
         passes = -(-self.budget.eot // find_view(view).passes_per_look)
         return PGD(on=Averaged(view=view, passes=passes), **walk)
 
-    def where_found(self, found: Found, *, random: bool) -> dict[str, Attack]:
+    def where_found(self, found: Found, *, is_random: bool) -> dict[str, Attack]:
         """Attacks on the places that a search has found, with targets where it pays."""
         attacks: dict[str, Attack] = {}
         for name, view in found.views.items():
-            if random:
+            if is_random:
                 attacks[f"found-{name}"] = self._on_mean(view)
                 continue
             attacks[f"found-{name}"] = PGD(on=view, **self.walk)
@@ -326,18 +326,18 @@ class Maker:
                 attacks[f"found-{name}-targets"] = PGD(on=view, targets=self.targets, **self.walk)
         return attacks
 
-    def by_surrogates(self, surrogates: Surrogates, *, imitate: bool, random: bool) -> dict[str, Attack]:
+    def by_surrogates(self, surrogates: Surrogates, *, imitate: bool, is_random: bool) -> dict[str, Attack]:
         attacks: dict[str, Attack] = {}
         craft = self._craft()
-        keep: Any = "last" if random else "best"
+        keep: Any = "last" if is_random else "best"
         if self.traits.has_features:
-            if not random:
+            if not is_random:
                 view = FeatureDistance(means=surrogates.means())
                 targets = min(self.targets, _FEATURE_TARGETS)
                 attacks["features"] = PGD(on=view, targets=targets, **self.walk)
             attacks["retrained-head"] = OwnTransfer(source=surrogates.head(), attack=craft, keep=keep)
         if imitate:
-            attacks |= self.by_student(surrogates, random=random)
+            attacks |= self.by_student(surrogates, is_random=is_random)
             is_long = self.budget.answers > _FEW_ANSWERS
             if is_long and surrogates.examples.images[0].numel() <= _DENSE:
                 dense = surrogates.student(dense=True)
@@ -348,8 +348,8 @@ class Maker:
         """What is made on a surrogate and shown to the model."""
         return APGD(**{**self.auto, "restarts": 1}, loss="cross_entropy", keep="last")
 
-    def by_student(self, surrogates: Surrogates, *, random: bool) -> dict[str, Attack]:
-        keep: Any = "last" if random else "best"
+    def by_student(self, surrogates: Surrogates, *, is_random: bool) -> dict[str, Attack]:
+        keep: Any = "last" if is_random else "best"
         return {"student": Transfer(source=surrogates.student(), attack=self._craft(), keep=keep)}
 
     def relays(self) -> dict[str, Attack]:
@@ -434,7 +434,7 @@ def estimate_cost(
     images = budget.images if limit is None else limit
     nothing = torch.zeros(images, 0)
     subject = Subject(model=model, images=nothing, labels=nothing, norm=norm, eps=0.1, budget=budget)
-    attacks = suite(subject, num_classes=num_classes, random=False)
+    attacks = suite(subject, num_classes=num_classes, is_random=False)
     # What only a look at the model recommends: features, a surrogate, and one more place to look.
     extra = Cost(1, 1) * (budget.steps * budget.restarts * (min(budget.targets, _FEATURE_TARGETS) + 2))
     return cost_of(attacks, images, num_classes) + extra * images
