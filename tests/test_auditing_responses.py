@@ -251,7 +251,9 @@ def test_effort_is_doubled_and_every_check_has_a_response(split: Split, response
     searched = responses.attacks(["noise"], 16, proven=["rays"])  # the long search begins like the short one
     assert {"rays-x16", "rays-long-x16"} & set(searched) == {"rays-long-x16"}
     averaged = make_responses(Noisy(), split, is_random=True).attacks(["loss_path"], 4)
-    assert averaged["square-x4"].passes == max(4, BUDGET.eot // 2)  # type: ignore[attr-defined]
+    square: Any = averaged["square-x4"]
+    assert square.passes == max(4, BUDGET.eot // 2)
+    assert square.attack.queries == 2 * BUDGET.queries  # like the passes: twice at most
 
 
 def test_what_no_attack_can_answer_stays_open(rounded: Audit) -> None:

@@ -98,8 +98,9 @@ class Responses:
             made: names of attacks that were made; of some kinds only what is proven is made again.
         """
         budget = enlarged(self.subject.budget, effort)
-        if self.is_random:  # twice the passes are twice the effort
-            budget = dataclasses.replace(budget, steps=self.subject.budget.steps)
+        if self.is_random:  # twice the passes are twice the effort; a search by scores gains little by more
+            queries = self.subject.budget.queries * min(effort, 2)
+            budget = dataclasses.replace(budget, steps=self.subject.budget.steps, queries=queries)
         subject = dataclasses.replace(self.subject, budget=budget)
         maker = Maker(subject, self.num_classes, self._traits)
         groups = self._random_groups(maker) if self.is_random else self._groups(maker)
