@@ -252,7 +252,7 @@ def test_a_tool_of_ones_own_that_returns_points_is_judged(
     )
     number = f"{100 * rows['stays']['accuracy']:.1f}"
     assert f"| **{number}** | - | - |" in page
-    assert "| raises | 1 | 0 | 0 | 0 | 1 | - |" in page
+    assert "| raises | 0 of 1 | 0 | 0 | 1 | - |" in page
 
 
 def test_what_was_remembered_does_not_count_as_truth() -> None:
