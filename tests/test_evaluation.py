@@ -7,6 +7,7 @@ import functools
 import json
 import math
 import re
+import shutil
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -933,6 +934,15 @@ def test_attacks_on_different_numbers_of_images(tmp_path: Path) -> None:
     assert (summary["images"], summary["worst_case"]["accuracy"]) == (2, 0.0)
     assert summary["attacks"]["long"]["accuracy"] == pytest.approx(2 / 6)
     assert len(load_evaluation(tmp_path)) == 2
+
+
+def test_clean_outcomes_of_another_evaluation_are_refused(tmp_path: Path) -> None:
+    """They would cut what is known of every attack to the images that they have."""
+    go_on(tmp_path / "all")
+    go_on(tmp_path / "some", limit=2)
+    shutil.copy(tmp_path / "some/eval/clean.npz", tmp_path / "all/eval/clean.npz")
+    with pytest.raises(InputError, match="of 'a' for images of which it has no clean ones"):
+        load_evaluation(tmp_path / "all")
 
 
 def test_folders_that_hold_no_evaluation(tmp_path: Path) -> None:

@@ -266,7 +266,7 @@ def _is_of_the_model(name: str, error: Exception, given: dict[str, Any]) -> bool
 
 
 #: How much is to be done: much of it is no mistake, but takes its time.
-_WORK = ("steps", "search_steps", "restarts", "queries", "samples", "epochs", "chains", "seconds")
+_WORK = ("steps", "search_steps", "restarts", "queries", "samples", "pairs", "epochs", "chains", "seconds")
 
 
 def _is_much(value: Any) -> bool:

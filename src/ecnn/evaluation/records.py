@@ -153,7 +153,12 @@ def _evaluation_of(run_dir: str | os.PathLike[str], every: Mapping[str, Outcomes
             f"{Path(run_dir) / FOLDER} holds no evaluation: run evaluate(..., run_dir=...) first."
         )
     common = every[CLEAN].index
-    for outcomes in every.values():
+    for name, outcomes in every.items():
+        if not np.isin(outcomes.index, every[CLEAN].index).all():
+            raise InputError(
+                f"{Path(run_dir) / FOLDER} holds outcomes of {name!r} for images of which it has no clean ones: its "
+                f"{CLEAN}.npz is of another evaluation."
+            )
         common = np.intersect1d(common, outcomes.index)
     cut = {name: outcomes.take(np.isin(outcomes.index, common)) for name, outcomes in every.items()}
     return Evaluation(cut.pop(CLEAN), cut)
