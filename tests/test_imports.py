@@ -26,6 +26,7 @@ ROOMS = [
     "annealing",
     "data",
     "backbones",
+    "cuda_graphs",
     "decoders",
     "objectives",
     "recipes",

@@ -225,9 +225,8 @@ class Classifier:
         from PIL import Image
 
         if len(planes) == 4:
-            planes = planes[:3] * planes[3] + (
-                1 - planes[3]
-            )  # what is transparent is laid on white, as in files
+            # What is transparent is laid on white, as in files.
+            planes = planes[:3] * planes[3] + (1 - planes[3])
         if len(planes) == 3 and self.in_channels == 1:
             planes = np.tensordot(np.array(_GREY, dtype=np.float32), planes, axes=1)[None]
         elif len(planes) == 1:

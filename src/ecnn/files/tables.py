@@ -51,9 +51,8 @@ def read_json(path: AnyPath) -> Any:
         return table
 
     try:
-        value = json.loads(
-            content.decode("utf-8-sig"), object_pairs_hook=unique
-        )  # some editors begin with a mark
+        # Some editors begin with a mark.
+        value = json.loads(content.decode("utf-8-sig"), object_pairs_hook=unique)
     except InputError:
         raise
     except UnicodeDecodeError as error:

@@ -16,8 +16,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ecnn.backbones import eval_mode, recording, tuned
+from ecnn.backbones import eval_mode
 from ecnn.checks import check_array
+from ecnn.cuda_graphs import recording, tuned
 from ecnn.data import Augmentation, Split
 from ecnn.errors import InputError
 from ecnn.objectives import Objective

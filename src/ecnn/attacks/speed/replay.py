@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ecnn.backbones import recording, tuned
+from ecnn.cuda_graphs import recording, tuned
 
 _ORDINARY_PASSES = 3
 _MOST_RECORDINGS = 8
