@@ -30,8 +30,8 @@ from torch import Tensor, nn
 
 import ecnn
 from ecnn import files, runs
+from ecnn.asking import without_tf32
 from ecnn.attacks import PGD, Attack, AutoAttack, CarliniWagnerL2, Square
-from ecnn.backbones import without_tf32
 
 HERE = Path(__file__).parent
 EPS, STEP = 8 / 255, 2 / 255

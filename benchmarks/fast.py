@@ -32,9 +32,9 @@ from torch import Tensor, nn
 
 import ecnn
 from ecnn import files, runs
+from ecnn.asking import without_tf32
 from ecnn.attacks import AutoAttack, Race
 from ecnn.auditing import audit, bench
-from ecnn.backbones import without_tf32
 from ecnn.data import Split
 
 HERE = Path(__file__).parent

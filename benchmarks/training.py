@@ -21,8 +21,9 @@ import torch
 from torch import Tensor, nn
 
 from ecnn import files, runs
+from ecnn.asking import full_precision
 from ecnn.attacks import PGD
-from ecnn.backbones import full_precision, resnet20
+from ecnn.backbones import resnet20
 from ecnn.codes import CodeMatrix, load_code
 from ecnn.data import Split
 from ecnn.model import ECNN

@@ -8,7 +8,8 @@ import importlib
 import os
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +83,47 @@ def browser() -> Iterator[Any]:
         made = player.chromium.launch(executable_path=CHROMIUM, args=alone)
         yield made
         made.close()
+
+
+@pytest.fixture
+def full_disk() -> Callable[[int], AbstractContextManager[None]]:
+    """Within `full_disk(size)` no file can grow beyond so many bytes, as on a disk without more room."""
+    resource = pytest.importorskip("resource")
+
+    @contextmanager
+    def limited(size: int) -> Iterator[None]:
+        before = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+        try:
+            yield
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+    return limited
+
+
+@pytest.fixture
+def as_nobody() -> Callable[[Path], AbstractContextManager[None]]:
+    """Within `as_nobody(folder)` root has no more rights than others; that folder, and those above, can be entered."""
+
+    @contextmanager
+    def lowered(folder: Path) -> Iterator[None]:
+        if os.geteuid() != 0:
+            yield
+            return
+        modes = {path: path.stat().st_mode for path in (folder, *folder.parents)}
+        closed = {path: mode for path, mode in modes.items() if not mode & 0o001}
+        for path, mode in closed.items():
+            path.chmod(mode | 0o011)
+        os.seteuid(65534)
+        try:
+            yield
+        finally:
+            os.seteuid(0)
+            for path, mode in closed.items():
+                path.chmod(mode)
+
+    return lowered
 
 
 @pytest.fixture

@@ -268,6 +268,12 @@ def test_steps_are_the_budget() -> None:
         assert code.provenance["stopped_by"] == "steps"
 
 
+def test_more_chains_than_steps_are_as_many_as_steps() -> None:
+    code = design_code(6, 8, seed=0, steps=100, chains=1_000)
+    assert code.provenance["chains"] == code.provenance["proposals"] == 100
+    assert code == design_code(6, 8, seed=0, steps=100, chains=100)
+
+
 def test_seconds_cap_the_search_and_the_result_says_so() -> None:
     design_code(30, 40, seed=0, steps=1_000)  # compile first
     started = time.monotonic()

@@ -16,10 +16,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from ecnn.asking import without_tf32
 from ecnn.attacks import PGD
 from ecnn.attacks.speed.quick_copy import _use_tensor_cores, quick_copy
 from ecnn.attacks.speed.replay import Recorder
-from ecnn.backbones import ConvUnit, ResNet, without_batch_norms, without_tf32
+from ecnn.backbones import ConvUnit, ResNet, without_batch_norms
 from ecnn.codes import load_code
 from ecnn.model import ECNN
 from ecnn.models import MODELS
@@ -184,26 +185,29 @@ def test_a_forgotten_recording_does_not_spoil_the_next() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    ("channels", "kernel", "stride", "size"),
+    ("channels", "kernel", "stride", "size", "groups"),
     [
-        ((3, 16), 3, 1, (32, 32)),
-        ((16, 16), 3, 1, (32, 32)),
-        ((16, 32), 3, 2, (32, 32)),
-        ((16, 32), 1, 2, (32, 32)),
-        ((64, 64), 3, 1, (8, 8)),
-        ((5, 20), 5, 2, (9, 13)),
+        ((3, 16), 3, 1, (32, 32), 1),
+        ((16, 16), 3, 1, (32, 32), 1),
+        ((16, 32), 3, 2, (32, 32), 1),
+        ((16, 32), 1, 2, (32, 32), 1),
+        ((64, 64), 3, 1, (8, 8), 1),
+        ((5, 20), 5, 2, (9, 13), 1),
+        ((48, 96), 3, 2, (9, 13), 3),
+        ((256, 256), 3, 1, (8, 8), 4),
     ],
 )
 @pytest.mark.parametrize("relu", [True, False])
 def test_tensor_cores_convolve_in_float32(
-    channels: Any, kernel: int, stride: int, size: Any, relu: bool
+    channels: Any, kernel: int, stride: int, size: Any, groups: int, relu: bool
 ) -> None:
     from ecnn.attacks.speed.tensor_cores import QuickConvolution
 
     torch.manual_seed(0)
-    plain = nn.Conv2d(channels[0], channels[1], kernel, stride=stride, padding=kernel // 2).cuda()
+    before, after = channels
+    plain = nn.Conv2d(before, after, kernel, stride=stride, padding=kernel // 2, groups=groups).cuda()
     assert QuickConvolution.fits(plain)
-    images = torch.randn(7, channels[0], *size, device="cuda", requires_grad=True)
+    images = torch.randn(7, before, *size, device="cuda", requires_grad=True)
     exact = copy.deepcopy(plain).double()(images.double())
     exact = exact.relu() if relu else exact
     upstream = torch.randn_like(exact)
@@ -219,7 +223,8 @@ def test_other_convolutions_stay() -> None:
     from ecnn.attacks.speed.tensor_cores import QuickConvolution
 
     refused = (
-        nn.Conv2d(16, 16, 3, groups=2),
+        nn.Conv2d(16, 16, 3, groups=4),
+        nn.Conv2d(512, 512, 3, groups=2),
         nn.Conv2d(16, 16, 3, dilation=2),
         nn.Conv2d(16, 16, 3, padding="same"),
         nn.Conv2d(16, 16, (3, 1)),

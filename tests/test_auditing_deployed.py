@@ -20,10 +20,10 @@ from torch.nn.utils import prune
 from torch.overrides import BaseTorchFunctionMode
 
 from ecnn.attacks.draws import Draws
-from ecnn.attacks.norms import NORMS
+from ecnn.attacks.norms import NORMS, round_to_bytes
 from ecnn.auditing import Audit, Subject, audit
 from ecnn.auditing.alone import OneAtATime
-from ecnn.auditing.confirming import confirm, round_points
+from ecnn.auditing.confirming import confirm
 from ecnn.auditing.deployed import Deployment, FreshEachTime, examine, take_copy
 from ecnn.auditing.traits import find_traits
 from ecnn.data import Split
@@ -457,7 +457,7 @@ def test_rounded_points_are_bytes_in_the_ball(norm: Any, eps: float) -> None:
     points = NORMS[norm].random(subject.images, eps, draws)
     if norm == "linf":
         points = (subject.images + eps * (points > subject.images).float()).clamp(0, 1)
-    rounded = round_points(subject, points, subject.images)
+    rounded = round_to_bytes(points, subject.images, norm=subject.norm, eps=subject.eps)
     assert float((255 * rounded - (255 * rounded).round()).abs().max()) < 1e-4
     lengths = NORMS[norm].length((rounded - subject.images).flatten(1))
     assert float(lengths.max()) <= eps + 1e-5
@@ -471,7 +471,7 @@ def test_a_point_near_the_border_is_taken_farther_before_it_is_rounded() -> None
     subject = make_subject(model)
     images, labels = subject.images, subject.labels
     points, rows = just_broken(model)
-    rounded = round_points(subject, points, images[rows])
+    rounded = round_to_bytes(points, images[rows], norm=subject.norm, eps=subject.eps)
     healed = model(rounded).argmax(dim=1) == labels[rows]
     assert healed.sum() >= 3
     found = confirm(take_copy(model), subject, points, rows, are_bytes=True)

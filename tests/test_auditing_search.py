@@ -25,9 +25,10 @@ from ecnn.auditing.adaptive import MeanAround
 from ecnn.auditing.bpda import Passing, can_pass_through, straight_through
 from ecnn.auditing.budgets import BUDGETS
 from ecnn.auditing.layers import LayerScores, LayerVotes, survey_layers
-from ecnn.auditing.search import _mixed, search
+from ecnn.auditing.search import search
 from ecnn.auditing.soft_values import Soft, expectation, expected_row
 from ecnn.auditing.subject import Subject
+from ecnn.auditing.trials import _mixed
 from ecnn.errors import InputError
 
 pytestmark = [

@@ -18,7 +18,6 @@ from ecnn.auditing import adaptive, audit, surrogates
 from ecnn.auditing.alone import OneAtATime
 from ecnn.auditing.bpda import Passing, can_pass_through, straight_through
 from ecnn.auditing.budgets import BUDGETS, Budget
-from ecnn.auditing.search import Found
 from ecnn.auditing.subject import Subject
 from ecnn.auditing.suite import Maker, Surrogates, estimate_cost, suite, without_repeats
 from ecnn.auditing.surrogates import (
@@ -31,6 +30,7 @@ from ecnn.auditing.surrogates import (
     train_student,
 )
 from ecnn.auditing.traits import find_traits
+from ecnn.auditing.trials import Found
 from ecnn.baselines import EMPIR, Ensemble
 from ecnn.codes import CodeMatrix
 from ecnn.constructions import random_code
@@ -797,7 +797,7 @@ def test_a_view_that_asks_several_times_is_averaged_over_fewer_passes() -> None:
     maker = Maker(subject, 10, find_traits(subject.model, torch.rand(4, 1, 8, 8), 10))
     around = adaptive.MeanAround(view="scores", pairs=4, deviation=0.05)
     views = {"scores": SCORES, "around": around}
-    found = Found(views=views, broken=dict.fromkeys(views, 1), standing=9, asked=9)
+    found = Found(views=views, broken=dict.fromkeys(views, 1), ways={}, standing=9, asked=9)
     made: dict[str, Any] = dict(maker.where_found(found, is_random=True))
     looks = {name: attack.on.passes_per_look for name, attack in made.items()}
     assert looks == {"found-scores": 20, "found-around": 27}

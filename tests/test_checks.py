@@ -18,9 +18,11 @@ from ecnn.checks import (
     check_array,
     check_choice,
     check_count,
+    check_entries,
     check_has,
     check_number,
     check_options,
+    eps_text,
     parse_eps,
 )
 from ecnn.errors import InputError
@@ -46,6 +48,19 @@ def test_numbers_may_be_of_any_kind(value: Any) -> None:
 def test_what_is_no_number_is_named(value: Any) -> None:
     with pytest.raises(InputError, match=r"beta must be a number from 0 to 1, not "):
         check_number("beta", value, most=1)
+
+
+def test_a_whole_number_that_is_too_large_is_told_so() -> None:
+    """A sentence that asks for a whole number in place of one would be a riddle."""
+    for kind in (int, int | None):
+        with pytest.raises(
+            InputError, match=f"seed must be a whole number of at most {2**63 - 1} in size, not 1000"
+        ):
+            check_entries("it", {"seed": 10**30}, {"seed": kind})
+    with pytest.raises(InputError, match=r"seed must be a whole number, not 0\.5"):
+        check_entries("it", {"seed": 0.5}, {"seed": int})
+    with pytest.raises(InputError, match="share must be a finite number, not"):
+        check_entries("it", {"share": 10**400}, {"share": float})
 
 
 def test_an_end_can_be_left_out() -> None:
@@ -184,3 +199,12 @@ def test_whole_numbers_of_numpy_count_as_those_of_python() -> None:
 def test_a_depth_that_cannot_be_meant_is_refused() -> None:
     with pytest.raises(InputError, match=r"depth .* must be a whole number from 8 to 10000, not 2147483648"):
         ecnn.ResNet(2, depth=2**31)
+
+
+@pytest.mark.parametrize(
+    ("eps", "text"),
+    [(8 / 255, "8/255"), (0.5, "0.5"), (0.12, "0.12"), (0.0, "0"), (1.0, "1"), (2.0, "2"), (1e-5, "1e-05")],
+)
+def test_a_radius_is_written_as_it_is_read(eps: float, text: str) -> None:
+    assert eps_text(eps) == text
+    assert parse_eps(text) == eps

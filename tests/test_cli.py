@@ -26,6 +26,7 @@ from ecnn.cli import app, doctor_command, serve_command
 from ecnn.cli.statuses import with_status
 from ecnn.codes import CodeMatrix, load_code
 from ecnn.errors import InputError
+from ecnn.models import MODELS
 
 
 def run(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
@@ -203,6 +204,11 @@ def test_how_a_command_can_end(
         assert ended.value.exit_code == expected
 
 
+def test_train_names_every_kind_of_model() -> None:
+    shown = CliRunner().invoke(app, ["train", "--help"], env={"COLUMNS": "200"}).stdout
+    assert set(MODELS) <= set(re.findall(r"\w+", shown))
+
+
 def test_the_statuses_are_in_every_help() -> None:
     for command in flags():
         shown = CliRunner().invoke(app, [command, "--help"] if command else ["--help"]).stdout
@@ -265,6 +271,24 @@ def test_ctrl_c_keeps_the_best_so_far(tmp_path: Path) -> None:
     assert "interrupted" in out
     assert b"kept in code.json: --init code.json goes on" in shown
     assert load_code(tmp_path / "code.json").provenance["stopped_by"] == "interrupt"
+
+
+def test_a_search_that_is_cut_short_replaces_no_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a longer one left stays; the best so far is written beside it."""
+    cut = CodeMatrix(
+        load_code("10x10").symbols, provenance={"stopped_by": "interrupt", "proposals": 0, "seed": 0}
+    )
+    monkeypatch.setattr(ecnn, "design_code", lambda *given, **settings: cut)
+    out = tmp_path / "code.json"
+    asked = ["code", "--classes", "10", "--length", "10", "--out", str(out)]
+    assert CliRunner().invoke(app, asked).exit_code == 130
+    assert load_code(out).content_hash == cut.content_hash
+    load_code("10x30").save(out)
+    done = CliRunner().invoke(app, asked)
+    assert done.exit_code == 130
+    assert f"kept in {tmp_path / 'code-interrupted.json'}" in done.output
+    assert load_code(out).code_length == 30
+    assert load_code(tmp_path / "code-interrupted.json").content_hash == cut.content_hash
 
 
 def test_version() -> None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import pickle
+import shutil
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from sklearn import config_context
 from sklearn.base import clone
 from sklearn.datasets import load_digits, load_wine, make_blobs
 from sklearn.linear_model import LinearRegression, LogisticRegression, Perceptron
@@ -22,13 +24,15 @@ from sklearn.tree import DecisionTreeClassifier
 from sklearn.utils.estimator_checks import check_estimator
 
 import ecnn
+from ecnn import files
 from ecnn.attacks import PGD
 from ecnn.codes import CodeMatrix, load_code
 from ecnn.constructions import random_code
-from ecnn.errors import InputError
+from ecnn.errors import DiskError, InputError
 from ecnn.estimators import ECNNClassifier, ErrorCorrectingClassifier
 from ecnn.estimators.codewords import find_code, mean_distance, softmax
 from ecnn.evaluation import evaluate
+from ecnn.training import TrainingError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -170,6 +174,7 @@ def test_a_code_of_ones_own(wine: Any, tmp_path: Path) -> None:
         ({"width": 0}, "width must be a whole number from 1"),
         ({"lr": -1.0}, "lr must be a number above 0"),
         ({"device": "tpu", "image_shape": (1, 13, 1)}, "the device 'tpu' cannot be used"),
+        ({"device": "nonsense"}, "the device 'nonsense' cannot be used"),
     ],
 )
 def test_what_cannot_be_fitted_is_one_sentence(wine: Any, params: dict[str, Any], sentence: str) -> None:
@@ -200,6 +205,66 @@ def test_a_damaged_folder_is_one_sentence(fitted: ECNNClassifier, tmp_path: Path
             ECNNClassifier.load(tmp_path)
     with pytest.raises(InputError, match="cannot read"):
         ECNNClassifier.load(tmp_path / "nothing")
+
+
+def test_parameters_of_numpy_are_saved(digits: Any, tmp_path: Path) -> None:
+    rows, labels = digits[0][:100].astype(np.uint8), digits[1][:100]
+    shape = tuple(np.array([1, 8, 8], dtype=np.uint8))
+    made = ECNNClassifier(
+        image_shape=shape,
+        pixel_range=(rows.min(), np.float32(rows.max())),  # type: ignore[arg-type]
+        device=torch.device("cpu"),  # type: ignore[arg-type]
+        width=np.int64(4),  # type: ignore[arg-type]
+        epochs=1,
+        random_state=np.int32(0),
+    ).fit(rows, labels)
+    made.save(tmp_path)
+    again = ECNNClassifier.load(tmp_path)
+    assert np.array_equal(again.predict_proba(rows), made.predict_proba(rows))
+    assert (again.image_shape, again.pixel_range, again.device) == ((1, 8, 8), (0, 16.0), "cpu")
+
+
+def test_pixels_of_small_types_do_not_overflow(digits: Any) -> None:
+    rows, labels = digits[0][:60] * 255 / 16 - 128, digits[1][:60]
+    ends: Any = (np.int8(-128), np.int8(127))
+    made = ECNNClassifier(image_shape=(1, 8, 8), pixel_range=ends, width=2, epochs=1).fit(rows, labels)
+    assert float(made.scale_) == 255
+    wide = np.zeros((4, 768))
+    shape: Any = tuple(np.array([3, 16, 16], dtype=np.uint8))
+    assert ECNNClassifier(image_shape=shape, width=2, epochs=1).fit(wide, [0, 1, 0, 1]).n_features_in_ == 768
+
+
+def test_a_save_that_fails_leaves_the_one_before(
+    fitted: ECNNClassifier, tmp_path: Path, full_disk: Any
+) -> None:
+    fitted.save(tmp_path)
+    before = {path: path.read_bytes() for path in tmp_path.iterdir()}
+    other = clone(fitted).set_params(width=8, epochs=2).fit(*make_blobs(60, centers=4, random_state=0))
+    with full_disk(2000), pytest.raises(DiskError, match="cannot write"):
+        other.save(tmp_path)
+    assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+def test_a_save_that_was_killed_is_refused_and_can_be_made_again(
+    fitted: ECNNClassifier, wine: Any, tmp_path: Path
+) -> None:
+    other = clone(fitted).set_params(epochs=2).fit(*wine)
+    for made, name in ((fitted, "a"), (other, "b")):
+        made.save(tmp_path / name)
+    for killed, sentence in (("fresh", "cannot read"), ("b", "do not belong together: a save was cut short")):
+        (tmp_path / killed).mkdir(exist_ok=True)
+        shutil.copy(tmp_path / "a" / "config.json", tmp_path / killed)  # the weights were to follow
+        with pytest.raises(InputError, match=sentence):
+            ECNNClassifier.load(tmp_path / killed)
+        fitted.save(tmp_path / killed)
+        assert np.array_equal(
+            ECNNClassifier.load(tmp_path / killed).predict(wine[0]), fitted.predict(wine[0])
+        )
+    config = json.loads((tmp_path / "a" / "config.json").read_text())
+    assert config.pop("weights_sha256") == files.file_sum(tmp_path / "a" / "model.safetensors")
+    del config["sha256"]
+    (tmp_path / "a" / "config.json").write_text(json.dumps(config))  # as saves of before
+    assert ECNNClassifier.load(tmp_path / "a").n_features_in_ == 13
 
 
 def test_a_run_is_not_replaced_by_an_estimator(fitted: ECNNClassifier, tmp_path: Path) -> None:
@@ -281,12 +346,53 @@ def test_what_cannot_be_coded_is_one_sentence(wine: Any) -> None:
             ErrorCorrectingClassifier(Perceptron(), code_size=1e308),
             "code_size must be a number above 0 and up to",
         ),
-        (ErrorCorrectingClassifier(Perceptron(), code_size=0.5), "3 classes need 3 different codewords"),
+        (
+            ErrorCorrectingClassifier(Perceptron(), code_size=0.5),
+            r"a code_size of 0\.5 gives 1 members, and 3 classes need 2: use 0\.67 or more",
+        ),
     ):
         with pytest.raises(InputError, match=sentence):
             estimator.fit(rows, labels)
     with pytest.raises(InputError, match="only one class"):
         ErrorCorrectingClassifier(Perceptron()).fit(rows, ["a"] * len(rows))
+
+
+def test_the_least_code_size_that_is_named_is_taken(wine: Any) -> None:
+    assert len(ErrorCorrectingClassifier(Perceptron(), code_size=0.67).fit(*wine).estimators_) == 2
+
+
+def test_weights_of_rows_need_metadata_routing_and_are_told_so(wine: Any) -> None:
+    weights = np.ones(len(wine[0]))
+    made = ErrorCorrectingClassifier(Perceptron())
+    with pytest.raises(
+        InputError, match=r"(?s)sample_weight reaches .*enable_metadata_routing=True\), and set"
+    ):
+        made.fit(*wine, sample_weight=weights)
+    with config_context(enable_metadata_routing=True):
+        asked = ErrorCorrectingClassifier(Perceptron().set_fit_request(sample_weight=True))
+        assert asked.fit(*wine, sample_weight=weights).score(*wine) > 0.3
+
+
+def test_a_training_that_diverges_is_an_error(wine: Any) -> None:
+    rows, labels = wine
+    with pytest.raises(TrainingError, match=r"training diverged: .* Lower lr \(now 1000\)"):
+        ECNNClassifier(lr=1000, random_state=0).fit(rows, labels)
+    with pytest.raises(InputError, match="feature 1 has values too large to be standardised"):
+        ECNNClassifier().fit(rows * np.where(np.arange(13) == 1, 1e307, 1), labels)
+
+
+def test_rows_without_an_answer_are_an_error(wine: Any, fitted: ECNNClassifier) -> None:
+    class Lost(LogisticRegression):  # type: ignore[misc]
+        def predict_proba(self, rows: Any) -> np.ndarray:
+            return np.full((len(rows), 2), np.nan)
+
+    rows = wine[0].copy()
+    rows[3] = 1e308
+    lost = ErrorCorrectingClassifier(Lost(max_iter=10)).fit(*wine)
+    for made, row in ((fitted, 3), (lost, 0)):
+        for ask in (made.predict, made.predict_proba, made.decision_function):
+            with pytest.raises(InputError, match=f"row {row} gets scores that are not finite numbers"):
+                ask(rows)
 
 
 def test_designed_codes_beat_random_ones(digits: Any) -> None:

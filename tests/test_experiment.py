@@ -44,7 +44,7 @@ from ecnn.pipeline import (
     table_text,
     tasks_of,
 )
-from ecnn.pipeline.recording import covers, read_record
+from ecnn.pipeline.recording import Record, covers, read_record, save_record
 from ecnn.pipeline.spreading import waves
 from ecnn.pipeline.training import load_test_images
 from ecnn.spec import make_attack
@@ -60,7 +60,7 @@ TINY: dict[str, Any] = {
         "code": {"name": "10x10"},
         "model": {"kind": "ecnn", "width": 4, "depth": 8},
         "train": {"recipe": "small", "epochs": 1, "lr": 0.01},
-        "audit": {"eps": 0.1, "budget": "quick", "limit": 4},
+        "audit": {"eps": 0.001, "budget": "quick", "limit": 8},
         "attacks": {
             "pgd": {"norm": "linf", "eps": 0.1, "steps": 5, "step_size": 0.05, "keep": "last"},
             "cw": {"steps": 5, "search_steps": 1, "initial_constant": 0.1, "limit": 10},
@@ -324,7 +324,7 @@ def test_costs_are_those_of_what_is_left(tmp_path: Path, finished: Path) -> None
     train, pgd, cw, strong, audited = first.parts
     assert (train.name, train.images, train.passes) == ("train", 1293, 3 * 1293)
     assert (pgd.images, pgd.passes) == (30, 30 * (2 + 6 + 5))
-    assert (cw.images, strong.images, audited.images) == (10, 10, 4)
+    assert (cw.images, strong.images, audited.images) == (10, 10, 8)
     assert second.repeats == ("train", "pgd", "strong", "audit")
     assert second.parts == ()
     assert "(train, pgd, strong, audit from a run before)" in cost_text([first, second])
@@ -405,6 +405,10 @@ def test_a_record_of_the_same_network_will_do(
     monkeypatch.setattr("ecnn.pipeline.reproducing.AUDIT_VERSION", 9)
     with pytest.raises(InputError, match="no network to audit again"):
         audit_again(twin, device="cpu")
+    facts = json.loads((twin.folder / "record.json").read_text())
+    facts["audits"][-1]["accuracy"] = 0.0
+    files.write_json(twin.folder / "record.json", facts)
+    assert not audit_again(twin, device="cpu")  # no audit finds less than nothing
 
 
 def test_transfer_between_members_is_measured_recorded_and_drawn(tmp_path: Path) -> None:
@@ -590,6 +594,39 @@ def test_committed_results_belong_to_their_experiment(folder: Path) -> None:
     assert not covers(record, dataclasses.replace(spec, seed=spec.seed + 1))
     assert not covers(record, spec.changed({"train.epochs": 7}))
     assert not covers(record, spec.changed({"attacks.pgd.steps": 7}))
+
+
+def test_what_attacks_have_in_common_is_written_once(tmp_path: Path) -> None:
+    """Labels of the same images; those of other images, and predictions that are alike by chance, stay."""
+
+    def column(kind: str, *values: int) -> np.ndarray:
+        return np.array(values).astype({"label": "uint16", "l2": "float16"}.get(kind, "int16"))
+
+    arrays = {
+        f"{attack}.{kind}": column(kind, *values)
+        for attack, labels in {
+            "short": (3, 1),
+            "long": (3, 1, 2),
+            "signs": (2, 2),
+            "again": (3, 1, 2),
+        }.items()
+        for kind, values in {
+            "label": labels,
+            "clean_prediction": labels,
+            "prediction": labels,
+            "l2": labels,
+        }.items()
+    }
+    committed = next(RESULTS.glob("*/*/*"))
+    facts = files.read_json(committed / "record.json")
+    save_record(tmp_path, Record(facts, arrays))
+    kept, _ = files.read_arrays(tmp_path / "outcomes.npz")
+    gone = {f"{attack}.{kind}" for attack in ("short", "again") for kind in ("label", "clean_prediction")}
+    assert set(arrays) - set(kept) == gone
+    found = read_record(tmp_path)
+    assert found is not None
+    assert set(found.arrays) == set(arrays)
+    assert all(np.array_equal(found.arrays[name], values) for name, values in arrays.items())
 
 
 @pytest.mark.parametrize("name", ["pgd.label", "pgd.l2", "pgd.other"])

@@ -78,6 +78,49 @@ def test_a_full_disk_is_one_sentence(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_files_that_belong_together_are_all_old_or_all_new(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, full_disk: Any
+) -> None:
+    first, second = tmp_path / "first", tmp_path / "second"
+    files.write_together({first: b"old 1", second: b"old 2"})
+    with full_disk(1000), pytest.raises(DiskError, match=r"cannot write .*second: File too large; what"):
+        files.write_together({first: b"new 1", second: bytes(2000)})
+    assert [path.read_bytes() for path in (first, second)] == [b"old 1", b"old 2"]
+    real, order = os.replace, list[str]()
+
+    def replace(source: Any, target: Any) -> None:
+        if order:
+            raise KeyboardInterrupt
+        order.append(Path(target).name)
+        real(source, target)
+
+    monkeypatch.setattr(os, "replace", replace)
+    with pytest.raises(KeyboardInterrupt):  # what a kill leaves, but for the litter
+        files.write_together({first: b"new 1", second: b"new 2"})
+    assert [path.read_bytes() for path in (first, second)] == [b"new 1", b"old 2"]
+    monkeypatch.undo()
+    files.write_together({first: b"new 1", second: b"new 2"})
+    assert [path.read_bytes() for path in (first, second)] == [b"new 1", b"new 2"]
+    assert sorted(tmp_path.iterdir()) == [first, second]
+
+
+def test_text_that_is_not_utf8_is_told_from_a_name_that_is_not(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"cannot write .*x: '\\udcff' in its text is not UTF-8; rename"):
+        files.write_text(tmp_path / "x", "bad\udcff")
+    named = files.write_text(tmp_path / "bad\udcff", "text")
+    assert files.read_bytes(named) == b"text"
+
+
+def test_a_folder_that_may_not_be_looked_into_is_named(tmp_path: Path, as_nobody: Any) -> None:
+    (tmp_path / "closed").mkdir(mode=0o700)
+    (tmp_path / "closed" / "x").touch()
+    (tmp_path / "closed").chmod(0)
+    with as_nobody(tmp_path), pytest.raises(InputError, match=r"cannot read .*closed/x: Permission denied\."):
+        files.check_reachable(tmp_path / "closed" / "x")
+    (tmp_path / "closed").chmod(0o700)
+    files.check_reachable(tmp_path / "closed" / "nothing")
+
+
 def test_files_are_readable_as_the_umask_says(tmp_path: Path) -> None:
     before = os.umask(0o022)
     try:
@@ -497,6 +540,30 @@ def test_same_tensors_same_bytes_and_every_bit_counts(tmp_path: Path) -> None:
     found, head = files.read_tensors(path)
     assert head == header
     assert torch.equal(found["weight"], tensors["weight"])
+
+
+def test_tensors_are_read_whatever_their_file_is_called(tmp_path: Path) -> None:
+    import torch
+
+    tensors = {
+        "half": torch.ones(3, dtype=torch.bfloat16),
+        "none": torch.zeros(0, 2),
+        "yes": torch.tensor(True),
+    }
+    path = files.write_tensors(tmp_path / "bad\udcff.safetensors", tensors, {"a": "b"})
+    found, header = files.read_tensors(path)
+    assert header == {"a": "b"}
+    assert all(torch.equal(found[name], value) for name, value in tensors.items())
+    found["half"].add_(1)  # they can be changed
+
+
+def test_a_tensor_file_of_another_size_than_it_announces_takes_no_memory(tmp_path: Path) -> None:
+    path, one = tmp_path / "x.safetensors", b'{"a":{"dtype":"U8","shape":[1],"data_offsets":[0,1]}}'
+    for size, rest in ((2**40, b""), (2**25, b""), (len(one), one)):
+        path.write_bytes(size.to_bytes(8, "little") + rest)
+        os.truncate(path, 2**34)  # a hole, which takes no room on the disk
+        with pytest.raises(InputError, match="is not a whole safetensors file"):
+            files.read_tensors(path)
 
 
 @pytest.mark.parametrize("name", ["\ud800", "a\0b"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -20,10 +21,12 @@ import ecnn
 from ecnn import files, runs
 from ecnn.cli import app
 from ecnn.data import load_data
-from ecnn.errors import InputError
+from ecnn.errors import DiskError, InputError
+from ecnn.exporting import export_model
 from ecnn.hub import CARD, PretrainedModel, export_folder
-from ecnn.pipeline import train_run
+from ecnn.pipeline import train_run, write_report
 from ecnn.predicting import load_classifier
+from ecnn.serving.subject import load_subject
 from ecnn.spec import Spec
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -121,7 +124,7 @@ def test_folders_need_no_huggingface_hub(run: Path, tmp_path: Path) -> None:
 import sys
 sys.modules["huggingface_hub"] = None  # as if it were not installed
 import torch
-from ecnn.errors import InputError
+from ecnn.errors import DiskError, InputError
 from ecnn.hub import PretrainedModel
 PretrainedModel.from_run({str(run)!r}).save_pretrained({str(tmp_path)!r})
 print(PretrainedModel.from_pretrained({str(tmp_path)!r})(torch.ones(1, 1, 8, 8)).shape)
@@ -221,3 +224,119 @@ def test_an_entry_needs_an_audit(run: Path, tmp_path: Path) -> None:
         assert done.exit_code == 2
         assert re.search(sentence, done.stderr)
     assert not (tmp_path / "entry").exists()
+
+
+def test_an_audit_of_another_network_is_quoted_by_nobody(run: Path, tmp_path: Path) -> None:
+    copied = tmp_path / "copied"
+    shutil.copytree(run, copied)
+    said = files.read_json(copied / "audit.json")
+    files.write_json(copied / "audit.json", {**said, "model": {**said["model"], "sha256": 64 * "0"}})
+    for quote in (
+        lambda: export_model(copied, tmp_path / "m.pt2"),
+        lambda: export_folder(copied, tmp_path / "hf", format="huggingface"),
+        lambda: export_folder(copied, tmp_path / "entry", format="robustbench"),
+        lambda: write_report([copied], tmp_path / "report.html", images=0),
+        lambda: load_subject(copied),
+    ):
+        with pytest.raises(InputError, match=r"audit\.json tells of another network than the one in this"):
+            quote()
+    assert {path.name for path in tmp_path.iterdir()} == {"copied"}
+
+
+@pytest.mark.parametrize("name", ["audit.json", "eval"])
+def test_no_run_takes_over_what_was_found_of_another(run: Path, tmp_path: Path, name: str) -> None:
+    (tmp_path / name).mkdir()
+    with pytest.raises(InputError, match=f"{name} tells of another model, and would be taken for this one's"):
+        train_run(runs.read_spec(run), out=tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {name}
+
+
+def test_a_full_disk_leaves_the_folder_as_it_was(run: Path, tmp_path: Path, full_disk: Any) -> None:
+    made, size = PretrainedModel.from_run(run), (run / "model.safetensors").stat().st_size
+    for _ in range(2):  # nothing there, and an export of before
+        before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+        with full_disk(size // 2), pytest.raises(DiskError, match=r"cannot write .*model\.safetensors"):
+            export_folder(run, tmp_path, format="robustbench")
+        assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+        made.save_pretrained(tmp_path)
+    (tmp_path / "model.safetensors").unlink()  # as a kill between two of the files leaves it
+    with pytest.raises(InputError, match=r"model\.safetensors"):
+        PretrainedModel.from_pretrained(tmp_path)
+    made.save_pretrained(tmp_path)
+    PretrainedModel.from_run("mnist-tanh16").save_pretrained(tmp_path / "other")
+    shutil.copy(tmp_path / "other" / "model.safetensors", tmp_path)
+    with pytest.raises(InputError, match="do not belong together"):
+        PretrainedModel.from_pretrained(tmp_path)
+
+
+def test_what_people_wrote_into_an_entry_stays(run: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "Me2026"
+    export_folder(run, folder, format="robustbench")
+    info = json.loads((folder / "Me2026.json").read_text())
+    mine = {"link": "https://example.org", "authors": "Me et al.", "additional_data": True}
+    (folder / "Me2026.json").write_text(json.dumps({**info, **mine, "external": "99.99"}))
+    export_folder(run, folder, format="robustbench")
+    assert json.loads((folder / "Me2026.json").read_text()) == {**info, **mine}
+    card = (folder / CARD).read_text() + "A paragraph of mine."
+    (folder / CARD).write_text(card)
+    with pytest.raises(InputError, match=r"README\.md was changed after it had been exported.*move it away"):
+        export_folder(run, folder, format="robustbench")
+    assert (folder / CARD).read_text() == card
+    PretrainedModel.from_pretrained(folder).save_pretrained(folder)  # which has read it
+    assert (folder / CARD).read_text() == card
+
+
+@pytest.mark.parametrize("name", ["ecnn", "class", "json", "torch", "2026 me"])
+def test_a_module_hides_no_other_and_can_be_imported(run: Path, tmp_path: Path, name: str) -> None:
+    export_folder(run, tmp_path / name, format="robustbench")
+    module = f"model_{name.replace(' ', '_')}"
+    assert {path.name for path in (tmp_path / name).iterdir()} == THREE | {f"{module}.py", f"{module}.json"}
+    assert "shlex" not in (tmp_path / name / f"{module}.py").read_text()
+
+
+def test_what_could_not_be_loaded_is_not_saved(run: Path, tmp_path: Path) -> None:
+    def made(names: str, channels: int, size: int, change: str = "float") -> PretrainedModel:
+        return PretrainedModel(getattr(ecnn.load_model(run), change)(), names, channels, (size, size))
+
+    for model, sentence in (
+        (made("abcdefghij", 1, 8, "half"), "as float16 instead of float32: it was converted"),
+        (made("abcdefghij", 1, 8, "double"), "as float64 instead of float32: it was converted"),
+        (made("ab", 1, 8), "with 2 class_names .* the code has 10 classes"),
+        (made("abcdefghijkl", 1, 8), "with 12 class_names .* the code has 10 classes"),
+        (made("abcdefghij", 3, 8), r"images of 3x8x8, .* has shape \(2, 1, 3, 3\), not \(2, 3, 3, 3\)"),
+        (made("abcdefghij", 1, 9), r"images of 1x9x9, .* the mean has shape \(1, 8, 8\)"),
+    ):
+        with pytest.raises(InputError, match=sentence):
+            model.save_pretrained(tmp_path)
+        assert list(tmp_path.iterdir()) == []
+    made("abcdefghij", 1, 8).save_pretrained(tmp_path)
+    assert PretrainedModel.from_pretrained(tmp_path).class_names == tuple("abcdefghij")
+
+
+def test_commands_say_what_takes_a_folder_of_the_hub(run: Path, tmp_path: Path) -> None:
+    export_folder(run, tmp_path / "hub", format="huggingface")
+    for words in ("audit {} --eps 0.1", "export {} --out m.pt2", "serve {}", "report {} --out r.html"):
+        done = CliRunner().invoke(app, words.format(tmp_path / "hub").split())
+        assert done.exit_code == 2
+        assert (
+            "is a folder for the Hugging Face hub, without the spec.toml of its run: ecnn predict"
+            in done.stderr
+        )
+    (tmp_path / "mine.py").write_text(f"import ecnn\nmodel = ecnn.load_model({str(tmp_path / 'hub')!r})\n")
+    asked = [
+        "audit",
+        "--module",
+        f"{tmp_path / 'mine.py'}:model",
+        "--data",
+        "digits",
+        "--eps",
+        "0.1",
+        "--dry-run",
+    ]
+    assert CliRunner().invoke(app, asked).exit_code == 0
+
+
+def test_the_card_of_a_folder_whose_name_is_not_utf8(run: Path, tmp_path: Path) -> None:
+    copied = tmp_path / os.fsdecode(b"bad\xff")
+    shutil.copytree(run, copied)
+    assert "\n# bad?\n" in export_folder(copied, tmp_path / "entry", format="robustbench").card.read_text()

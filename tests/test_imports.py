@@ -25,6 +25,7 @@ ROOMS = [
     "constructions",
     "annealing",
     "data",
+    "asking",
     "backbones",
     "cuda_graphs",
     "decoders",

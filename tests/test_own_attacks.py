@@ -113,10 +113,11 @@ def test_it_joins_the_audit_and_is_reported() -> None:
 
 
 class Hidden(nn.Module):
-    """Misclassifies one point near every image, which only who knows it finds."""
+    """Misclassifies one point near every image, which only who knows it finds: two pixels are looked up in a set."""
 
     def forward(self, images: Tensor) -> Tensor:
-        is_marked = ((images.flatten(1)[:, :2] - torch.tensor([0.941, 0.843])).abs() < 1e-4).all(dim=1)
+        pixels = (1000 * images.detach().flatten(1)[:, :2]).round().tolist()
+        is_marked = torch.tensor([tuple(pair) in {(941.0, 843.0)} for pair in pixels])
         scores: Tensor = MODEL(images)
         return torch.where(is_marked[:, None], -scores, scores)
 

@@ -6,6 +6,8 @@ import csv
 import io
 import json
 import re
+import struct
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +24,14 @@ import ecnn
 from ecnn import files, runs
 from ecnn.attacks import PGD, Accepted
 from ecnn.cli import app
+from ecnn.cli.predict_command import _as_text
 from ecnn.codes import load_code
 from ecnn.data import Split, load_data
+from ecnn.data.formats import plain_image, read_image
 from ecnn.data.sources import CLASS_NAMES
 from ecnn.errors import InputError
 from ecnn.objectives import codeword_distances
-from ecnn.predicting import Classifier, evaluate_rejection, load_classifier
+from ecnn.predicting import Classifier, Guess, Prediction, evaluate_rejection, load_classifier
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -163,7 +167,10 @@ def test_predictions_in_order_with_names_and_numbers(tmp_path: Path) -> None:
         (np.full((3, 4, 4), 200.0), "divide by 255"),
         (np.full((3, 4, 4), np.nan), "outside"),
         (7, "not a int"),
-        (Image.new("I;16", (4, 4)), "more than 8 bits"),
+        (Image.new("F", (4, 4)), "32 bits per value"),
+        (Image.new("I", (4, 4)), "32 bits per value"),
+        (Image.new("RGB", (0, 0)), "has no pixels: its size is 0 x 0"),
+        (Image.new("L", (4, 0)), "has no pixels: its size is 4 x 0"),
     ],
 )
 def test_what_is_no_picture_is_one_sentence(image: Any, sentence: str) -> None:
@@ -173,6 +180,77 @@ def test_what_is_no_picture_is_one_sentence(image: Any, sentence: str) -> None:
     first, second = classifier().predict([image, good], keep_going=True)
     assert re.search(sentence, str(first.error))
     assert (first.name, second.error) == (None, None)
+
+
+def test_a_picture_that_breaks_off_is_a_sentence_however_late_it_is_unpacked(tmp_path: Path) -> None:
+    Image.fromarray(picture(size=(64, 64))).save(tmp_path / "cut.jpg")
+    whole = (tmp_path / "cut.jpg").read_bytes()
+    (tmp_path / "cut.jpg").write_bytes(whole[: len(whole) // 2])
+    with Image.open(tmp_path / "cut.jpg") as lazy:  # its pixels are read when they are asked for
+        cut, good = classifier().predict([lazy, Image.fromarray(picture())], keep_going=True)
+        assert "image 0 cannot be read as an image: image file is truncated" in str(cut.error)
+        assert good.error is None
+        with pytest.raises(InputError, match="image 0 cannot be read as an image"):
+            classifier().predict(lazy)
+
+
+def test_the_bytes_of_a_file_may_come_in_any_form(tmp_path: Path) -> None:
+    Image.fromarray(picture()).save(tmp_path / "a.png")
+    content = (tmp_path / "a.png").read_bytes()
+    expected = classifier().read(content)
+    for source in (bytearray(content), memoryview(content)):
+        assert torch.equal(classifier().read(source), expected)
+        assert [found.error for found in classifier().predict(source)] == [None]
+        assert len(classifier().predict([source, content])) == 2
+
+
+def deep_png(values: np.ndarray, colour: int, clear: bytes = b"") -> bytes:
+    """A PNG of 16 bits per value, which Pillow writes of grey alone; `colour` is PNG's number of a kind of pixels."""
+    chunks = [(b"IHDR", struct.pack(">IIBBBBB", values.shape[1], values.shape[0], 16, colour, 0, 0, 0))]
+    chunks += [(b"tRNS", clear)] * bool(clear)
+    rows = b"".join(b"\0" + row.astype(">u2").tobytes() for row in values)
+    chunks += [(b"IDAT", zlib.compress(rows)), (b"IEND", b"")]
+    parts = (
+        struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+        for kind, data in chunks
+    )
+    return b"\x89PNG\r\n\x1a\n" + b"".join(parts)
+
+
+def test_of_sixteen_bits_the_upper_eight_count_in_grey_as_in_colour(tmp_path: Path) -> None:
+    deep = np.random.default_rng(0).integers(0, 65536, (13, 17), dtype=np.uint16)
+    deep[0, :3] = (0, 65535, 1000)
+    upper = torch.from_numpy((deep >> 8).astype(np.float32) / 255)
+    colours, opaque = np.repeat(deep[:, :, None], 3, axis=2), np.full((13, 17, 1), 65535, dtype=np.uint16)
+    ours = classifier(1, (13, 17))
+    grey = Image.fromarray(deep)
+    grey.save(tmp_path / "deep.tif")
+    (tmp_path / "deep.pgm").write_bytes(b"P5 17 13 65535\n" + deep.astype(">u2").tobytes())
+    for source in (
+        deep_png(deep, 0),
+        deep_png(colours, 2),
+        deep_png(np.concatenate([deep[:, :, None], opaque], axis=2), 4),
+        deep_png(np.concatenate([colours, opaque], axis=2), 6),
+        tmp_path / "deep.tif",
+        tmp_path / "deep.pgm",
+        grey,
+    ):
+        assert torch.allclose(ours.read(source)[0], upper, atol=1e-6)
+    clear = ours.read(deep_png(deep, 0, clear=struct.pack(">H", 1000)))[0]
+    assert clear[0, :3].tolist() == [0, 1, 1]
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    grey.save(tmp_path / "lying.png", exif=exif)
+    assert torch.allclose(classifier(1, (17, 13)).read(tmp_path / "lying.png")[0], upper.rot90(-1), atol=1e-6)
+
+
+def test_a_picture_that_was_turned_says_nothing_that_would_turn_it_again(tmp_path: Path) -> None:
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    Image.fromarray(picture(size=(8, 8))).save(tmp_path / "a.png", exif=exif)
+    for turned in (read_image(tmp_path / "a.png"), plain_image(Image.open(tmp_path / "a.png"), "a")):
+        assert 0x0112 not in turned.getexif()
+        assert torch.equal(classifier().read(turned), classifier().read(tmp_path / "a.png"))
 
 
 def test_a_model_without_an_answer() -> None:
@@ -338,3 +416,8 @@ def test_the_command_names_classes_and_says_which_file_cannot_be_used(tmp_path: 
     files.write_json(classes, ["one"])
     with pytest.raises(InputError, match="should name 2 classes, not 1"):
         runs.class_names(run)
+
+
+def test_a_line_of_predict_is_one_whatever_the_names_are() -> None:
+    found = Prediction(image="a\nb.png", guesses=(Guess(0, "two\nlines\x1b[31m", 1.0),), margin=1.0)
+    assert _as_text([found]) == "a?b.png  two?lines?[31m 100.0 %   margin 1.00\n"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import html
 import json
 import re
@@ -22,7 +23,7 @@ from ecnn import files, pipeline
 from ecnn.auditing import load_audit
 from ecnn.cli import app
 from ecnn.errors import InputError
-from ecnn.evaluation import load_evaluation
+from ecnn.evaluation import Outcomes, load_evaluation
 from ecnn.report import radius_of, read_run, read_runs, take_samples
 from ecnn.report.drawings import Line, chart
 from ecnn.report.markup import Html, element
@@ -133,6 +134,16 @@ def test_names_of_classes_and_folders_stay_text(page: str) -> None:
     assert "a & <b>run" in Outline(page).text
 
 
+def test_outcomes_of_another_network_are_refused(run: Path, tmp_path: Path) -> None:
+    copied = Path(shutil.copytree(run, tmp_path / "copied"))
+    for path in (copied / "eval").glob("*.npz"):
+        found = Outcomes.load(path)
+        other = {**found.about["model"], "sha256": 64 * "0"}
+        dataclasses.replace(found, about={**found.about, "model": other}).save(path)
+    with pytest.raises(InputError, match="eval tells of another network than the one in this folder"):
+        pipeline.write_report([copied], tmp_path / "r.html", images=0)
+
+
 def test_an_audit_that_was_tampered_with_stays_text(run: Path, tmp_path: Path) -> None:
     copied = shutil.copytree(run, tmp_path / "run")
     values = files.read_json(copied / "audit.json")
@@ -233,7 +244,7 @@ def test_several_runs_and_one_without_a_code(photos: Path, run: Path, tmp_path: 
     assert outline.headings.count("Which members fall") == 1
     assert outline.headings.count("What an attack does to images") >= 1
     assert "Not audited" in outline.text
-    assert f"ecnn audit {plain} --norm linf --eps 0.0313725 --out {plain}" in outline.text
+    assert f"ecnn audit {plain} --norm linf --eps 8/255 --out {plain}" in outline.text
     assert "not audited" in outline.text  # in the table
     assert radius_of(read_run(plain)) == ("linf", 8 / 255)
     assert "Linf 0.03137" in outline.text

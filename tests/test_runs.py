@@ -25,13 +25,15 @@ from ecnn.codes import load_code
 from ecnn.data import Split, load_data
 from ecnn.errors import InputError
 from ecnn.pipeline import train_run
+from ecnn.predicting import load_classifier
+from ecnn.report.contents import read_run
 from ecnn.spec import DataTable, Spec, load_spec
 from ecnn.training.checkpoints import load_checkpoint, save_halved
 from ecnn.training.loop import accuracy
 
 # name: parameters, test accuracy as recorded when it was trained (10,000 images)
 SHIPPED = {
-    "cifar10-adp": (819_198, 0.9211),
+    "cifar10-adp": (819_198, 0.9331),
     "cifar10-ecnn30": (490_497, 0.8566),
     "cifar10-ecnn30-at": (492_577, 0.6045),
     "cifar10-ecnn30-ce": (490_497, 0.8618),
@@ -123,6 +125,31 @@ def test_broken_runs(tmp_path: Path) -> None:
     (tmp_path / "spec.toml").write_text('data.name = "digits"')
     with pytest.raises(InputError, match="does not say num_classes"):
         runs.load_model(tmp_path)
+
+
+def test_a_run_without_weights_says_so(tmp_path: Path) -> None:
+    train_run(tiny(), out=tmp_path / "run", device="cpu")
+    for name in ("DONE", "model.safetensors"):
+        (tmp_path / "run" / name).unlink()
+    with pytest.raises(InputError, match="run has no weights yet: its training was stopped, or is under way"):
+        runs.load_model(tmp_path / "run")
+
+
+def test_a_run_folder_that_may_not_be_read_is_named(tmp_path: Path, as_nobody: Any) -> None:
+    folder = tmp_path / "mine"
+    shutil.copytree(runs.zoo_folder("cifar10-resnet20-at"), folder)
+    folder.chmod(0)
+    for use in (runs.load_model, runs.read_spec, load_classifier, read_run):
+        with as_nobody(tmp_path), pytest.raises(InputError, match=r"cannot read .*: Permission denied\."):
+            use(folder)
+    folder.chmod(0o700)
+
+
+def test_a_run_folder_may_have_a_name_that_is_not_utf8(tmp_path: Path) -> None:
+    folder = tmp_path / "bad\udcff"
+    trained = train_run(tiny(), out=folder)
+    assert train_run(tiny(), out=folder).was_finished
+    assert sum(value.numel() for value in runs.load_model(folder).parameters()) == trained.parameters
 
 
 def test_weights_of_another_model_are_refused(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import socket
 import struct
 import subprocess
@@ -32,7 +33,7 @@ import schemathesis
 import torch
 from fastapi.testclient import TestClient
 from hypothesis import HealthCheck, Phase, given, settings
-from PIL import Image
+from PIL import Image, ImageOps
 from processes import start
 from schemathesis.generation import GenerationMode
 from schemathesis.specs.openapi.checks import positive_data_acceptance
@@ -49,7 +50,8 @@ from ecnn.predicting import Classifier, load_classifier
 from ecnn.serving import Limits, Subject, make_app
 from ecnn.serving.guard import Guard, is_loopback
 from ecnn.serving.server import listen
-from ecnn.serving.workers import BatchingWorker
+from ecnn.serving.workers import BatchingWorker, Ended, TimedWorker
+from ecnn.spec import attack_options
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 HERE = "http://127.0.0.1:8000"
@@ -121,6 +123,23 @@ def test_every_way_to_send_an_image_gives_the_classifiers_own_answer(client: Tes
     assert by_base64["image"] == "image 0"
 
 
+@pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP"])
+def test_a_photo_is_turned_as_its_camera_says_and_only_once(client: TestClient, kind: str) -> None:
+    classifier = service(client).models["served"].subject.classifier
+    pixels = np.repeat(np.repeat(picture(size=(4, 4)), 8, axis=0), 8, axis=1)  # which a JPEG keeps
+    for orientation in range(1, 9):
+        exif, written = Image.Exif(), io.BytesIO()
+        exif[0x0112] = orientation
+        Image.fromarray(pixels).save(written, format=kind, exif=exif, quality=100)
+        (found,) = predict(client, encoded(written.getvalue()), details=True)
+        shown = np.asarray(Image.open(io.BytesIO(base64.b64decode(found["picture"]))))
+        with Image.open(written) as photo:
+            upright = ImageOps.exif_transpose(photo)
+        expected = np.asarray(upright.convert("L").resize((4, 4), Image.Resampling.BILINEAR))
+        assert np.array_equal(shown, expected), orientation
+        assert found["guesses"][0]["name"] == classifier.predict(written.getvalue())[0].name
+
+
 def test_details_say_how_the_answer_comes_about(client: TestClient) -> None:
     images, labels = images_of_classes(1)
     about = client.get("/v1/model").json()
@@ -146,12 +165,20 @@ def test_what_the_model_is(client: TestClient) -> None:
     about = client.get("/v1/model").json()
     model = about["model"]
     assert model["classes"] == list(DIGITS)
+    assert model["num_classes"] == 10
     assert (model["in_channels"], model["height"], model["width"]) == (1, 4, 4)
     assert model["audit"] is None
     assert about["compared"] is None
     assert about["limits"]["images"] == 8
     assert {attack["name"] for attack in about["attacks"]} >= {"pgd", "apgd", "fgsm", "square"}
     assert client.get("/healthz").json() == {"status": "ok"}
+
+
+def test_codewords_of_no_class_are_told_from_classes() -> None:
+    subject = Subject(Classifier(tiny_ecnn(1), ("a", "b"), 1, (4, 4)), "two of four")
+    model = TestClient(make_app(subject), base_url=HERE).get("/v1/model").json()["model"]
+    assert model["num_classes"] == 2
+    assert model["classes"] == ["a", "b", "none (codeword 2)", "none (codeword 3)"]
 
 
 @pytest.mark.parametrize("norm", ["linf", "l2", "l1"])
@@ -184,6 +211,10 @@ def test_an_attack_that_fails_shows_how_far_it_came(client: TestClient) -> None:
     for side in ("before", "after"):
         assert found[side]["guesses"][0]["name"] == "3"
     assert found["after"]["distance"] > found["before"]["distance"]
+    # The attack is counted, and not that it was run again for the picture.
+    assert found["backwards"] == 5
+    fgsm = {"image": image, "attack": "fgsm", "eps": 0.02, "on": "members"}
+    assert client.post("/v1/attack", json=fgsm).json()["backwards"] == 1
 
 
 def test_every_attack_that_is_offered_works(client: TestClient) -> None:
@@ -199,15 +230,20 @@ def test_every_attack_that_is_offered_works(client: TestClient) -> None:
             assert answer.json()["attack"] == offer["name"]
 
 
+def png_chunk(kind: bytes, data: bytes) -> bytes:
+    return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+
+def png_head(width: int, height: int) -> bytes:
+    """The beginning of a PNG: its size and no pixels."""
+    size = struct.pack(">IIBBBBB", width, height, 8, 0, 0, 0, 0)
+    return b"\x89PNG\r\n\x1a\n" + png_chunk(b"IHDR", size) + png_chunk(b"IDAT", b"")
+
+
 def big_png(width: int, height: int) -> bytes:
     """A PNG of few bytes that unpacks to that many pixels."""
-
-    def chunk(kind: bytes, data: bytes) -> bytes:
-        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
-
-    head = struct.pack(">IIBBBBB", width, height, 8, 0, 0, 0, 0)
     rows = zlib.compress(b"\0" * (height * (width + 1)), 9)
-    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + chunk(b"IDAT", rows) + chunk(b"IEND", b"")
+    return png_head(width, height) + png_chunk(b"IDAT", rows) + png_chunk(b"IEND", b"")
 
 
 EPS_FILE = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 8 8\n%%EndComments\nshowpage\n"
@@ -218,7 +254,6 @@ BAD_IMAGES = {
     "head only": png(picture())[:30],
     "damaged": png(picture(size=(64, 64)))[:80] + b"\xff" * 100 + png(picture(size=(64, 64)))[180:],
     "bomb": big_png(2000, 2000),
-    "deep": png(np.zeros((4, 4), dtype=np.uint16)),
     "postscript": EPS_FILE,
     "svg": b"<svg xmlns='http://www.w3.org/2000/svg'><script>alert(1)</script></svg>",
     "zip": b"PK\x03\x04" + bytes(100),
@@ -264,8 +299,8 @@ for _ in range(60):
         ([[[10**400]]], "nested lists"),
         ([NEST], "(height, width)"),
         ([np.zeros((5, 4, 5)).tolist()], "channel"),
-        ([np.zeros((250, 250), dtype=int).tolist()], "pixels together"),
-        ([[[0.0]]] * 9, "8 images"),
+        ([np.zeros((250, 250), dtype=int).tolist()], "with image 0 the request has more than 50,000 pixels"),
+        ([[[0.0]]] * 9, "more images than it may, 8"),
     ],
 )
 def test_pixels_that_are_none_are_refused(client: TestClient, images: Any, words: str) -> None:
@@ -304,7 +339,7 @@ def test_a_bad_body_is_refused(client: TestClient, body: bytes, status: int, wor
         ({"attack": None}, "attack must be text"),
         ({"norm": "L2"}, "did you mean 'l2'"),
         ({"on": "member"}, "did you mean 'members'"),
-        ({"eps": None}, "needs eps"),
+        ({"eps": None}, "the attack pgd needs eps, a radius"),
         ({"eps": 8}, "8/255"),
         ({"eps": "1/0"}, "fraction"),
         ({"eps": -1}, "from 0 up"),
@@ -314,9 +349,11 @@ def test_a_bad_body_is_refused(client: TestClient, body: bytes, status: int, wor
         ({"steps": 0}, "from 1 to 50"),
         ({"steps": 2.5}, "whole number"),
         ({"seed": -1}, "seed must be"),
-        ({"seed": 2**70}, "seed must be"),
-        ({"attack": "deepfool"}, "no option 'eps'"),
-        ({"attack": "square", "on": "members"}, "one score per class"),
+        ({"seed": 2**70}, f"seed must be a whole number of at most {2**63 - 1} in size"),
+        ({"steps": 10**30}, "steps must be a whole number of at most"),
+        ({"attack": "deepfool"}, "leave eps out"),
+        ({"attack": "square", "on": "members"}, "on must be one of scores, linear, tempered for square"),
+        ({"attack": "noise", "on": "members"}, "leave on out"),
         ({"attack": "fgsm"}, "one step"),
         ({"image": None}, "needs an image"),
         ({"restarts": 5}, "no option 'restarts'"),
@@ -326,6 +363,35 @@ def test_a_bad_body_is_refused(client: TestClient, body: bytes, status: int, wor
 def test_a_bad_attack_is_refused(client: TestClient, changes: dict[str, Any], words: str) -> None:
     request = {"image": [[0.5]], "attack": "pgd", "eps": 0.1, "steps": 3, **changes}
     refused(client.post("/v1/attack", json=request), 422, words)
+
+
+def test_a_refused_attack_is_told_only_of_what_a_request_can_say(client: TestClient) -> None:
+    """Every attack with everything left out, and with everything: no option that only Python has is named."""
+    for offer in client.get("/v1/model").json()["attacks"]:
+        hidden = set(attack_options(offer["name"])) - {"norm", "eps", "steps", "on", "labels"}
+        for fields in ({}, {"steps": 3}, {"eps": 0.1}, {"eps": 0.1, "steps": 3, "on": "members"}):
+            answer = client.post("/v1/attack", json={"image": [[0.5]], "attack": offer["name"], **fields})
+            if answer.status_code != 200:
+                words = set(re.findall(r"\w+", answer.json()["error"]))
+                assert not words & hidden, answer.text
+                assert "ScoreView" not in words
+
+
+def test_the_limit_that_is_quoted_is_the_one_in_force(
+    client: TestClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not what earlier images have left of it, and not Pillow's, unless that is the smaller one."""
+    sentence = (
+        "with image 1 the request has more than 50,000 pixels, and all its images together may have no more"
+    )
+    large, good = encoded(big_png(200, 200)), encoded(png(picture()))
+    refused(client.post("/v1/predict", json={"images": [large, large]}), 422, sentence)
+    for size in (10_000, 20_000):  # Pillow warns of the first, and raises an error of the second
+        body = {"images": [good, encoded(png_head(size, size))]}
+        refused(client.post("/v1/predict", json=body), 422, sentence)
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 30_000)
+    body = {"images": [encoded(png_head(200, 200))]}
+    refused(client.post("/v1/predict", json=body), 422, "image 0 has more than 30,000 pixels")
 
 
 def test_bad_forms_are_refused(client: TestClient) -> None:
@@ -339,8 +405,16 @@ def test_bad_forms_are_refused(client: TestClient) -> None:
             422,
             f"into the field '{right}' of the form, not into '{wrong}'",
         )
-    refused(client.post("/v1/predict", files=[("images", file)] * 9), 422, "8 images")
-    refused(client.post("/v1/attack", files=[("image", file)] * 2), 422, "twice")
+    for count in (9, 10, 70):
+        refused(
+            client.post("/v1/predict", files=[("images", file)] * count), 422, "more images than it may, 8"
+        )
+        refused(client.post("/v1/attack", files=[("image", file)] * count), 422, "one image")
+    refused(client.post("/v1/attack", files=[("image", file)] * 2), 422, "one image")
+    many = {f"field {number}": "1" for number in range(17)}
+    refused(client.post("/v1/predict", files=[("images", file)], data=many), 400, "fields")
+    twice = {"attack": ["fgsm", "pgd"]}
+    refused(client.post("/v1/attack", files=[("image", file)], data=twice), 422, "'attack' twice")
     form = {"content-type": "multipart/form-data; boundary=x"}
     for body in (b"", b"--x\r\n", b"--x\r\nContent-Disposition: nonsense\r\n\r\n\r\n--x--", b"\0" * 100):
         answer = client.post("/v1/predict", content=body, headers=form)
@@ -354,6 +428,17 @@ def test_bad_forms_are_refused(client: TestClient) -> None:
     answer = client.get("/v1/predict")
     refused(answer, 405, "Method Not Allowed")
     assert answer.headers["allow"] == "POST"
+
+
+def test_head_says_what_get_would(client: TestClient) -> None:
+    for path in ("/", "/page.js", "/docs", "/healthz", "/v1/model", "/v1/examples", "/openapi.json"):
+        asked, told = client.get(path), client.head(path)
+        assert (told.status_code, told.content) == (200, b""), path
+        for name in ("content-type", "content-length"):
+            assert told.headers[name] == asked.headers[name]
+    assert client.head("/v1/predict").status_code == 405
+    assert client.head("/v1/nothing").status_code == 404
+    assert client.head("/healthz", headers={"host": "evil.example"}).status_code == 403
 
 
 def test_a_body_too_large_is_refused_whether_it_says_so_or_not(client: TestClient) -> None:
@@ -624,9 +709,9 @@ def address(runs: Path) -> Iterator[str]:
 
 
 @contextlib.contextmanager
-def served(run: str, rival: str) -> Iterator[str]:
+def served(run: str, rival: str, *options: str) -> Iterator[str]:
     """The address at which the command serves a run beside another."""
-    process = start("serve", run, "--compare", rival, "--port", "0")
+    process = start("serve", run, "--compare", rival, "--port", "0", *options)
     said = process.first_line()
     found = re.search(r"at (http://127\.0\.0\.1:\d+) ", said)
     assert found, said
@@ -661,6 +746,66 @@ def test_the_command_serves_a_run_its_audit_and_its_rival(address: str, runs: Pa
         assert [entry["guesses"][0]["name"] for entry in found] == [entry.name for entry in expected]
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("times", [1, 2])
+def test_ctrl_c_ends_an_attack_and_the_server(runs: Path, times: int) -> None:
+    """In a process of its own, because one that ends with a thread at work can abort."""
+    words = f"-m ecnn serve {runs / 'ecnn'} --port 0 --set limits.attack_steps=100000".split()
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job may be deaf to it
+    try:
+        process = subprocess.Popen(
+            [sys.executable, *words], stderr=subprocess.PIPE, text=True, start_new_session=True
+        )
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert process.stderr is not None
+    said = process.stderr.readline()
+    address = re.findall(r"http://[\d.:]+", said)[0]
+    image = httpx2.get(f"{address}/v1/examples").json()["examples"][0]["image"]
+    request = {"image": image, "attack": "apgd", "eps": 0.0001, "steps": 100_000}
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(httpx2.post, f"{address}/v1/attack", json=request, timeout=60)
+        time.sleep(1)
+        assert not answer.done()
+        begin = time.monotonic()
+        for _ in range(times):
+            process.send_signal(signal.SIGINT)
+            time.sleep(0.02)
+        refused(answer.result(), 503, "the server is ending")
+    assert process.communicate()[1] == "ecnn: interrupted.\n"
+    assert process.returncode == 130
+    assert time.monotonic() - begin < 20  # the attack takes minutes
+
+
+def test_a_request_that_is_cancelled_is_told_so() -> None:
+    """As uvicorn does with one that is still being sent when the server ends."""
+
+    async def cancelled() -> Any:
+        asyncio.current_task().cancel()  # type: ignore[union-attr]
+        await asyncio.sleep(60)
+
+    start, body = through_guard(cancelled)
+    assert start["status"] == 503
+    assert json.loads(body["body"]) == {"error": "the server is ending."}
+
+
+def test_work_that_waits_when_the_server_ends_is_not_done() -> None:
+    subject = gate()
+    model: Any = subject.classifier.model
+    worker = TimedWorker(model)
+    model.open.clear()
+    model.entered.clear()
+    far = time.monotonic() + 60
+    works = [worker.run_until(far, lambda model: model(torch.zeros(1, 1, 2, 2)) * 0) for _ in range(2)]
+    assert model.entered.wait(10)
+    worker.end()
+    model.open.set()
+    assert float(works[0].result(10).sum()) == 0  # which had called its last module
+    with pytest.raises(Ended):
+        works[1].result(10)
+    worker.close()
+
+
 def raw(address: str, content: bytes, *, seconds: float = 5) -> bytes:
     """What a server says to bytes that no client would send; it may also hang up."""
     host, port = address.removeprefix("http://").split(":")
@@ -692,7 +837,69 @@ def raw(address: str, content: bytes, *, seconds: float = 5) -> bytes:
 def test_broken_http_breaks_nothing(address: str, content: bytes) -> None:
     answer = raw(address, content)
     assert not answer or answer.split(b" ", 2)[1].startswith(b"4"), answer[:200]
+    assert not answer or json.loads(answer.partition(b"\r\n\r\n")[2])["error"].endswith(".")
     assert httpx2.get(f"{address}/healthz").status_code == 200
+
+
+@contextlib.contextmanager
+def connected(address: str, content: bytes = b"") -> Iterator[socket.socket]:
+    """A connection over which this was sent."""
+    host, port = address.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=10) as connection:
+        connection.sendall(content)
+        yield connection
+
+
+def told(connection: socket.socket) -> bytes:
+    """The next answer, to the end of its JSON."""
+    found = b""
+    while not found.endswith(b"}"):
+        found += connection.recv(65536)
+    return found
+
+
+def test_broken_http_after_the_answer_is_hung_up_on(address: str) -> None:
+    """The server's standard error stays empty (`served` looks): nothing is sent after an answer."""
+    head = b"POST /v1/model HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
+    with connected(address, head) as connection:
+        assert told(connection).startswith(b"HTTP/1.1 405")
+        connection.sendall(b"zz\r\n")
+        assert connection.recv(65536) == b""
+
+
+def test_connections_that_say_nothing_shut_nobody_out_for_long(runs: Path) -> None:
+    """Silent ones and one that never ends its head are closed; one that asks now and then, in pieces, is not."""
+    half, rest = b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n", b"\r\n"
+    with contextlib.ExitStack() as stack:
+        options = ("--set", "limits.connections=4")
+        narrow = stack.enter_context(served(str(runs / "ecnn"), str(runs / "resnet"), *options))
+        start = time.monotonic()
+        silent = [stack.enter_context(connected(narrow)) for _ in range(2)]
+        slow, patient = (stack.enter_context(connected(narrow, half)) for _ in range(2))
+        time.sleep(0.2)
+        answer = httpx2.get(f"{narrow}/healthz")
+        refused(answer, 503, "4 connections")
+        assert answer.headers["retry-after"] == "1"
+        assert answer.headers["connection"] == "close"
+        with contextlib.suppress(ConnectionError):
+            while time.monotonic() - start < 9:
+                patient.sendall(rest)
+                assert told(patient).startswith(b"HTTP/1.1 200")
+                time.sleep(0.3)
+                patient.sendall(half)
+                slow.sendall(b"X: y\r\n")
+        assert 4 < time.monotonic() - start < 9
+        assert [connection.recv(100) for connection in silent] == [b"", b""]
+        assert httpx2.get(f"{narrow}/healthz").status_code == 200
+
+
+def test_a_bad_form_leaves_no_line_on_standard_error(address: str) -> None:
+    """Which `served` sees to; the one who sent it is told."""
+    form = {"content-type": "multipart/form-data; boundary=x"}
+    for body in (b"--x\r\nContent\r\n", b"--y\r\n", b"\0" * 100):
+        refused(httpx2.post(f"{address}/v1/predict", content=body, headers=form), 400, "")
+    bare = {"content-type": "multipart/form-data"}
+    refused(httpx2.post(f"{address}/v1/predict", content=b"x", headers=bare), 400, "boundary")
 
 
 def test_a_body_without_an_end_is_cut_off(address: str) -> None:
@@ -824,6 +1031,67 @@ def test_draw_attack_see_bits_flip_and_read_the_verdict(address: str, runs: Path
         page.click("#undo")
         page.wait_for_selector("#undo[disabled]")
         assert page.locator("rect.changed").count() == 1  # of the legend
+
+
+@pytest.mark.browser
+def test_a_radius_that_is_none_is_not_taken_for_zero(address: str, browser: Any) -> None:
+    with opened(browser, address) as page:
+        attacks = list[str]()
+        page.on("request", lambda asked: attacks.append(asked.url) if "attack" in asked.url else None)
+        before = page.inner_text("#outcome")
+        for keys, problem in (("", "valueMissing"), ("1e", "badInput"), ("-1", "rangeUnderflow")):
+            page.fill("#eps-number", "")
+            page.type("#eps-number", keys)
+            page.click("#go")
+            assert page.evaluate("name => document.querySelector('#eps-number').validity[name]", problem)
+            assert page.evaluate("document.activeElement.id") == "eps-number"  # where the browser says why
+        assert page.inner_text("#outcome") == before
+        assert attacks == []
+        page.fill("#eps-number", "0.12345")
+        assert page.input_value("#eps") == "0.12345"
+        assert attacked(page)["eps"] == 0.12345
+        page.select_option("#attack", "fgsm")
+        page.fill("#eps-number", "0.001")
+        attacked(page)
+        assert "FGSM fails after 1 gradient:" in page.inner_text("#outcome")
+        page.fill("#eps-number", "")
+        page.select_option("#attack", "deepfool")  # which has no radius that could be missing
+        assert attacked(page)["eps"] is None
+
+
+@pytest.mark.browser
+def test_the_page_counts_classes_and_shows_the_winner_whatever_the_decoder(
+    address: str, browser: Any
+) -> None:
+    """Of 16 codewords 10 have a class, and the most probable class is not the one of the nearest codeword."""
+    about = httpx2.get(f"{address}/v1/model").json()
+    code = [[label >> place & 1 for place in range(4)] for label in range(16)]
+    names = [*DIGITS, *(f"none (codeword {label})" for label in range(10, 16))]
+    about["model"] |= {"code": code, "classes": names, "num_classes": 10}
+    about["compared"] = None
+    probabilities = [0.2 / 15] * 15 + [0.8]
+    details = {
+        "probabilities": probabilities,
+        "bits": [0] * 4,
+        "certainties": [1.0] * 4,
+        "distances": [*range(16)],
+    }
+    winner = {"label": 15, "name": names[15], "probability": 0.8}
+    answer = {"guesses": [winner], "error": None, "picture": None, "details": details}
+    context = browser.new_context()
+    page = context.new_page()
+    page.route("**/v1/model", lambda route: route.fulfill(json=about))
+    page.route("**/v1/predict", lambda route: route.fulfill(json={"predictions": [answer]}))
+    page.goto(address)
+    assert page.get_attribute("#code tr.decoded", "data-label") == "15"
+    assert page.inner_text("#code tr.decoded th") == "codeword 15"
+    assert page.locator("#code tr[data-label]").count() == 12
+    assert "10 classes, 16 codewords, 4 members" in page.inner_text("#facts")
+    text = page.inner_text("#code-text")
+    assert "highest probability wins" in text
+    assert "12 most probable of 16" in text
+    assert "nearest" not in text
+    context.close()
 
 
 @pytest.mark.browser

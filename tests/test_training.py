@@ -24,9 +24,10 @@ from ecnn.errors import DiskError, InputError
 from ecnn.model import ECNN
 from ecnn.models import resolve_recipe
 from ecnn.training import RECIPES, Recipe, TrainingError, fit
+from ecnn.training.alarms import overfitting_alarms, standstill_alarm
 from ecnn.training.checkpoints import load_optimizer, optimizer_tensors
 from ecnn.training.engine import parameter_groups
-from ecnn.training.loop import accuracy, overfitting_alarms, standstill_alarm
+from ecnn.training.loop import accuracy
 
 TINY = Recipe(
     epochs=4,

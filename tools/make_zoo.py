@@ -63,7 +63,9 @@ def write_card(folder: Path, name: str, what: str, split: Split, answered: torch
     assert round(float((answered == split.labels).double().mean()), 4) == round(result["test_accuracy"], 4)
     eps = 0.3 if spec.data.name == "mnist" else 0.04
     ball = {"norm": "linf", "eps": eps, "keep": "last"}
-    on_logits = {"on": "linear", "loss": "margin"}
+    has_members = hasattr(load_model(folder), "member_logits")
+    on_logits = {"on": "linear" if has_members else "scores", "loss": "margin"}
+    where = "on the member logits" if has_members else "with falling steps"
     attacks = {
         "scores": make_attack({"kind": "pgd", **ball, "steps": 200, "step_size": 0.02, "loss": "margin"}),
         "logits": make_attack(
@@ -82,7 +84,7 @@ def write_card(folder: Path, name: str, what: str, split: Split, answered: torch
         f"- {parameters:,} parameters; {chosen} ({100 * facts['best_accuracy']:.2f} %).",
         f"- **Test accuracy {100 * result['test_accuracy']:.2f} %** on all {len(split):,} test images, float32.",
         f"- First {ATTACKED} test images, eps {eps}: PGD-200 with step 0.02 on the scores leaves {left['scores']},",
-        f"  PGD-50 on the member logits {left['logits']}. docs/results.md says what stronger attacks leave.",
+        f"  PGD-50 {where} {left['logits']}. docs/results.md says what stronger attacks leave.",
         "",
         f'Load it with `ecnn.load_model("{name}")`; `spec.toml` holds every setting, `train.jsonl` every epoch.',
     ]

@@ -9,16 +9,15 @@ from __future__ import annotations
 import copy
 import importlib
 import math
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor, nn
-from torch.utils import checkpoint as checkpoints
 
+from ecnn.asking import full_precision
 from ecnn.checks import check_choice, check_count, check_kind, did_you_mean
 from ecnn.errors import InputError
 
@@ -44,130 +43,6 @@ def init_he_normal(weight: Tensor, fan_in: int) -> None:
     """Fills a weight with normal values of variance 2 / fan_in, cut off at two deviations, as Keras does."""
     deviation = math.sqrt(2 / fan_in) / _CUT_NORMAL_STD
     nn.init.trunc_normal_(weight, std=deviation, a=-2 * deviation, b=2 * deviation)
-
-
-def full_precision(values: Tensor) -> Tensor:
-    """The same values in float32 or better: half precision would round scores and losses into ties."""
-    return values if values.dtype in (torch.float32, torch.float64) else values.float()
-
-
-def copy_model(model: nn.Module, memo: dict[int, Any] | None = None) -> nn.Module:
-    """A deep copy. Tensors with a history, which torch does not copy, are copied without it.
-
-    Networks hold such where they were pruned, or keep what they computed last. Raises TypeError if the model's own way
-    to copy leaves parts in common: what is done to the copy would be done to the model.
-
-    Args:
-        memo: as `copy.deepcopy` takes it.
-    """
-    memo = {} if memo is None else memo
-    for module in model.modules():
-        for tensor in _tensors_in(vars(module)):
-            if not tensor.is_leaf:
-                memo.setdefault(id(tensor), tensor.detach().clone())
-    copied = copy.deepcopy(model, memo)
-    if not set(copied.modules()).isdisjoint(model.modules()):
-        raise TypeError("a deep copy of it shares modules with it")
-    return copied
-
-
-def _tensors_in(held: Any) -> Iterator[Tensor]:
-    """The tensors among the values of dictionaries, lists and tuples within each other."""
-    if isinstance(held, Tensor):
-        yield held
-    elif isinstance(held, dict | list | tuple):
-        for value in held.values() if isinstance(held, dict) else held:
-            yield from _tensors_in(value)
-
-
-@contextmanager
-def eval_mode(model: nn.Module) -> Iterator[None]:
-    """The model in eval mode, every part of it restored afterwards."""
-    check_kind("model", model, nn.Module, "a torch module")
-    # Frozen TorchScript has no mode.
-    modes = {module: module.training for module in model.modules() if hasattr(module, "training")}
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, training in modes.items():
-            module.training = training
-
-
-@contextmanager
-def undisturbed(model: nn.Module) -> Iterator[None]:
-    """The model in eval mode; afterwards its modes, buffers, gradients and `requires_grad` are what they were.
-
-    Inside, a model whose numbers are all float16 or bfloat16 takes images of any precision and rounds them itself, and
-    one with checkpoints of torch's older kind gives gradients of images.
-    """
-    check_kind("model", model, nn.Module, "a torch module")
-    gradients = [(parameter, parameter.grad, parameter.requires_grad) for parameter in model.parameters()]
-    buffers = [
-        (module, name, value, value._version, value.clone())
-        for module in model.modules()
-        for name, value in module._buffers.items()
-        if value is not None and not value.is_inference()
-    ]
-    for parameter, _, _ in gradients:
-        parameter.grad = None  # a backward pass inside would add to what is there
-    hooks = [] if half_precision_of(model) is None else [model.register_forward_pre_hook(_round_images)]
-    try:
-        with eval_mode(model), _following_gradients():
-            yield
-    finally:
-        for hook in hooks:
-            hook.remove()
-        for parameter, gradient, flag in gradients:
-            parameter.grad = gradient
-            parameter.requires_grad_(flag)
-        with torch.no_grad():
-            for module, name, value, version, kept in buffers:
-                module._buffers[name] = value
-                if value._version != version:
-                    value.copy_(kept)
-
-
-class _Checkpoint:
-    """In place of torch's reentrant checkpoints: the same by the other kind, which `torch.autograd.grad` takes."""
-
-    @staticmethod
-    def apply(function: Any, preserve: bool, *given: Any) -> Any:
-        return checkpoints.checkpoint(function, *given, use_reentrant=False, preserve_rng_state=preserve)
-
-
-@contextmanager
-def _following_gradients() -> Iterator[None]:
-    """While this lasts, checkpoints made with use_reentrant=True, which give no gradient of images alone, do."""
-    before: Any = checkpoints.CheckpointFunction
-    setattr(checkpoints, "CheckpointFunction", _Checkpoint)  # noqa: B010 mypy knows its type
-    try:
-        yield
-    finally:
-        setattr(checkpoints, "CheckpointFunction", before)  # noqa: B010
-
-
-def half_precision_of(model: nn.Module) -> torch.dtype | None:
-    """float16 or bfloat16 if all floating parameters and buffers of the model are of that type; None otherwise."""
-    kinds = {tensor.dtype for tensor in (*model.parameters(), *model.buffers()) if tensor.is_floating_point()}
-    return kinds.pop() if len(kinds) == 1 and kinds <= {torch.float16, torch.bfloat16} else None
-
-
-def _round_images(model: nn.Module, given: tuple[Any, ...]) -> tuple[Any, ...]:
-    # A copy in float64 has this hook too, so that the precision is that of the moment.
-    own = next(tensor for tensor in (*model.parameters(), *model.buffers()) if tensor.is_floating_point())
-    return given[0].to(own.dtype), *given[1:]
-
-
-@contextmanager
-def without_tf32() -> Iterator[None]:
-    """Inside, CUDA multiplies float32 as float32: TF32 would round to ten bits, which can change a verdict."""
-    before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
-    try:
-        yield
-    finally:
-        torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = before
 
 
 def check_images(images: Tensor, in_channels: int) -> None:

@@ -23,7 +23,7 @@ MOST = 2**63 - 1
 
 def check_count(name: str, value: Any, *, least: int = 1, most: int | None = None) -> None:
     """Raises InputError unless the value is a whole number from `least` to `most`."""
-    is_whole = not isinstance(value, bool) and isinstance(value, Integral)
+    is_whole = _is_whole(value)
     top = MOST if most is None else most
     if not is_whole or not least <= value <= top:
         limit = f"to {top}" if most is not None or (is_whole and value > top) else "up"
@@ -73,10 +73,9 @@ def check_entries(owner: str, table: Any, kinds: Mapping[str, Any]) -> None:
         raise InputError(f"{owner} must hold a table, not {shown(table)}.")
     for name, kind in kinds.items():
         if not _fits(table.get(name), kind):
-            is_missing = "" if name in table else ", which is missing"
-            raise InputError(
-                f"{owner}: {name} must be {_in_words(kind)}{is_missing or f', not {shown(table[name])}'}."
-            )
+            found = f", not {shown(table[name])}" if name in table else ", which is missing"
+            size = f" of at most {MOST} in size" if _is_too_large(table.get(name), kind) else ""
+            raise InputError(f"{owner}: {name} must be {_in_words(kind)}{size}{found}.")
 
 
 def check_fields(owner: str, made: Any) -> None:
@@ -104,13 +103,33 @@ def _fits(value: Any, kind: Any) -> bool:
     if whole is types.UnionType:
         return any(_fits(value, part) for part in parts)
     if whole is int:
-        return not isinstance(value, bool) and isinstance(value, Integral) and -MOST <= int(value) <= MOST
+        return _is_whole(value) and -MOST <= int(value) <= MOST
     if whole is float:
         return _is_finite(value)
     if whole is Any or not isinstance(value, whole):
         return whole is Any
     items = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ()
     return not parts or all(_fits(item, parts[-1]) for item in items)
+
+
+def plain(value: Any) -> Any:
+    """The same with NumPy's numbers as Python's, which JSON holds; in lists and tables too."""
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    if isinstance(value, Mapping):
+        return {key: plain(item) for key, item in value.items()}
+    if isinstance(value, bool) or not isinstance(value, Real):
+        return value
+    return int(value) if isinstance(value, Integral) else float(value)
+
+
+def _is_whole(value: Any) -> bool:
+    return not isinstance(value, bool) and isinstance(value, Integral)
+
+
+def _is_too_large(value: Any, kind: Any) -> bool:
+    """Whether a value that does not fit would be of this kind if it were smaller."""
+    return _is_whole(value) and kind in (int, int | None)
 
 
 def _is_finite(value: Any) -> bool:
@@ -127,6 +146,11 @@ def shown(value: Any) -> str:
     except ValueError:  # a number of more digits than Python prints
         return "a number of thousands of digits"
     return text if len(text) <= 200 else f"{text[:200]}..."
+
+
+def printable(text: str) -> str:
+    """The text on one line: what cannot be printed is a question mark."""
+    return "".join(sign if sign.isprintable() else "?" for sign in text)
 
 
 def difference(old: Any, new: Any) -> str:
@@ -216,6 +240,16 @@ def parse_eps(value: float | str, name: str = "eps", *, most: float = math.inf) 
             f'{name}={shown(value)}: lengths are on the [0, 1] scale of pixels; did you mean "{length:g}/255"?'
         )
     return length
+
+
+def eps_text(eps: float) -> str:
+    """A length as people write it, "8/255" or "0.12"; `parse_eps` reads it."""
+    steps = round(255 * eps)
+    return (
+        f"{steps}/255"
+        if steps % 255 and abs(255 * eps - steps) < 1e-6
+        else repr(float(eps)).removesuffix(".0")
+    )
 
 
 def build(

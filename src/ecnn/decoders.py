@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ecnn.backbones import full_precision
+from ecnn.asking import full_precision
 from ecnn.checks import check_choice
 from ecnn.codes import CodeMatrix
 from ecnn.errors import InputError
@@ -184,8 +184,9 @@ class HammingDecoder(Decoder):
         if self.member_output == "logit":
             bits = torch.sign(sign - 0.5)
             return (_correlate(bits, self.signs) + self.shape[0]) / 2
-        best = member_logits.argmax(dim=-1, keepdim=True)
-        answer = torch.zeros_like(member_logits).scatter(-1, best, 1.0)
+        # Not by scatter: an exported graph of that is for as many images as it was made with.
+        symbols = torch.arange(member_logits.shape[-1], device=member_logits.device)
+        answer = (member_logits.argmax(dim=-1, keepdim=True) == symbols).to(member_logits.dtype)
         return _correlate(answer + 0 * sign, self.one_hot)
 
 

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import importlib
 import inspect
+import io
 import json
+import math
 import os
+import re
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -20,18 +24,21 @@ from torch import Tensor, nn
 import ecnn
 from ecnn import files, runs
 from ecnn.attacks.views import members_of
-from ecnn.auditing import load_audit
-from ecnn.checks import check_choice
+from ecnn.auditing.report import find_audit
+from ecnn.baselines import FeatureSqueezing
+from ecnn.checks import check_choice, eps_text, parse_eps, printable
 from ecnn.errors import InputError
 from ecnn.objectives import codeword_distances
-from ecnn.predicting import Classifier, has_code, load_classifier
+from ecnn.predicting import Classifier, ask_model, has_code, load_classifier
 
 #: Formats by the end of the file's name.
 FORMATS = {".onnx": "onnx", ".pt2": "torchexport"}
 #: Largest difference from the model that a file may have, as a share of the largest score (or 1).
 TOLERANCE = 1e-5
+#: Random images that the two are compared on.
+COMPARED = 5
 _OPSET = 17
-_CLASSES = "classes.json"
+_CLASSES, _MADE_BY = "classes.json", "Made by ecnn "
 
 
 @dataclass(frozen=True)
@@ -71,11 +78,11 @@ def export_model(
 ) -> Exported:
     """Writes the model of a run folder, or a shipped one, as a file for other programs, and a card beside it.
 
-    The file takes float32 pixels in [0, 1] of any number of images and answers as the model does; it is compared with
-    the model before it gets its name. The names of the classes are in it.
+    The file takes float32 pixels in [0, 1] of one or more images and answers as the model does; it is compared with
+    the model before it is written. The names of the classes are in it.
 
     Args:
-        out: the file; the card is called the same with .md at the end.
+        out: the file; the card is called the same with .md at the end. Only an export of before is replaced.
         format: "onnx" (needs the package onnx) or "torchexport"; None for what the file's ending .onnx or .pt2 says.
     """
     path = Path(out)
@@ -85,21 +92,34 @@ def export_model(
         format = FORMATS[path.suffix]
     check_choice("format", format, FORMATS.values())
     card = path.with_name(f"{path.name}.md")
-    for target in (path, card):
-        files.check_writable(target)
-    classifier = load_classifier(source)
-    found: list[float | None] = []
-    write = _write_onnx if format == "onnx" else _write_program
-    files.write_atomically(path, lambda temporary: found.append(write(classifier, temporary)))
-    exported = Exported(path, card, format, found[0])
-    files.write_text(card, model_card(source, exported))
+    _check_targets(path, card)
+    content, difference = (_onnx_file if format == "onnx" else _program_file)(load_classifier(source))
+    exported = Exported(path, card, format, difference)
+    text = _card(source, exported, hashlib.sha256(content).hexdigest())
+    # The card comes first: by it the file is known as an export. A name that is not UTF-8 gets question marks there.
+    files.write_together({card: text.encode(errors="replace"), path: content})
     return exported
 
 
-def _write_onnx(classifier: Classifier, path: Path) -> float | None:
+def _check_targets(path: Path, card: Path) -> None:
+    """Raises InputError unless both files can be written, and replace nothing but an export of before."""
+    for target in (path, card):
+        files.check_writable(target)
+    is_ours = files.exists(card) and _MADE_BY.encode() in files.read_bytes(card)
+    for target in (path, card):
+        if files.exists(target) and not is_ours:
+            raise InputError(
+                f"{target} would be replaced, and it is no export of before: choose another --out."
+            )
+
+
+def _onnx_file(classifier: Classifier) -> tuple[bytes, float | None]:
+    """What the file is to hold, and how far its answers are from the model's, if onnxruntime is there to ask it."""
     onnx = _needed("onnx")
     names = ["scores", "distance"][: 1 + has_code(classifier.model)]
+    written = io.BytesIO()
     options: dict[str, Any] = {
+        "f": written,
         "input_names": ["images"],
         "output_names": names,
         "dynamic_axes": {name: {0: "batch"} for name in ("images", *names)},
@@ -109,33 +129,39 @@ def _write_onnx(classifier: Classifier, path: Path) -> float | None:
         options["dynamo"] = False
     deployed = _Deployed(classifier.model).eval()
     with _refusing("onnx"):
-        torch.onnx.export(deployed, (_images(classifier, 2),), str(path), **options)
-    model = onnx.load(str(path))
+        torch.onnx.export(deployed, (_images(classifier, 2),), **options)
+    model = onnx.load_from_string(written.getvalue())
     for name, text in _facts(classifier).items():
         model.metadata_props.add(key=name, value=text)
-    onnx.save(model, str(path))
+    content: bytes = model.SerializeToString()
     try:
         runtime = importlib.import_module("onnxruntime")
     except ImportError:
-        return None
-    session = runtime.InferenceSession(files.read_bytes(path), providers=["CPUExecutionProvider"])
-    return _compare(
-        classifier,
-        lambda images: [torch.from_numpy(part) for part in session.run(None, {"images": images.numpy()})],
-    )
+        return content, None
+    quiet = runtime.SessionOptions()
+    quiet.log_severity_level = 4
+    with _refusing("onnx"):
+        session = runtime.InferenceSession(content, quiet, providers=["CPUExecutionProvider"])
+
+    def answer(images: Tensor) -> list[Tensor]:
+        with _refusing("onnx"):
+            return [torch.from_numpy(part) for part in session.run(None, {"images": images.numpy()})]
+
+    return content, _compare(classifier, answer)
 
 
-def _write_program(classifier: Classifier, path: Path) -> float:
+def _program_file(classifier: Classifier) -> tuple[bytes, float]:
+    """The same of torch.export's format."""
     shapes = ({0: torch.export.Dim("batch", min=1)},)
     deployed = _Deployed(classifier.model).eval()
     with _refusing("torchexport"), torch.no_grad():
         program = torch.export.export(deployed, (_images(classifier, 2),), dynamic_shapes=shapes)
-    with path.open("wb") as file, warnings.catch_warnings():
+    written = io.BytesIO()  # torch ends the process when a disk is full
+    with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of weights that share memory
-        torch.export.save(program, file, extra_files=_facts(classifier))
-    with path.open("rb") as file:
-        again = torch.export.load(file).module()
-    return _compare(classifier, again)
+        torch.export.save(program, written, extra_files=_facts(classifier))
+    content = written.getvalue()
+    return content, _compare(classifier, torch.export.load(io.BytesIO(content)).module())
 
 
 @contextlib.contextmanager
@@ -156,19 +182,20 @@ def _refusing(format: str) -> Iterator[None]:
 
 def _compare(classifier: Classifier, answer: Any) -> float:
     """The largest difference of the file's answers from the model's; raises if it is too large."""
-    images = _images(classifier, 5)
-    with torch.no_grad():
-        expected, came = _Deployed(classifier.model).eval()(images), answer(images)
-    difference = max(
-        float((one - other).abs().max() / one.abs().max().clamp_min(1))
-        for one, other in zip(expected, came, strict=True)
-    )
-    if not difference <= TOLERANCE:  # also for nan
-        raise RuntimeError(
-            f"the exported file answers otherwise than the model (by {difference:.1e}, at most {TOLERANCE:.0e}) and is "
-            "not kept"
-        )
-    return difference
+    images, largest = _images(classifier, COMPARED), 0.0
+    for batch in (images, images[:1]):  # other numbers of images than the file was made with
+        with torch.no_grad():
+            expected, came = _Deployed(classifier.model).eval()(batch), answer(batch)
+        for one, other in zip(expected, came, strict=True):
+            same_form = one.shape == other.shape
+            apart = float((one - other).abs().max() / one.abs().max().clamp_min(1)) if same_form else math.inf
+            if not apart <= TOLERANCE:  # also for nan
+                raise RuntimeError(
+                    f"the exported file answers otherwise than the model (by {apart:.1e}, at most {TOLERANCE:.0e}) and "
+                    "is not kept"
+                )
+            largest = max(largest, apart)
+    return largest
 
 
 def _images(classifier: Classifier, count: int) -> Tensor:
@@ -180,7 +207,7 @@ def _facts(classifier: Classifier) -> dict[str, str]:
     """What travels in the file."""
     form = {"channels": classifier.in_channels, "size": classifier.image_size, "range": [0, 1]}
     return {
-        _CLASSES: json.dumps(classifier.class_names),
+        _CLASSES: json.dumps(_score_names(classifier)),
         "input.json": json.dumps(form),
         "made_by": f"ecnn {ecnn.__version__}",
     }
@@ -196,12 +223,13 @@ def _needed(package: str) -> Any:
         ) from None
 
 
-def model_card(source: str | os.PathLike[str], exported: Exported) -> str:
-    """Markdown for people: what the model is, what is known of it, and how to use the file."""
+def _card(source: str | os.PathLike[str], exported: Exported, digest: str) -> str:
+    """Markdown for people: what the model is, what is known of it, and how to use the file of that SHA-256."""
     classifier = load_classifier(source)
     parity = "not compared with the model: onnxruntime is not installed"
     if exported.difference is not None:
-        parity = f"compared with the model: {exported.difference:.1g} of the largest score apart"
+        apart = f"{exported.difference:.1g} of the largest score apart"
+        parity = f"compared with the model on {COMPARED} images of noise: {apart}"
     lines = [
         *about_lines(source, exported.path.stem),
         "",
@@ -214,7 +242,8 @@ def model_card(source: str | os.PathLike[str], exported: Exported) -> str:
             "- Output `distance`: (batch,) expected number of members that disagree with the nearest codeword."
         )
     lines += [
-        f"- `{exported.path.name}` ({exported.format}), {parity}; SHA-256 `{files.file_sum(exported.path)}`.",
+        "- Images of another size are refused; `ecnn predict` resizes them whole, bilinearly.",
+        f"- `{exported.path.name}` ({exported.format}), {parity}; SHA-256 `{digest}`.",
         "",
         "```python",
         *_SNIPPETS[exported.format].format(name=exported.path.name).splitlines(),
@@ -232,17 +261,19 @@ def about_lines(source: str | os.PathLike[str], title: str) -> list[str]:
     parameters = sum(parameter.numel() for parameter in classifier.model.parameters())
     code: Any = getattr(classifier.model, "code", None)
     members = "" if code is None else f", {code.code_length} members, {code.num_classes} codewords"
-    trained = f"trained adversarially within {facts['adversarial']}" if facts["adversarial"] else "trained"
+    eps = facts["adversarial"]
+    trained = f"trained adversarially within {eps_text(parse_eps(eps))}" if eps else "trained"
     return [
-        f"# {title}",
+        f"# {_as_markdown(title)}",
         "",
-        f"An image classifier of kind `{spec.model['kind']}`{members}, {parameters:,} parameters, "
+        f"An image classifier of kind `{facts['kind']}`{members}, {parameters:,} parameters, "
         f"{trained} on `{spec.data.name}`.",
         "",
         "## What is known of it",
         "",
         *_accuracy(folder),
-        *_audited(folder),
+        *([_DETECTS] if isinstance(classifier.model, FeatureSqueezing) else []),
+        *_audited(folder, classifier.model),
     ]
 
 
@@ -252,8 +283,8 @@ def input_lines(classifier: Classifier) -> list[str]:
     return [
         f"- Input `images`: float32 (batch, {classifier.in_channels}, {height}, {width}), "
         f"{'grey' if classifier.in_channels == 1 else 'red, green, blue'}, bytes divided by 255: values in [0, 1]. The "
-        "model does all else itself. Images of other sizes are resized whole, bilinearly.",
-        f"- Output `scores`: (batch, {_outputs(classifier)}); a softmax gives probabilities, the largest is the class.",
+        "model does all else itself.",
+        f"- Output `scores`: (batch, {_outputs(classifier)}; a softmax gives probabilities, the largest is the class.",
     ]
 
 
@@ -262,9 +293,9 @@ def class_lines(classifier: Classifier) -> list[str]:
     return [
         "## Classes",
         "",
-        *(f"{number}. {name}" for number, name in enumerate(classifier.class_names)),
+        *(f"{number}. {_as_markdown(name)}" for number, name in enumerate(_score_names(classifier))),
         "",
-        f"Made by ecnn {ecnn.__version__} with torch {torch.__version__}.",
+        f"{_MADE_BY}{ecnn.__version__} with torch {torch.__version__}.",
         "",
     ]
 
@@ -287,16 +318,36 @@ print(json.loads(facts["classes.json"])[int(scores[0].argmax())])""",
 }
 
 
+_DETECTS = (
+    "- It is also a detector, of which the scores say nothing: `ecnn.load_model(...).detect(images)` does, in Python. "
+    "An attack succeeds where the answer is wrong and not flagged, so that accuracy alone means little."
+)
+
+
+def _score_names(classifier: Classifier) -> list[str]:
+    """What each score is of; some models have codewords of no class."""
+    images = torch.zeros(1, classifier.in_channels, *classifier.image_size)
+    return [
+        classifier.class_name(label) for label in range(ask_model(classifier.model, images).scores.shape[1])
+    ]
+
+
 def _outputs(classifier: Classifier) -> str:
-    count, codewords = len(classifier.class_names), len(getattr(classifier.model, "code_symbols", ()))
-    return f"{count} classes" if codewords in (0, count) else f"{count} classes and codewords of no class"
+    scores, classes = len(_score_names(classifier)), len(classifier.class_names)
+    rest = "" if scores == classes else f": {classes} classes, and {scores - classes} codewords of no class"
+    return f"{scores}){rest}"
+
+
+def _as_markdown(text: str) -> str:
+    """Text on one line that Markdown shows as it is."""
+    line = re.sub(r"([\\`*_\[\]<>&~|])", r"\\\1", printable(text).strip())
+    return re.sub(r"^(\d*)([-+#=.)])", r"\1\\\2", line)
 
 
 def _accuracy(folder: Path) -> list[str]:
     if (folder / "card.md").exists():  # a shipped model says more of itself
-        return [
-            line for line in files.read_bytes(folder / "card.md").decode().splitlines() if line[:2] == "- "
-        ]
+        card = files.read_bytes(folder / "card.md").decode().splitlines()
+        return [line for line in card if line[:2] in ("- ", "  ")]  # the second goes on with the first
     if not (folder / runs.RESULTS).exists():
         return ["- Its accuracy is not known."]
     found = runs.read_results(folder)
@@ -305,8 +356,8 @@ def _accuracy(folder: Path) -> list[str]:
     ]
 
 
-def _audited(folder: Path) -> list[str]:
-    if not (folder / "audit.json").exists():
-        return ["- Not audited by `ecnn audit`: no figure above says what an attack leaves."]
-    found = load_audit(folder)
+def _audited(folder: Path, model: nn.Module) -> list[str]:
+    found = find_audit(folder, model)
+    if found is None:
+        return ["- Not audited by `ecnn audit`: what a strong attack leaves is not known."]
     return [f"- Audited: **{found.verdict}**. {found.reason}"]

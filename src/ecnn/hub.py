@@ -2,39 +2,52 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import json
+import keyword
 import os
 import re
 import shlex
-from collections.abc import Sequence
+import sys
+from collections.abc import Mapping, Sequence
+from importlib.metadata import packages_distributions
 from pathlib import Path
 from typing import Any, Self
 
+import torch
 from torch import Tensor, nn
 
 import ecnn
 from ecnn import files, runs
-from ecnn.auditing import load_audit
-from ecnn.checks import check_choice
+from ecnn.auditing.report import RESULT, find_audit
+from ecnn.checks import check_choice, eps_text
 from ecnn.errors import InputError
 from ecnn.exporting import Exported, about_lines, class_lines, input_lines
 from ecnn.models import describe_model
-from ecnn.predicting import CONFIG, CONFIG_FORMAT, CONFIG_VERSION, Classifier, Prediction, load_classifier
-from ecnn.training.checkpoints import load_checkpoint, model_tensors, save_checkpoint
+from ecnn.predicting import (
+    CONFIG_FORMAT,
+    CONFIG_VERSION,
+    Classifier,
+    Prediction,
+    ask_model,
+    load_classifier,
+)
+from ecnn.runs import CONFIG
+from ecnn.training.checkpoints import checkpoint_bytes, load_checkpoint, load_model_tensors, model_tensors
 from ecnn.training.loop import BEST
 
 #: Formats that are folders.
 FOLDERS = ("huggingface", "robustbench")
-CARD, AUDIT = "README.md", "audit.json"
+CARD = "README.md"
+_CARD_SUM = "card_sha256"
+#: Entries of RobustBench's model_info that are for people to fill in.
+_YOURS = ("link", "authors", "additional_data", "venue")
 _HEADER = "---\nlibrary_name: ecnn\npipeline_tag: image-classification\ntags:\n- ecnn\n- adversarial-robustness\n---\n"
 
 
 class _WithoutHub:
     """What stands in for huggingface_hub's mixin where that is not installed: folders, but no names."""
-
-    def save_pretrained(self, save_directory: Path) -> None:
-        self._save_pretrained(save_directory)
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: str) -> Any:
@@ -50,12 +63,13 @@ class _WithoutHub:
             f"to send a model to {repo_id} the package huggingface_hub is needed: pip install 'ecnn[hub]'."
         )
 
-    def _save_pretrained(self, save_directory: Path) -> None:
-        raise NotImplementedError
-
     @classmethod
     def _from_pretrained(cls, *, model_id: str) -> Any:
         raise NotImplementedError
+
+
+def _sum_of(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _mixin() -> Any:
@@ -113,17 +127,25 @@ class PretrainedModel(nn.Module, _mixin()):  # type: ignore[misc]
         classifier = Classifier(self.model, self.class_names, self.in_channels, self.image_size)
         return classifier.predict(images, **options)
 
-    def save_pretrained(self, save_directory: str | os.PathLike[str], **options: Any) -> Any:
-        """Writes config.json, model.safetensors and README.md.
+    def save_pretrained(
+        self,
+        save_directory: str | os.PathLike[str],
+        *,
+        push_to_hub: bool = False,
+        repo_id: str | None = None,
+        **options: Any,
+    ) -> Any:
+        """Writes config.json, README.md and model.safetensors: all of them, or none.
 
         Args:
-            options: of huggingface_hub's method of this name, such as push_to_hub=True.
+            push_to_hub: sends it too, as `repo_id` or by the folder's name.
+            options: of `push_to_hub`.
         """
-        names = (CONFIG, BEST, CARD)
-        files.check_replaceable(save_directory, CONFIG, CONFIG_FORMAT, names)
-        for name in names:
-            files.check_writable(Path(save_directory) / name)
-        return super().save_pretrained(Path(save_directory), **options)
+        # Not by huggingface_hub's method, which removes config.json before anything else is written.
+        self._save(Path(save_directory), {})
+        if push_to_hub:
+            return super().push_to_hub(repo_id or Path(save_directory).resolve().name, **options)
+        return None
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: str | os.PathLike[str], **options: Any) -> Self:
@@ -146,13 +168,14 @@ class PretrainedModel(nn.Module, _mixin()):  # type: ignore[misc]
             ) from error
         return made
 
-    def _save_pretrained(self, save_directory: Path) -> None:
-        form = (self.in_channels, *self.image_size)
-        described = describe_model(self.model, len(self.class_names), form)
-        if described is None:
-            raise InputError(
-                f"no file can describe this {type(self.model).__name__}: models and trunks of your own stay in Python."
-            )
+    def _save(self, folder: Path, texts: Mapping[str, str]) -> None:
+        """Writes the files, and these texts by their names; InputError unless they would give the same model again."""
+        names = (CONFIG, CARD, *texts, BEST)
+        files.check_replaceable(folder, CONFIG, CONFIG_FORMAT, names)
+        for name in names:
+            files.check_writable(folder / name)
+        self._check_card(folder)
+        described = self._describe()
         config = {
             "format": CONFIG_FORMAT,
             "version": CONFIG_VERSION,
@@ -161,10 +184,41 @@ class PretrainedModel(nn.Module, _mixin()):  # type: ignore[misc]
             "in_channels": self.in_channels,
             "image_size": list(self.image_size),
             "model": described,
+            _CARD_SUM: _sum_of(self.card),
         }
-        save_checkpoint(save_directory / BEST, model_tensors(self.model), {**self.facts, "model": described})
-        files.write_text(save_directory / CARD, self.card)
-        files.write_json(save_directory / CONFIG, config)
+        weights = checkpoint_bytes(model_tensors(self.model), {**self.facts, "model": described})
+        files.write_described(folder, (BEST, weights), (CONFIG, config), {CARD: self.card, **texts})
+
+    def _check_card(self, folder: Path) -> None:
+        """Raises InputError if somebody has changed the card that would be replaced."""
+        if not files.exists(folder / CARD):
+            return
+        written = files.read_json(folder / CONFIG).get(_CARD_SUM)  # those of before do not say
+        if written is not None and files.file_sum(folder / CARD) not in (written, _sum_of(self.card)):
+            raise InputError(
+                f"{folder / CARD} was changed after it had been exported, and would be replaced: move it away, or "
+                "choose another folder."
+            )
+
+    def _describe(self) -> dict[str, Any]:
+        """What config.json says of the model; InputError unless it, with the weights, gives the same again."""
+        form = (self.in_channels, *self.image_size)
+        described = describe_model(self.model, len(self.class_names), form)
+        if described is None:
+            raise InputError(
+                f"no file can describe this {type(self.model).__name__}: models and trunks of your own stay in Python."
+            )
+        tensors = model_tensors(self.model)
+        try:
+            again = runs.model_for("its description", described, tensors)
+            load_model_tensors(again, tensors, Path("its file of weights"))
+            ask_model(again.eval(), torch.zeros(1, *form))
+        except (RuntimeError, ValueError) as error:
+            raise InputError(
+                f"this model, with {len(self.class_names)} class_names for images of {'x'.join(map(str, form))}, could "
+                f"not be loaded again: {error}"
+            ) from error
+        return described
 
     @classmethod
     def _from_pretrained(cls, *, model_id: str, **options: Any) -> Self:
@@ -193,6 +247,7 @@ def _card_of_run(source: str | os.PathLike[str]) -> str:
         "## How to use it",
         "",
         *input_lines(classifier),
+        "- `predict`, below, resizes images of other sizes whole, bilinearly.",
         "",
         "```python",
         "from ecnn.hub import PretrainedModel",
@@ -216,19 +271,29 @@ def export_folder(source: str | os.PathLike[str], out: str | os.PathLike[str], *
             threat model, the accuracy and what the run's audit left of it.
     """
     check_choice("format", format, FOLDERS)
-    folder = Path(out)
-    name = re.sub(r"\W", "_", folder.resolve().name)
-    name = name if name.isidentifier() else f"model_{name}"
-    texts = {}
+    folder, texts = Path(out), {}
     if format == "robustbench":
-        texts = {f"{name}.py": _module(source, name), f"{name}.json": _model_info(source, name)}
-    files.check_replaceable(folder, CONFIG, CONFIG_FORMAT, tuple(texts))
-    for target in texts:
-        files.check_writable(folder / target)
-    PretrainedModel.from_run(source).save_pretrained(folder)
-    for target, text in texts.items():
-        files.write_text(folder / target, text)
+        name = _module_name(folder)
+        info = {**_model_info(source, name), **_filled_in(folder / f"{name}.json")}
+        texts = {f"{name}.py": _module(source, name), f"{name}.json": json.dumps(info, indent=2) + "\n"}
+    PretrainedModel.from_run(source)._save(folder, texts)
     return Exported(folder, folder / CARD, format)
+
+
+def _module_name(folder: Path) -> str:
+    """What the module of an entry is called: as the folder, unless that is no name for one, or another's."""
+    name = re.sub(r"\W", "_", folder.resolve().name)
+    taken = {"ecnn", *keyword.kwlist, *sys.stdlib_module_names, *packages_distributions()}
+    return name if name.isidentifier() and name not in taken else f"model_{name}"
+
+
+def _filled_in(path: Path) -> dict[str, Any]:
+    """What people have written into an entry: it stays when that is exported again."""
+    try:
+        info = files.read_json(path)
+    except InputError:
+        return {}
+    return {key: info[key] for key in _YOURS if info.get(key)} if isinstance(info, dict) else {}
 
 
 _MODULE = """{quotes}{name}: {what}.
@@ -239,7 +304,6 @@ Written by ecnn {version}; needs ecnn and the files beside it. What is known of 
 from pathlib import Path
 
 import ecnn
-import shlex
 
 
 def load_model():
@@ -254,19 +318,19 @@ def _module(source: str | os.PathLike[str], name: str) -> str:
     return _MODULE.format(quotes=3 * '"', name=name, what=_what(source), version=ecnn.__version__, form=form)
 
 
-def _model_info(source: str | os.PathLike[str], name: str) -> str:
-    """JSON with the entries of RobustBench's model_info files, and what our audit says besides.
+def _model_info(source: str | os.PathLike[str], name: str) -> dict[str, Any]:
+    """The entries of RobustBench's model_info files, and what our audit says besides.
 
     "external" is there the accuracy under the strongest known attack: the audited one.
     """
     folder = runs.run_folder(source)
-    if not files.exists(folder / AUDIT):
+    found = find_audit(folder, load_classifier(source).model)
+    if found is None:
         raise InputError(
-            f"an entry states what attacks leave, but {folder} has no {AUDIT}: run ecnn audit "
+            f"an entry states what attacks leave, but {folder} has no {RESULT}: run ecnn audit "
             f"{shlex.quote(str(source))} --eps ... --out {shlex.quote(str(folder))} first."
         )
-    found = load_audit(folder)
-    info = {
+    return {
         "link": None,
         "name": name,
         "authors": None,
@@ -275,7 +339,7 @@ def _model_info(source: str | os.PathLike[str], name: str) -> str:
         "dataset": runs.read_spec(source).data.name,
         "venue": None,
         "architecture": _what(source),
-        "eps": _fraction(found.eps),
+        "eps": eps_text(found.eps),
         "clean_acc": _percent(found.clean_accuracy),
         "reported": None if found.claimed is None else _percent(found.claimed),
         "autoattack_acc": None,
@@ -289,7 +353,6 @@ def _model_info(source: str | os.PathLike[str], name: str) -> str:
         "audit_verdict": found.verdict,
         "audit_version": found.audit_version,
     }
-    return json.dumps(info, indent=2) + "\n"
 
 
 def _what(source: str | os.PathLike[str]) -> str:
@@ -302,9 +365,3 @@ def _what(source: str | os.PathLike[str]) -> str:
 
 def _percent(share: float) -> str:
     return f"{100 * share:.2f}"
-
-
-def _fraction(eps: float) -> str:
-    """The radius as people write it: "8/255" or "0.12"."""
-    steps = round(255 * eps)
-    return f"{steps}/255" if steps and abs(255 * eps - steps) < 1e-6 else f"{eps:g}"

@@ -7,6 +7,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from ecnn.asking import full_precision
 from ecnn.backbones import (
     DENSE,
     MOST_OF_ANYTHING,
@@ -16,7 +17,6 @@ from ecnn.backbones import (
     ResidualUnit,
     Trunk,
     check_images,
-    full_precision,
     init_he_normal,
     make_activation,
     make_trunk,

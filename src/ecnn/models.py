@@ -18,7 +18,7 @@ from torch import nn
 from ecnn import model, objectives, recipes
 from ecnn.backbones import MOST_OF_ANYTHING, Mean
 from ecnn.baselines import adp, ecoc, empir, multiscale, resnet, specialists, squeezing, tanh_ensemble, trades
-from ecnn.checks import check_choice, check_count, check_entries, check_kind, check_options
+from ecnn.checks import check_choice, check_count, check_entries, check_kind, check_options, plain
 from ecnn.codes import CodeMatrix
 from ecnn.errors import InputError
 from ecnn.kinds import ModelKind
@@ -106,8 +106,8 @@ def describe_model(model: nn.Module, num_classes: int, image_shape: Sequence[int
     if kind is None:
         return None
     code: Any = getattr(model, "code", None) if kind.needs_code else None
-    options = {name: value for name, value in config.items() if name in kind.options}
-    size = {"num_classes": num_classes, "image_shape": list(image_shape)}
+    options = {name: plain(value) for name, value in config.items() if name in kind.options}
+    size = {"num_classes": num_classes, "image_shape": plain(list(image_shape))}
     return {"kind": kind.name, **size, "options": options, "code": code and code.to_dict()}
 
 

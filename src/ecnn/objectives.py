@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812 as all of torch's users call it
 from torch import Tensor
 
-from ecnn.backbones import full_precision
+from ecnn.asking import full_precision
 from ecnn.checks import build, check_choice, check_has, check_number
 from ecnn.errors import InputError
 

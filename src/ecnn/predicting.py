@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from ecnn import files, runs
+from ecnn.asking import read_model, undisturbed
 from ecnn.attacks import Attack
-from ecnn.attacks.base import read_model
 from ecnn.attacks.views import decoded_scores, members_of
-from ecnn.backbones import MOST_OF_ANYTHING, undisturbed
+from ecnn.backbones import MOST_OF_ANYTHING
 from ecnn.checks import check_count, check_entries, check_number
 from ecnn.data import Split
 from ecnn.data.formats import decode_image, pixels_of, plain_image, read_image
@@ -24,13 +24,15 @@ from ecnn.data.sources import IMAGE_SUFFIXES
 from ecnn.errors import InputError
 from ecnn.evaluation import Rate
 from ecnn.objectives import codeword_distances, flagging_threshold, predicted_classes
+from ecnn.training.loop import BEST
 
 if TYPE_CHECKING:
     from PIL import Image
 
 BATCH_SIZE = 64
 #: What describes a model in a folder without a spec.
-CONFIG, CONFIG_FORMAT, CONFIG_VERSION = "config.json", "ecnn-pretrained", 1
+CONFIG_FORMAT, CONFIG_VERSION = "ecnn-pretrained", 1
+_BYTES = bytes | bytearray | memoryview
 _GREY = (0.299, 0.587, 0.114)  # of red, green and blue, as Pillow has them
 
 
@@ -244,8 +246,8 @@ def load_classifier(source: str | os.PathLike[str], *, device: str | torch.devic
     """The model of a run folder, of a folder that `ecnn.hub` wrote, or a shipped one by name, ready for pictures."""
     model = runs.load_model(source, device=device)  # refuses a spec without the facts that are needed here
     folder = runs.run_folder(source)
-    if not (folder / runs.SPEC).exists() and (folder / CONFIG).exists():
-        return _described_classifier(model, folder / CONFIG)
+    if not (folder / runs.SPEC).exists() and (folder / runs.CONFIG).exists():
+        return _described_classifier(model, folder / runs.CONFIG)
     if not (folder / runs.SPEC).exists():
         raise InputError(
             f"{folder} has no {runs.SPEC}, which would say what its images are: make a Classifier(model, class_names, "
@@ -272,6 +274,7 @@ def _described_classifier(model: nn.Module, path: Path) -> Classifier:
         raise InputError(
             f"{path} should name as many classes as its model has, not {len(config['class_names'])}."
         )
+    files.check_described(path, config, path.with_name(BEST))
     height, width = config["image_size"]
     return Classifier(model, tuple(config["class_names"]), config["in_channels"], (height, width))
 
@@ -393,7 +396,7 @@ def _listed(images: Any) -> Iterator[tuple[str, Any]]:
         yield str(getattr(images, "name", "")), images.read()
     elif isinstance(images, np.ndarray | Tensor) and images.ndim == 4:
         yield from (("", image) for image in images)
-    elif isinstance(images, np.ndarray | Tensor | bytes) or not isinstance(images, Iterable):
+    elif isinstance(images, np.ndarray | Tensor | _BYTES) or not isinstance(images, Iterable):
         yield "", images
     else:
         for image in images:
@@ -406,8 +409,8 @@ def _picture(source: Any, name: str) -> Image.Image:
 
     if isinstance(source, Path):
         return read_image(source)
-    if isinstance(source, bytes):
-        return decode_image(source, name)
+    if isinstance(source, _BYTES):
+        return decode_image(bytes(source), name)
     if isinstance(source, np.ndarray):
         pixels = source.transpose(1, 2, 0)
         source = Image.fromarray(np.ascontiguousarray(pixels[:, :, 0] if len(source) == 1 else pixels))

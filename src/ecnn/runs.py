@@ -5,14 +5,14 @@ from __future__ import annotations
 import os
 import platform
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import ecnn
 from ecnn import files
@@ -26,7 +26,7 @@ from ecnn.training.checkpoints import load_checkpoint, load_model_tensors, model
 from ecnn.training.loop import BEST, LOG
 
 SPEC, CODE, ENVIRONMENT, RESULTS, DONE = "spec.toml", "code.json", "env.json", "eval.json", "DONE"
-CLASSES = "classes.json"
+CLASSES, CONFIG = "classes.json", "config.json"
 _SUMMED = (SPEC, CODE, CLASSES, ENVIRONMENT, BEST, LOG)
 _REPAIR = "start the same training again to have it repaired, or delete DONE to use the files as they are"
 
@@ -192,8 +192,12 @@ def load_model(
     folder = run_folder(source)
     model = module
     if model is None:
-        has_spec = (folder / SPEC).exists() or not (folder / BEST).exists()
+        has_spec = (folder / SPEC).exists() or not any((folder / name).exists() for name in (BEST, CONFIG))
         model = _model_of_spec(folder) if has_spec else _model_of_weights(folder)
+    if not any(files.exists(folder / name) for name in (BEST, DONE)):
+        raise InputError(
+            f"{folder} has no weights yet: its training was stopped, or is under way, before the first epoch had ended."
+        )
     _check_whole(folder, BEST)
     tensors, _ = load_checkpoint(folder / BEST)
     load_model_tensors(model, tensors, folder / BEST)
@@ -207,8 +211,17 @@ def _model_of_weights(folder: Path) -> nn.Module:
         raise InputError(
             f"{folder} holds weights of a network that has no name here: build it as before and pass it as module=."
         )
+    return model_for(str(folder / BEST), facts["model"], tensors)
+
+
+def model_for(owner: str, described: Any, tensors: Mapping[str, Tensor]) -> nn.Module:
+    """The model of that description that these weights are for, with random ones.
+
+    Args:
+        owner: what a sentence calls the description.
+    """
     means = [value for name, value in tensors.items() if name.endswith("centre.mean")]
-    return rebuild_model(str(folder / BEST), facts["model"], torch.zeros_like(means[0]) if means else 0.0)
+    return rebuild_model(owner, described, torch.zeros_like(means[0]) if means else 0.0)
 
 
 def _model_of_spec(folder: Path) -> nn.Module:
@@ -235,6 +248,11 @@ def read_spec(source: str | os.PathLike[str]) -> Spec:
     """The spec of a run folder or of a shipped model."""
     folder = run_folder(source)
     _check_whole(folder, SPEC)
+    if not files.exists(folder / SPEC) and files.exists(folder / CONFIG):
+        raise InputError(
+            f"{folder} is a folder for the Hugging Face hub, without the {SPEC} of its run: ecnn predict takes it, and "
+            f"ecnn audit --module file.py:model, where that file says model = ecnn.load_model({str(folder)!r})."
+        )
     if not files.exists(folder / SPEC):
         below = (path for depth in ("*", "*/*", "*/*/*") for path in sorted(folder.glob(f"{depth}/{SPEC}")))
         nearest = next(below, None)
@@ -275,6 +293,7 @@ def check_same_model(folder: str | os.PathLike[str], model: nn.Module) -> None:
 
 def run_folder(source: str | os.PathLike[str]) -> Path:
     """The folder of a run, given as such or by the name of a shipped model."""
+    files.check_reachable(Path(source) / SPEC)
     if files.is_folder(source):
         return Path(source)
     check_choice(f"there is no folder {str(source)!r}, and a model by name", str(source), models())

@@ -52,7 +52,7 @@ def design_code(
         objective: "energy" anneals the paper's energy (eq:Mobj_alternative). "distance" makes d_H as large as
             possible, then d_VI, with every symbol given to at least 60 % of its fair share of classes.
         column_weight: the paper's eta; "balanced" weighs rows and columns about equally.
-        chains: independent runs that share the steps.
+        chains: independent runs that share the steps; no more than there are steps.
         steps: proposals in all; by default 4 million for "energy", 24 million for "distance".
         seconds: stop after this long even if steps are left. provenance["stopped_by"] says what ended the search:
             "steps", "seconds", "interrupt", or "bounds" when no code of this size can have larger distances.
@@ -65,7 +65,8 @@ def design_code(
     check_count("seed", seed, least=0)
     num_classes, code_length, arity = int(num_classes), int(code_length), int(arity)  # NumPy's would overflow
     weight = resolve_column_weight(column_weight, num_classes, code_length, arity)
-    steps, chains = _checked_steps(objective, chains, steps, seconds), int(chains)
+    steps = _checked_steps(objective, chains, steps, seconds)
+    chains = min(int(chains), steps)
     size = (num_classes, code_length, arity)
     if init is not None:
         check_kind("init", init, CodeMatrix, "a CodeMatrix")

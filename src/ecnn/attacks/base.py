@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager, nullcontext
 from copy import copy
 from dataclasses import dataclass, fields, replace
@@ -13,13 +13,14 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from ecnn.asking import full_precision, read_model, undisturbed, without_tf32
+from ecnn.attacks.deadlines import check_time
 from ecnn.attacks.draws import Draws, forked_generators
 from ecnn.attacks.images import at_once, check_pixels, per_image
 from ecnn.attacks.norms import NORMS, Norm
 from ecnn.attacks.speed.quick_copy import prepare, quick_copy
 from ecnn.attacks.speed.replay import Recorder, Values, run_in_pieces
 from ecnn.attacks.views import Aim, Look, View
-from ecnn.backbones import full_precision, undisturbed, without_tf32
 from ecnn.checks import check_choice, check_kind, parse_eps
 from ecnn.errors import InputError
 from ecnn.objectives import largest_score, predicted_classes
@@ -122,6 +123,10 @@ class Target:
 
     def count(self, forwards: int | Tensor, backwards: int | Tensor = 0) -> None:
         """Books questions that an attack asked of the model by itself: a number for all images, or (n,) of each."""
+        check_time()
+        self._book(forwards, backwards)
+
+    def _book(self, forwards: int | Tensor, backwards: int | Tensor = 0) -> None:
         for kind, number in enumerate((forwards, backwards)):
             if isinstance(number, int):
                 if self._rows is None:
@@ -189,6 +194,7 @@ class Target:
         return scores
 
     def _compute(self, name: Hashable, compute: Callable[..., Values], *inputs: Tensor | None) -> Values:
+        check_time()
         return compute(*inputs) if self.run is None else self.run(name, compute, *inputs)
 
     def verdict(self, points: Tensor) -> Tensor:
@@ -198,7 +204,7 @@ class Target:
     def verdict_and_classes(self, points: Tensor) -> tuple[Tensor, int]:
         """The verdict, and of how many classes the model knows."""
         scores = read_model(self.judge, points)
-        self.count(1)
+        self._book(1)  # what was found in time may be judged later
         return predicted_classes(scores), scores.shape[1]
 
     def autocast(self) -> AbstractContextManager[Any]:
@@ -206,58 +212,6 @@ class Target:
         if self.precision == "float32":
             return nullcontext()
         return torch.autocast(self.device.type, dtype=torch.bfloat16)
-
-
-def read_model(model: nn.Module, images: Tensor) -> Tensor:
-    """(batch, class) the model's scores in float32 or better, without a gradient or a caller's autocast."""
-    with torch.no_grad(), torch.autocast(images.device.type, enabled=False):
-        scores = model(images)
-    if not _are_scores(scores, len(images)) or scores.shape[1] < 2:
-        came = type(scores).__name__
-        if isinstance(scores, Tensor):
-            kind = "" if scores.layout == torch.strided and not scores.is_complex() else f" {_kind(scores)}"
-            came = f"shape {tuple(scores.shape)}{kind}"
-        where = _find_scores(scores, len(images))
-        advice = f": wrap it in a module that returns model(images){where}" if where else ""
-        if isinstance(scores, Tensor) and scores.is_floating_point() and scores.numel() == len(images):
-            advice = (
-                ": one output z for two classes, as it is before a sigmoid, is wrapped in a module that returns "
-                "torch.stack([-z, z], dim=1) of z.flatten()"
-            )
-        raise InputError(
-            f"the model must return scores (batch, class) for at least 2 classes, but {len(images)} images gave "
-            f"{came}{advice}."
-        )
-    return full_precision(scores.detach())  # a model may ask for gradients of what it says
-
-
-def _are_scores(said: Any, batch: int) -> bool:
-    """Whether it is a dense tensor of real numbers (batch, class)."""
-    is_matrix = isinstance(said, Tensor) and said.ndim == 2 and len(said) == batch
-    return is_matrix and said.layout == torch.strided and not said.is_complex()
-
-
-def _kind(values: Tensor) -> str:
-    """What sets such numbers apart from a score."""
-    return "of complex numbers" if values.is_complex() else "in a sparse layout"
-
-
-def _find_scores(said: Any, batch: int) -> str:
-    """How to write the scores in what a model said: an index, a key or an attribute; empty if they are not found."""
-    if isinstance(said, Tensor):
-        if said.layout != torch.strided:
-            return ".to_dense()" if said.ndim == 2 and not said.is_complex() else ""
-        is_map = said.ndim > 2 and len(said) == batch and said[0].numel() == said.shape[1]
-        return ".flatten(1)" if is_map and not said.is_complex() else ""
-    if isinstance(said, Mapping):
-        parts = {f"[{key!r}]": value for key, value in said.items()}
-    elif hasattr(said, "_fields"):  # a named tuple
-        parts = {f".{name}": getattr(said, name) for name in said._fields}
-    elif isinstance(said, list | tuple):
-        parts = {f"[{index}]": value for index, value in enumerate(said)}
-    else:
-        parts = {f".{name}": value for name, value in getattr(said, "__dict__", {}).items()}
-    return next((where for where, value in parts.items() if _are_scores(value, batch)), "")
 
 
 def _rank(look: Look) -> Tensor:

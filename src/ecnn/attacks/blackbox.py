@@ -9,13 +9,13 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
+from ecnn.asking import undisturbed
 from ecnn.attacks.attempts import Attempts
 from ecnn.attacks.base import Attack, Attacked, BallAttack, Cost, Target
 from ecnn.attacks.draws import Draws
 from ecnn.attacks.images import add_up, at_once, per_image
 from ecnn.attacks.norms import NORMS, Norm, l2_norm
 from ecnn.attacks.views import score_loss
-from ecnn.backbones import undisturbed
 from ecnn.checks import check_choice, check_count, check_counts
 from ecnn.errors import InputError
 from ecnn.objectives import predicted_classes

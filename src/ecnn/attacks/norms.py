@@ -334,3 +334,17 @@ def _move_at_speeds(
     times = solve_capped_sum(weights * speeds, weights * room, levels)
     moves = torch.minimum((times[:, None] * speeds).nan_to_num(nan=0.0), room).to(directions.dtype)
     return moves.copysign(directions)
+
+
+def round_to_bytes(points: Tensor, images: Tensor, *, norm: Norm, eps: float) -> Tensor:
+    """The points as 8-bit images would hold them, still in the ball: what rounding takes out of it is cut off."""
+    geometry = NORMS[norm]
+    levels, origin = points * 255, images * 255
+    nearest = levels.round()
+    inward = torch.where(levels > origin, levels.floor(), levels.ceil())
+    limit = eps + geometry.rounding(images[0].numel())
+    if geometry.is_box:
+        leaves = (nearest / 255 - images).abs() > limit
+    else:
+        leaves = per_image(geometry.length((nearest / 255 - images).flatten(1)) > limit, images)
+    return torch.where(leaves, inward, nearest).clamp(0, 255) / 255

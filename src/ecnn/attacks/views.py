@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812 the name everybody knows
 from torch import Tensor, nn
 
-from ecnn.backbones import full_precision
+from ecnn.asking import full_precision
 from ecnn.checks import check_choice, check_count, check_number
 from ecnn.errors import InputError
 from ecnn.objectives import (

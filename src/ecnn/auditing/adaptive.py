@@ -15,6 +15,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
+from ecnn.asking import copy_model, full_precision, undisturbed
 from ecnn.attacks import NORMS, PGD, Attack, Draws, Transfer
 from ecnn.attacks.base import BallAttack, Cost, Target, raw_gradient
 from ecnn.attacks.images import copies_at_once, per_image
@@ -32,7 +33,6 @@ from ecnn.attacks.views import (
     score_loss,
 )
 from ecnn.auditing.averaging import MeanOfPasses
-from ecnn.backbones import copy_model, full_precision, undisturbed
 from ecnn.checks import check_count, check_counts
 from ecnn.codes import CodeMatrix
 from ecnn.errors import InputError

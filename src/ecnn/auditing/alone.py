@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ecnn.asking import copy_model, full_precision, undisturbed, without_tf32
 from ecnn.attacks.base import raw_gradient
 from ecnn.attacks.draws import forked_generators
 from ecnn.attacks.images import at_once
 from ecnn.attacks.views import score_loss
-from ecnn.backbones import copy_model, full_precision, undisturbed, without_tf32
 
 _PASS = 256  # images of one pass, company included
 _ALIKE, _ALIKE_SLOPES = 1e-4, 1e-2  # differences of scores and of slopes, relative to the largest

@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import time
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ecnn import files
-from ecnn.attacks.auto import examine as examine_as_autoattack
-from ecnn.attacks.base import Target, read_model
+from ecnn.asking import read_model, undisturbed, without_tf32
+from ecnn.attacks.deadlines import OutOfTimeError, time_is_over, until
 from ecnn.attacks.draws import forked_generators
-from ecnn.attacks.images import at_most, at_once, together
+from ecnn.attacks.images import at_most, together
 from ecnn.attacks.norms import NORMS, Norm
 from ecnn.auditing.budgets import Budget, resolve_budget
 from ecnn.auditing.certificates import Certificate, certify
@@ -32,12 +33,20 @@ from ecnn.auditing.deployed import (
     stateful,
     take_copy,
 )
-from ecnn.auditing.diagnostics import diagnose, read_evidence
-from ecnn.auditing.diagnostics.sanity import grey_radius
-from ecnn.auditing.findings import Finding, alarm, note
+from ecnn.auditing.diagnostics import CHECKS, diagnose, read_evidence
+from ecnn.auditing.findings import Finding, alarm
 from ecnn.auditing.own import AnyAttack, join_own, notes_on_request, own_attacks
 from ecnn.auditing.power import Power
-from ecnn.auditing.report import AUDIT_VERSION, Audit
+from ecnn.auditing.remarks import (
+    FLAGGED,
+    cut_short,
+    failed_attacks,
+    flags_of,
+    half_precision,
+    nan_gradients_of,
+    wide_ball,
+)
+from ecnn.auditing.report import AUDIT_VERSION, RESULT, Audit
 from ecnn.auditing.responses import Responses, settle, take_turns
 from ecnn.auditing.smoothing import Smoothed
 from ecnn.auditing.stages import JUDGED_PASSES, Staged, make_stages
@@ -46,8 +55,7 @@ from ecnn.auditing.suite import suite, suite_parts
 from ecnn.auditing.surrogates import MOST_EXAMPLES, choose_examples
 from ecnn.auditing.traits import find_traits
 from ecnn.auditing.verdicts import RESOLUTION, interval_of, judge
-from ecnn.backbones import half_precision_of, undisturbed, without_tf32
-from ecnn.checks import check_choice, check_count, check_kind, check_shares, parse_eps
+from ecnn.checks import check_choice, check_count, check_kind, check_number, check_shares, parse_eps
 from ecnn.data import Split
 from ecnn.errors import InputError
 from ecnn.evaluation import Evaluation
@@ -57,11 +65,10 @@ from ecnn.evaluation.provenance import describe, describe_model, same_answers
 from ecnn.evaluation.readings import check_reading
 from ecnn.progress import Progress
 
-FOLDER, RESULT, PAGE = "audit", "audit.json", "audit.md"
-_FLAGGED = 256
+FOLDER, PAGE = "audit", "audit.md"
+_QUESTIONS, _PART_OF_TIME = 200, 0.1
 _FEW = 8  # images by which a model is met, before anything else is asked
 _TOGETHER = 2**16  # pixel values of the attempts at a few images that are made at once
-_SPOILED = 0.01  # of the gradients
 
 
 def audit(
@@ -78,6 +85,7 @@ def audit(
     batch_size: int | None = None,
     cluster: str | None = None,
     budget: str | Budget = "standard",
+    minutes: float | None = None,
     seed: int = 0,
     run_dir: str | os.PathLike[str] | None = None,
     resume: bool = True,
@@ -116,6 +124,9 @@ def audit(
         cluster: "ray" makes the attacks on batches as tasks of a Ray cluster, as `evaluate` does; the rest of the audit
             stays in this process, and the result is that of one process.
         budget: "quick", "fast", "standard", "thorough", or one of your own.
+        minutes: after which nothing more is searched for: a finding names what was not made, and what was found by then
+            is judged, which takes as long as it takes. With a run_dir the next audit goes on there. Attacks of your own
+            are not cut short. None searches to the end.
         seed: of all randomness.
         run_dir: keeps the records there under audit/, and the result as audit.json and audit.md.
         resume: goes on with what a killed audit left there; False begins anew.
@@ -128,11 +139,17 @@ def audit(
     limit = budget.images if limit is None else limit
     check_count("limit", limit, least=0)
     check_kind("model", model, nn.Module, "a torch module")
+    end = None
+    if minutes is not None:
+        check_number("minutes", minutes)
+        end = time.monotonic() + 60 * minutes
     deployment = take_copy(model)  # before anything is asked
     split = read_images(split, limit + MOST_EXAMPLES, classes=classes, progress=progress)
     deployment = meet(deployment, place(model, split[:_FEW][0]))
     chosen = check_request(deployment.fresh(), split, limit, batch_size or BATCH_SIZE)
     check_reading(deployment.fresh(), chosen, batch_size=batch_size or BATCH_SIZE)
+    if minutes is not None and batch_size is None:
+        batch_size = _batch_in_time(deployment.fresh(), place(model, chosen[:_FEW][0]), 60 * minutes)
     folder = None if run_dir is None else Path(run_dir) / FOLDER
     if run_dir is not None:
         files.check_writable(Path(run_dir) / RESULT)
@@ -148,7 +165,7 @@ def audit(
         nullcontext() if run_dir is None else files.locked(run_dir, "audit"),
     ):
         deployment, findings = examine(deployment, subject)
-        request = _Request(split, folder, resume, progress, attacks, classes, batch_size, cluster)
+        request = _Request(split, folder, resume, progress, attacks, classes, batch_size, cluster, end)
         found = _audit(dataclasses.replace(subject, model=deployment.fresh()), deployment, request)
         if found.staged.late is not None:
             deployment, late = _ask_otherwise(deployment, found.staged.late, subject)
@@ -156,11 +173,27 @@ def audit(
             inner = None if folder is None else folder / late.name
             request = dataclasses.replace(request, folder=inner)
             found = _audit(dataclasses.replace(subject, model=deployment.fresh()), deployment, request)
+        if minutes is not None and end is not None and time.monotonic() > end:
+            findings += cut_short(found.staged, found.checks, minutes)
         result = _conclude(subject, found, findings, claim, min_accuracy, deployment)
         if run_dir is not None:
             files.write_text(Path(run_dir) / PAGE, result.markdown())
             result.save(Path(run_dir) / RESULT)  # last: who finds it takes the audit for finished
     return result
+
+
+def _batch_in_time(model: nn.Module, images: Tensor, seconds: float) -> int | None:
+    """How many images to attack at a time; None for as many as usual.
+
+    What is under way when the time is over is lost, so that a few hundred passes over a batch should take no more than
+    a tenth of it.
+    """
+    started = time.monotonic()
+    with undisturbed(model), suppress(Exception):  # one that cannot be asked says so later
+        read_model(model, images)
+    each = (time.monotonic() - started) / len(images)
+    most = int(_PART_OF_TIME * seconds / (_QUESTIONS * each)) if each > 0 else BATCH_SIZE
+    return None if most >= BATCH_SIZE else max(_FEW, most)
 
 
 @dataclass(frozen=True)
@@ -175,6 +208,7 @@ class _Request:
     classes: Sequence[int] | None
     batch_size: int | None
     cluster: str | None
+    end: float | None
 
 
 @dataclass(frozen=True)
@@ -186,13 +220,14 @@ class _Found:
     findings: list[Finding]
     certified: Certificate | None = None
     power: Power | None = None
+    checks: int = 0
 
 
 def _audit(subject: Subject, deployment: Deployment, request: _Request) -> _Found:
     """All attacks and all diagnostics on a subject whose model is a copy."""
     with undisturbed(subject.model), without_tf32():
         num_classes = read_model(subject.model, subject.images[:2]).shape[1]
-        is_random = find_traits(subject.model, subject.images[:_FLAGGED], num_classes).is_random
+        is_random = find_traits(subject.model, subject.images[:FLAGGED], num_classes).is_random
         examples = choose_examples(subject.model, request.split, subject.images)
         kept: dict[str, Any] = {"folder": request.folder, "resume": request.resume}
         stages = make_stages(
@@ -207,15 +242,18 @@ def _audit(subject: Subject, deployment: Deployment, request: _Request) -> _Foun
         )
         about: dict[str, Any] = {"num_classes": num_classes, "is_random": is_random}
         own = own_attacks(request.own, subject, taken=suite(subject, **about))
-        stages.make_parts(join_own(suite_parts(subject, examples=examples, **about, **kept), own))
+        with until(request.end):
+            stages.make_parts(join_own(suite_parts(subject, examples=examples, **about, **kept), own))
         staged = stages.result()
         if staged.late is not None:
             return _Found(staged, is_random, [])
-        found = _find(subject, staged.evaluation, request.folder, request.resume, request.progress)
-        doubts = [finding.name for finding in (*_read(subject, staged, is_random), *found) if finding.is_open]
-        responses = Responses(subject, num_classes, is_random, examples, request.folder, request.resume)
-        turns = take_turns(responses, stages, doubts)
-        power = stages.power(turns)
+        with until(request.end):
+            found = _find(subject, staged.evaluation, request.folder, request.resume, request.progress)
+            read = _read(subject, staged, is_random)
+            doubts = [finding.name for finding in (*read, *found) if finding.is_open]
+            responses = Responses(subject, num_classes, is_random, examples, request.folder, request.resume)
+            turns = take_turns(responses, stages, doubts)
+            power = stages.power(turns)
         staged = stages.result()
         if staged.late is not None:
             return _Found(staged, is_random, [])
@@ -231,7 +269,8 @@ def _audit(subject: Subject, deployment: Deployment, request: _Request) -> _Foun
     findings = [
         settle(finding, is_answered=is_answered, facts=power.to_dict()) for finding in (*findings, *found)
     ]
-    return _Found(staged, is_random, findings, certified, power)
+    checks = sum(finding.name in CHECKS for finding in found)
+    return _Found(staged, is_random, findings, certified, power, checks)
 
 
 def _read(subject: Subject, staged: Staged, is_random: bool) -> list[Finding]:
@@ -239,10 +278,10 @@ def _read(subject: Subject, staged: Staged, is_random: bool) -> list[Finding]:
     evidence = [] if is_random else read_evidence(staged.evaluation)
     return [
         *evidence,
-        *_failures(staged),
-        *_nan_gradients(staged),
-        *_precision(subject),
-        *_wide_ball(subject),
+        *failed_attacks(staged),
+        *nan_gradients_of(staged),
+        *half_precision(subject),
+        *wide_ball(subject),
     ]
 
 
@@ -299,8 +338,11 @@ def _find(
     if kept is not None:
         return kept
     looked_at = subject.standing_first(torch.from_numpy(evaluation.survivors()))
-    found = [_plain(finding) for finding in (*_flags(subject), *diagnose(looked_at, progress=progress))]
-    if folder is not None:
+    found: list[Finding] = []
+    with suppress(OutOfTimeError):
+        found += map(_plain, flags_of(subject))
+        found += map(_plain, diagnose(looked_at, progress=progress))
+    if folder is not None and not time_is_over():
         found_values = [finding.to_dict() for finding in found]
         values = {"identity": identity, "answers": answers, "findings": found_values}
         files.write_json(folder / "findings.json", values)
@@ -360,96 +402,6 @@ def _conclude(
         certified=found.certified,
         power=found.power,
     )
-
-
-def _flags(subject: Subject) -> list[Finding]:
-    """What AutoAttack warns of, each warning a finding.
-
-    The suite has an answer to all but one, so that they are notes: means over passes, logarithms, attacks on members
-    and features, float64, attacks by classes alone. One that takes gradients while it classifies may have others than
-    autograd says: an alarm, which attacks that need none can answer.
-    """
-    checked = subject.images[:_FLAGGED]
-    with forked_generators(checked.device, subject.seed):
-        parts = [
-            examine_as_autoattack(Target(subject.model, len(part), checked.device), part)[1]
-            for part in torch.split(checked, at_once(_FLAGGED))
-        ]
-    doubts = {doubt.kind: doubt for part in reversed(parts) for doubt in part}.values()
-    findings = []
-    for doubt in doubts:
-        evidence = {"images": len(checked)}
-        if doubt.kind == "dynamic":
-            advice = "Attack the optimisation inside the model."
-            found = alarm(doubt.sentence, evidence, advice, kind=doubt.kind)
-        else:
-            found = note(doubt.sentence, evidence, "See which attack broke what.", kind=doubt.kind)
-        name, source = f"autoattack_{doubt.kind}", "Croce & Hein 2020, AutoAttack: flags"
-        findings.append(dataclasses.replace(found, name=name, source=source))
-    return findings
-
-
-def _failures(staged: Staged) -> list[Finding]:
-    """An alarm that names the attacks which could not be made on some images; answered if none of these stands."""
-    failures, undone = staged.evaluation.failures, staged.evaluation.undone
-    if not failures:
-        return []
-    standing = staged.right > 0
-    left = int(standing[np.unique(np.concatenate(list(undone.values())))].sum())
-    whole = [name for name in failures if name not in staged.evaluation.outcomes]
-    claim = (
-        f"{len(failures)} of the attacks could not be made, or not on all images: {', '.join(failures)}. Of these "
-        f"images {left} stand, perhaps for that reason alone."
-    )
-    evidence = {"attacks": dict(failures), "standing": left, "answered": left == 0}
-    advice = "Read why, and mend it if you can: what an attack could not try it could not break."
-    found = alarm(claim, evidence, advice, kind="not_made" if whole else "partly_made")
-    return [dataclasses.replace(found, name="attacks_not_made", source="the suite")]
-
-
-def _nan_gradients(staged: Staged) -> list[Finding]:
-    """An alarm where gradients that the attacks took were in part no numbers, so that pixels stood still.
-
-    A note if that were fewer than one in a hundred; answered if nothing stands.
-    """
-    outcomes = staged.evaluation.outcomes.values()
-    spoiled = sum(int(found.about.get("nan_gradients", 0)) for found in outcomes)
-    if not spoiled:
-        return []
-    taken = sum(int(found.backwards.clip(min=0).sum()) for found in outcomes)
-    claim = f"{spoiled:,} of {taken:,} gradients have entries that are not numbers: pixels that attacks cannot follow."
-    evidence = {"nan_gradients": spoiled, "gradients": taken, "answered": not bool((staged.right > 0).any())}
-    advice = "Find the operation whose derivative is infinite or undefined, such as a root or logarithm at 0."
-    say = alarm if spoiled >= _SPOILED * taken else note
-    found = say(claim, evidence, advice)
-    return [dataclasses.replace(found, name="nan_gradients", kind="nan_gradients", source="the suite")]
-
-
-def _precision(subject: Subject) -> list[Finding]:
-    """A note where the model computes in half precision."""
-    kind = half_precision_of(subject.model)
-    if kind is None:
-        return []
-    name = str(kind).removeprefix("torch.")
-    claim = (
-        f"The model computes in {name}: images are rounded to it on their way in, and gradients may vanish."
-    )
-    advice = "Audit it in float32 too: what only rounding protects is not robust."
-    found = note(claim, {"dtype": name}, advice, kind=name)
-    return [dataclasses.replace(found, name="precision", source="the model")]
-
-
-def _wide_ball(subject: Subject) -> list[Finding]:
-    """A note where the ball around every image holds the grey one, so that nothing could be robust."""
-    wide = grey_radius(subject.norm, subject.images)
-    if subject.eps < wide:
-        return []
-    claim = (
-        f"Within {subject.eps:.4g} of every image lies the grey one: no classifier is robust in such a ball."
-    )
-    advice = f'Lengths are on the [0, 1] scale of pixels: was "{subject.eps:g}/255" meant?'
-    found = note(claim, {"eps": subject.eps, "grey_image_within": wide}, advice)
-    return [dataclasses.replace(found, name="wide_ball", kind="wide_ball", source="the ball")]
 
 
 def _kept_findings(

@@ -6,8 +6,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from ecnn.asking import full_precision
 from ecnn.attacks.draws import forked_generators
-from ecnn.backbones import full_precision
 
 _MOST_PASSES = 10_007  # streams of two seeds do not meet
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from ecnn.asking import full_precision
 from ecnn.attacks.draws import forked_generators
 from ecnn.attacks.views import Aim, Look, WrappedView, find_view
 from ecnn.auditing.soft_calls import (
@@ -39,7 +40,6 @@ from ecnn.auditing.soft_values import (
     soft_sign,
     soft_step,
 )
-from ecnn.backbones import full_precision
 
 _STEPS = ("round", "floor", "ceil", "trunc", "fix", "round_", "floor_", "ceil_", "trunc_")
 _SIGNS = ("sign", "sgn", "heaviside", "sign_")
@@ -75,12 +75,14 @@ class StraightThrough(TorchFunctionMode):
     Args:
         cuts_remainders: x % q has no slope, so that x - x % q has that of x; otherwise it has slope 1.
         leaks: flat parts of ReLU, clamp, sigmoid and tanh have a small slope.
+        stays_flat: rounding and casting keep their own slope, which is 0: then x - round(x) has that of x.
         batch: how many images are classified: what leaves torch in that number is a batch, anything else one image.
         bridges: stand-ins for what leaves torch and comes back in another shape, by `bridge_key`.
         opaque: modules that no gradient comes through, though it looks as if one did.
 
     Attributes:
         replaced: how many calls were given another derivative.
+        rounded: how many of these round or cast.
         crossings: what left torch and came back in another shape: (key, rows before, rows after).
     """
 
@@ -89,14 +91,20 @@ class StraightThrough(TorchFunctionMode):
         *,
         cuts_remainders: bool = True,
         leaks: bool = False,
+        stays_flat: bool = False,
         batch: int = 0,
         bridges: Mapping[str, Callable[[Tensor], Tensor]] | None = None,
         opaque: tuple[nn.Module, ...] = (),
     ) -> None:
         super().__init__()
-        self.cuts_remainders, self.leaks, self.batch = cuts_remainders, leaks, batch
+        self.cuts_remainders, self.leaks, self.stays_flat, self.batch = (
+            cuts_remainders,
+            leaks,
+            stays_flat,
+            batch,
+        )
         self.bridges, self.opaque = dict(bridges or {}), opaque
-        self.replaced = 0
+        self.replaced = self.rounded = 0
         self.crossings: list[tuple[str, Tensor, Tensor]] = []
         self._left: list[Tensor] = []
 
@@ -105,7 +113,7 @@ class StraightThrough(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
-        replacement = self._replacement(_plain_name(name), func, args, kwargs)
+        replacement = self._replacement(plain_name(name), func, args, kwargs)
         if replacement is None:
             return func(*args, **kwargs)
         self.replaced += 1
@@ -127,9 +135,9 @@ class StraightThrough(TorchFunctionMode):
         if name == "where" and not args[0].is_floating_point():
             return None
         first: Tensor = args[0]
-        if name == "searchsorted" and len(args) > 1 and _is_followed(args[1]):
+        if name == "searchsorted" and len(args) > 1 and is_followed(args[1]):
             return lambda: Soft(value=bucket_values(args[1], first)).on(func(*args, **kwargs))
-        if not _is_followed(first):
+        if not is_followed(first):
             return None
         return self._of_floats(name, func, first, args, kwargs)
 
@@ -147,8 +155,10 @@ class StraightThrough(TorchFunctionMode):
             return lambda: first.clone()
         if name in _LEAVING:
             return lambda: self._leave(func, first, args, kwargs)
-        if name in _STEPS or name in _SIGNS:
-            return lambda: _step(name, func, first, args, kwargs)
+        if name in _STEPS:
+            return lambda: _step(func, first, self._rounded(first.clone()), args, kwargs)
+        if name in _SIGNS:
+            return lambda: _step(func, first, soft_sign(first.clone()), args, kwargs)
         if is_whole_quotient(name, kwargs):
             return lambda: pass_gradient(func(*args, **kwargs), first / args[1])
         if name in REMAINDERS and self.cuts_remainders:
@@ -163,12 +173,19 @@ class StraightThrough(TorchFunctionMode):
             return lambda: Soft(value=bucket_values(first, args[1])).on(func(*args, **kwargs))
         if (whole := _whole_type(name, args, kwargs)) is not None:
             hard = func(*args, **kwargs)
-            return lambda: Soft(value=first.clamp(0, 1) if whole is torch.bool else first).on(hard)
+            return lambda: Soft(value=first.clamp(0, 1) if whole is torch.bool else self._rounded(first)).on(
+                hard
+            )
         if name == "quantize_per_tensor":
             return lambda: Soft(value=first).on(func(first.detach(), *args[1:], **kwargs))
         if name in _LEAKY and self.leaks:
             return lambda: _leak(func, first, args, kwargs)
         return None
+
+    def _rounded(self, values: Tensor) -> Tensor:
+        """What stands for rounded values on the way back."""
+        self.rounded += 1
+        return values.detach() + 0 * values if self.stays_flat else values
 
     def ignore(self, *given: Any) -> None:
         """In place of something that would have switched gradients off."""
@@ -260,7 +277,7 @@ def _in_shape(left: Tensor, values: Tensor) -> Tensor | None:
     return None
 
 
-def _plain_name(name: str) -> str:
+def plain_name(name: str) -> str:
     """`__gt__` and `gt` are the same; others keep their underscores."""
     bare = name.strip("_")
     return bare if name.startswith("__") and bare in {*COMPARISONS, *EQUALITIES} else name
@@ -270,7 +287,7 @@ class _NoHandle:
     def remove(self) -> None: ...
 
 
-def _is_followed(value: Any) -> bool:
+def is_followed(value: Any) -> bool:
     """Whether it is a floating tensor that gradients go through."""
     return isinstance(value, Tensor) and value.is_floating_point() and value.requires_grad
 
@@ -281,11 +298,10 @@ def _keep_gradient(values: Tensor) -> Tensor:
     return values
 
 
-def _step(name: str, func: Any, first: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """Rounding passes the gradient as it is, a sign as a tanh; in place if it was asked for in place."""
-    hard, before = func(first.detach().clone(), *args[1:], **kwargs), first.clone()
-    passed = pass_gradient(hard, soft_sign(before) if name in _SIGNS else before)
-    return first.copy_(passed) if is_in_place(name) else passed
+def _step(func: Any, first: Tensor, soft: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """Rounding passes the gradient of what stands for it, a sign that of a tanh; in place if it was asked for so."""
+    passed = pass_gradient(func(first.detach().clone(), *args[1:], **kwargs), soft)
+    return first.copy_(passed) if is_in_place(func.__name__) else passed
 
 
 def _leak(func: Any, first: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:

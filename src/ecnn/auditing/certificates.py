@@ -10,7 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ecnn.attacks.base import check_labels, read_model
+from ecnn.asking import read_model, undisturbed, without_tf32
+from ecnn.attacks.base import check_labels
 from ecnn.attacks.images import at_once
 from ecnn.attacks.norms import NORMS, Norm
 from ecnn.auditing.programs import Program
@@ -24,7 +25,6 @@ from ecnn.auditing.relaxations import (
 )
 from ecnn.auditing.smoothing import Smoothed
 from ecnn.auditing.tracing import UnknownStepError, trace
-from ecnn.backbones import undisturbed, without_tf32
 from ecnn.checks import check_choice, parse_eps
 from ecnn.evaluation.intervals import Interval, wilson_interval
 from ecnn.objectives import predicted_classes

@@ -10,15 +10,15 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ecnn.attacks.base import Attacked, read_model
+from ecnn.asking import read_model, undisturbed, without_tf32
+from ecnn.attacks.base import Attacked
 from ecnn.attacks.draws import forked_generators
 from ecnn.attacks.images import at_once
-from ecnn.attacks.norms import NORMS
+from ecnn.attacks.norms import NORMS, round_to_bytes
 from ecnn.attacks.rays import Neighbours, RaySearch
 from ecnn.auditing.deployed import PROBED, Deployment, Late, find_different, noisy_points, spread_of
 from ecnn.auditing.diagnostics.statistics import TOLERANCE, exceeds
 from ecnn.auditing.subject import Subject
-from ecnn.backbones import undisturbed, without_tf32
 from ecnn.objectives import predicted_classes, score_margin
 
 #: A margin within this share of the spread of the scores is a tie, decided by the order of summation.
@@ -134,7 +134,9 @@ def _broken_when_rounded(
             break
         here = images[left]
         farther = _farther(subject, points[left], here, reach)
-        scores = _scores(deployment, subject, round_points(subject, farther, here))
+        scores = _scores(
+            deployment, subject, round_to_bytes(farther, here, norm=subject.norm, eps=subject.eps)
+        )
         broken[left.cpu().numpy()] = _is_broken(scores, labels[left])
     return broken
 
@@ -180,17 +182,3 @@ def _alone_scores(deployment: Deployment, subject: Subject, points: Tensor) -> T
         return _scores(lonely, subject, points)
     except Exception:  # a batch of one that only these points spoil
         return _scores(deployment, subject, points)
-
-
-def round_points(subject: Subject, points: Tensor, images: Tensor) -> Tensor:
-    """The points as 8-bit images would hold them, still in the ball: what rounding takes out of it is cut off."""
-    norm = NORMS[subject.norm]
-    levels, origin = points * 255, images * 255
-    nearest = levels.round()
-    inward = torch.where(levels > origin, levels.floor(), levels.ceil())
-    limit = subject.eps + norm.rounding(images[0].numel())
-    if norm.is_box:
-        leaves = (nearest / 255 - images).abs() > limit
-    else:
-        leaves = (norm.length((nearest / 255 - images).flatten(1)) > limit)[:, None, None, None]
-    return torch.where(leaves, inward, nearest).clamp(0, 255) / 255

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ecnn.attacks.base import read_model
+from ecnn.asking import copy_model, read_model, undisturbed, without_tf32
 from ecnn.attacks.draws import Draws, forked_generators
 from ecnn.attacks.images import at_once
 from ecnn.attacks.norms import NORMS
@@ -25,7 +25,6 @@ from ecnn.auditing.alone import OneAtATime, can_be_vectorised
 from ecnn.auditing.diagnostics.statistics import TOLERANCE, exceeds
 from ecnn.auditing.findings import Finding, alarm, note
 from ecnn.auditing.subject import Subject
-from ecnn.backbones import copy_model, undisturbed, without_tf32
 from ecnn.objectives import predicted_classes
 
 #: Images that the first questions are about, and how many of them are asked about one by one.

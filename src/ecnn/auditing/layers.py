@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from ecnn.asking import full_precision
 from ecnn.attacks.images import at_once
 from ecnn.attacks.views import Aim, Look, ScoreView, View
 from ecnn.auditing.adaptive import weigh_members
-from ecnn.backbones import full_precision
 from ecnn.errors import InputError
 
 _MOST_FEATURES = 4096  # of a layer; larger maps are averaged over the image first

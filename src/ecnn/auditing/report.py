@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from torch import nn
+
 from ecnn import files
 from ecnn.auditing.certificates import Certificate, read_certificate
 from ecnn.auditing.findings import Finding
@@ -15,8 +17,10 @@ from ecnn.auditing.power import Power, read_power
 from ecnn.checks import check_choice
 from ecnn.errors import InputError
 from ecnn.evaluation.intervals import Interval
+from ecnn.evaluation.provenance import check_is_of
 
 FORMAT, VERSION = "ecnn-audit", 2
+RESULT = "audit.json"
 #: Of the suite and the diagnostics, raised by hand whenever an audit becomes stronger: then audited values may fall.
 AUDIT_VERSION = 2
 Verdict = Literal["believable", "trustworthy", "not believable", "below minimum", "inconclusive"]
@@ -251,11 +255,21 @@ def _percent(share: float) -> str:
     return f"{100 * share:.1f} %"
 
 
+def find_audit(folder: files.AnyPath, model: nn.Module) -> Audit | None:
+    """The audit of a network that its run folder holds, None where there is none; that of another is an InputError."""
+    path = Path(folder) / RESULT
+    if not files.exists(path):
+        return None
+    found = load_audit(path)
+    check_is_of(path, found.model, model)
+    return found
+
+
 def load_audit(path: str | os.PathLike[str]) -> Audit:
     """What `Audit.save` wrote, or the audit.json of a run folder; anything else is an InputError."""
     source = Path(path)
     if source.is_dir():
-        source = source / "audit.json"
+        source = source / RESULT
     values = files.read_json(source)
     if not isinstance(values, dict) or values.get("format") != FORMAT:
         raise InputError(f"{source} does not hold an audit.")

@@ -8,15 +8,16 @@ from functools import cached_property
 from pathlib import Path
 
 from ecnn.attacks import Attack
+from ecnn.attacks.deadlines import OutOfTimeError, time_is_over
 from ecnn.auditing.budgets import Budget
 from ecnn.auditing.findings import Finding
 from ecnn.auditing.power import FLAT, Turns, has_flattened
-from ecnn.auditing.search import Found
 from ecnn.auditing.stages import Stages, base_name
 from ecnn.auditing.subject import Subject
 from ecnn.auditing.suite import Maker, Surrogates, find_places, without_repeats
 from ecnn.auditing.surrogates import Examples
 from ecnn.auditing.traits import Traits, find_traits
+from ecnn.auditing.trials import Found
 
 _BLIND = ("proven", "passing", "layers", "surrogates", "answers", "relays")
 _WRONG = ("proven", "layers", "surrogates", "answers", "relays")
@@ -39,7 +40,7 @@ _PROVEN = 3
 #: What is made once more, with twice the effort, where nothing is doubted: to see whether it has flattened.
 _ONCE_MORE = {False: "apgd-margin", True: "eot-margin"}
 #: Findings that no attack can answer: the model was not judged as it is deployed, or a proof says otherwise.
-UNANSWERABLE = ("stateful", "copies", "certificate_contradicted")
+UNANSWERABLE = ("stateful", "copies", "certificate_contradicted", "out_of_time")
 
 
 class Responses:
@@ -191,10 +192,13 @@ def take_turns(responses: Responses, stages: Stages, doubts: Iterable[str]) -> T
     images, broken, turn = len(responses.subject.images), None, 0
     useful: set[str] = set()
     doubts = list(doubts)
-    while turn < responses.subject.budget.turns and stages.standing() > 0:
-        turn += 1
+    while turn < responses.subject.budget.turns and stages.standing() > 0 and not time_is_over():
         proven = _proven(stages, images)
-        attacks = responses.attacks(doubts, 2**turn, proven, stages.attacks)
+        try:
+            attacks = responses.attacks(doubts, 2 ** (turn + 1), proven, stages.attacks)
+        except OutOfTimeError:
+            break
+        turn += 1
         attacks = {
             name: attack for name, attack in attacks.items() if not useful or base_name(name) in useful
         }

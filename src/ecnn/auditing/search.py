@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -21,12 +19,11 @@ import torch
 from torch import Tensor, nn
 
 from ecnn import files
-from ecnn.attacks import PGD, Draws
-from ecnn.attacks.draws import forked_generators
-from ecnn.attacks.images import at_once
+from ecnn.asking import copy_model
+from ecnn.attacks import Draws
 from ecnn.attacks.norms import NORMS
-from ecnn.attacks.views import Averaged, View
-from ecnn.auditing.adaptive import MeanAround, ScaledCrossEntropy, gradient_lengths
+from ecnn.attacks.views import View
+from ecnn.auditing.adaptive import MeanAround, gradient_lengths
 from ecnn.auditing.bpda import Passing, can_pass_through
 from ecnn.auditing.layers import Layer, LayerScores, LayerVotes, survey_layers
 from ecnn.auditing.opaque import (
@@ -42,183 +39,12 @@ from ecnn.auditing.opaque import (
     fit_image_bridge,
 )
 from ecnn.auditing.subject import Subject
-from ecnn.backbones import copy_model, full_precision
+from ecnn.auditing.trials import STEPS, TRIAL_PASSES, Found, Scene, or_else, set_scene, try_views, walk
 from ecnn.errors import InputError
 
-_TRIED, _ASKED = 128, 48  # most images for the usual attacks, and most of those that stand for the search
-_EXAMPLES, _NOISY_AT_ONCE = 256, 32
-_STEPS = 15
-_FEW_STEPS, _KEPT = 8, 10  # the first trial of every view, on half of the images, and how many get the second
 _DIRECT, _READ = 4, 3  # layers with a score per class, and readings of others
-_MOST = 4  # views to attack in earnest
-_TRIAL_PASSES = 4
 _PAIRS = 4
 _INPUTS = 2
-
-
-@dataclass(frozen=True, eq=False, kw_only=True)
-class Scene:
-    """What the search works on.
-
-    Attributes:
-        subject: what is audited.
-        num_classes: of the model.
-        is_random: whether its passes differ.
-        images, labels: some that the usual attacks have left.
-        points: clean, noisy and attacked images, to learn from what the model does.
-        asked: how many images the usual attacks have tried.
-    """
-
-    subject: Subject
-    num_classes: int
-    is_random: bool
-    images: Tensor
-    labels: Tensor
-    points: Tensor
-    asked: int
-
-    @property
-    def model(self) -> nn.Module:
-        return self.subject.model
-
-
-@dataclass(frozen=True, eq=False, kw_only=True)
-class Found:
-    """What the search found.
-
-    Attributes:
-        views: by name, best first, those that broke images which the usual attacks had left.
-        broken: how many images each broke that those before it had left.
-        standing: how many images were searched with.
-        asked: of how many these were left.
-    """
-
-    views: dict[str, View]
-    broken: dict[str, int]
-    standing: int
-    asked: int
-
-    @property
-    def share(self) -> float:
-        """Of the images that stood, how many fell."""
-        return sum(self.broken.values()) / max(1, self.standing)
-
-
-def set_scene(subject: Subject, examples: Tensor, num_classes: int, *, is_random: bool) -> Scene:
-    """Tries the usual attacks on the first images, and gathers what they leave."""
-    tried = _number_tried(subject)
-    images, labels = subject.images[:tried], subject.labels[:tried]
-    views: tuple[str | View, ...] = ("scores", ScaledCrossEntropy())
-    usual = [_walk(subject, view, _STEPS, ends=True) for view in views]
-    ends = [_or_else(partial(_made, subject, attack), images) for attack in usual]
-    right = [_right(subject, part, labels, is_random=is_random) for part in (images, *ends)]
-    standing = torch.stack(right).all(dim=0)
-    rows = standing.nonzero().flatten()[: min(_ASKED, tried // 2)]
-    return Scene(
-        subject=subject,
-        num_classes=num_classes,
-        is_random=is_random,
-        images=images[rows],
-        labels=labels[rows],
-        points=_mixed([examples[:_EXAMPLES], images], ends, subject),
-        asked=len(images),
-    )
-
-
-def _mixed(clean: list[Tensor], ends: list[Tensor], subject: Subject) -> Tensor:
-    """The clean images, a noisy point of the ball around each, and the ends of attacks, in an order by chance.
-
-    Large images are many numbers: each is written to where it stays, and noise is drawn for a few at a time.
-    """
-    norm, count = NORMS[subject.norm], sum(map(len, clean))
-    total = 2 * count + sum(map(len, ends))
-    points = clean[0].new_empty(total, *clean[0].shape[1:])
-    order = torch.randperm(total, generator=torch.Generator().manual_seed(subject.seed))
-    places = order.argsort().to(points.device)
-    given, noisy = torch.cat([places[:count], places[2 * count :]]), places[count : 2 * count]
-    for part, own in zip(
-        (*clean, *ends), torch.split(given, [len(part) for part in (*clean, *ends)]), strict=True
-    ):
-        points[own] = part
-    draws = Draws.of(subject.seed, torch.arange(count, device=points.device))
-    for rows in torch.split(torch.arange(count, device=points.device), _NOISY_AT_ONCE):
-        points[noisy[rows]] = norm.random(points[given[rows]], subject.eps, draws.take(rows))
-    return points
-
-
-def _number_tried(subject: Subject) -> int:
-    return min(_TRIED, 2 * subject.budget.probe_images)
-
-
-def _made(subject: Subject, attack: PGD) -> Tensor:
-    """Where an attack on the first images ends."""
-    tried = _number_tried(subject)
-    images, labels = subject.images[:tried], subject.labels[:tried]
-    return attack.run(subject.model, images, labels, seed=subject.seed).images
-
-
-def _walk(subject: Subject, view: str | View, steps: int, *, passes: int = 1, ends: bool = False) -> PGD:
-    """A short walk; with `ends` it returns where it ends, broken or not."""
-    return PGD(
-        norm=subject.norm,
-        eps=subject.eps,
-        steps=steps,
-        step_size=subject.eps / 4,
-        schedule="cosine",
-        start="image",
-        on=Averaged(view=view, passes=passes) if passes > 1 else view,
-        keep="last" if ends else "best",
-    )
-
-
-def _fallen(scene: Scene, view: View, steps: int, images: int) -> Tensor:
-    """(image,) which of the first images a short walk breaks."""
-    own, labels = scene.images[:images], scene.labels[:images]
-    passes = (_TRIAL_PASSES if steps == _STEPS else _TRIAL_PASSES // 2) if scene.is_random else 1
-    attack = _walk(scene.subject, view, steps, passes=passes, ends=scene.is_random)
-    made = attack.run(scene.model, own, labels, seed=scene.subject.seed)
-    return ~_right(scene.subject, made.images, labels, is_random=True) if scene.is_random else made.success
-
-
-def _right(subject: Subject, images: Tensor, labels: Tensor, *, is_random: bool) -> Tensor:
-    """(batch,) whether most passes give the label."""
-    passes = 2 * _TRIAL_PASSES if is_random else 1
-    with torch.no_grad(), forked_generators(images.device, subject.seed):
-        pieces = torch.split(images, at_once(max(1, len(images))))
-        answers = (
-            torch.cat([full_precision(subject.model(part)).argmax(dim=1) for part in pieces])
-            for _ in range(passes)
-        )
-        right = [classes == labels for classes in answers]
-    return torch.stack(right).double().mean(dim=0) > 0.5
-
-
-def try_views(scene: Scene, views: Mapping[str, View]) -> Found:
-    """Tries every view for a few steps, and takes the best, then the best for what that leaves, and so on."""
-    promising = _try_each(scene, views, _FEW_STEPS, -(-len(scene.labels) // 2))
-    best = sorted(promising, key=lambda name: -int(promising[name].sum()))[:_KEPT]
-    fallen = _try_each(scene, {name: views[name] for name in best}, _STEPS, len(scene.labels))
-    left = torch.ones(len(scene.labels), dtype=torch.bool, device=scene.labels.device)
-    chosen: dict[str, View] = {}
-    broken: dict[str, int] = {}
-    while fallen and len(chosen) < _MOST:
-        counts = {name: int((rows & left).sum()) for name, rows in fallen.items()}
-        name = max(counts, key=lambda one: counts[one])
-        if not counts[name]:
-            break
-        chosen[name], broken[name] = views[name], counts[name]
-        left &= ~fallen.pop(name)
-    return Found(views=chosen, broken=broken, standing=len(scene.labels), asked=scene.asked)
-
-
-def _try_each(scene: Scene, views: Mapping[str, View], steps: int, images: int) -> dict[str, Tensor]:
-    """Which of the first images each view breaks; views that cannot be looked at are left out."""
-    fallen: dict[str, Tensor] = {}
-    for name, view in views.items():
-        # A place that the model passes sometimes only, or a view that breaks what it looks at, may raise anything.
-        with suppress(Exception):
-            fallen[name] = _fallen(scene, view, steps, images)
-    return fallen
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -314,18 +140,23 @@ def search(
     if kept is not None and resume and all(path.exists() for path in kept):
         return _kept(kept, num_classes, subject.eps, subject.images.device)
     known = Known(layers=[], bridges={}, dead=(), inputs=[], fitted={}, can_pass=False)
-    found = Found(views={}, broken={}, standing=0, asked=0)
+    found = Found(views={}, broken={}, ways={}, standing=0, asked=0)
     if not len(subject.images):
         return found
     # A model that remembers what it was asked shall not remember this.
-    subject = dataclasses.replace(subject, model=_or_else(lambda: copy_model(subject.model), subject.model))
+    subject = dataclasses.replace(subject, model=or_else(lambda: copy_model(subject.model), subject.model))
     scene = set_scene(subject, examples, num_classes, is_random=is_random)
     if len(scene.labels):
         known = find_out(scene)
         found = try_views(scene, views_of(known, num_classes, subject.eps))
     if kept is not None:
         files.write_tensors(kept[0], known.tensors(), {"format": "ecnn-search"})
-        counts = {"broken": found.broken, "standing": found.standing, "asked": found.asked}
+        counts = {
+            "broken": found.broken,
+            "ways": found.ways,
+            "standing": found.standing,
+            "asked": found.asked,
+        }
         files.write_json(kept[1], {**counts, "known": known.settings()})
     return found
 
@@ -337,9 +168,14 @@ def _kept(kept: tuple[Path, Path], num_classes: int, eps: float, device: torch.d
         on_device = {name: value.to(device) for name, value in tensors.items()}
         views = views_of(Known.restore(on_device, values["known"]), num_classes, eps)
         broken = {name: int(count) for name, count in values["broken"].items()}
+        ways = {
+            name: tuple((int(site), bool(said)) for site, said in forced)
+            for name, forced in values["ways"].items()
+        }
         return Found(
-            views={name: views[name] for name in broken},
+            views={name: views[name] for name in broken if name not in ways},
             broken=broken,
+            ways=ways,
             standing=int(values["standing"]),
             asked=int(values["asked"]),
         )
@@ -354,16 +190,15 @@ def find_out(scene: Scene) -> Known:
     moved = NORMS[scene.subject.norm].random(
         few, scene.subject.eps, Draws.of(scene.subject.seed, torch.arange(len(few), device=few.device))
     )
-    layers = _or_else(lambda: survey_layers(model, points, scene.num_classes), [])
-    dead = _or_else(lambda: find_dead_modules(model, few, moved), ())
-    bridges = _or_else(lambda: _fit_twice(scene, dead), {})
-    inputs = _or_else(lambda: find_image_inputs(model, few), [])[:_INPUTS]
+    layers = or_else(lambda: survey_layers(model, points, scene.num_classes), [])
+    dead = or_else(lambda: find_dead_modules(model, few, moved), ())
+    bridges = or_else(lambda: _fit_twice(scene, dead), {})
+    inputs = or_else(lambda: find_image_inputs(model, few), [])[:_INPUTS]
     can_pass = can_pass_through(model, few[:4])
     # What stands before a network needs a stand-in only where its own gradient may be hidden.
-    needed = inputs if can_pass or bridges or not _or_else(lambda: _has_gradient(model, few), False) else []
+    needed = inputs if can_pass or bridges or not or_else(lambda: _has_gradient(model, few), False) else []
     fitted = {
-        place.module: _or_else(partial(fit_image_bridge, model, place, points, seed), None)
-        for place in needed
+        place.module: or_else(partial(fit_image_bridge, model, place, points, seed), None) for place in needed
     }
     return Known(
         layers=layers,
@@ -381,14 +216,6 @@ def _has_gradient(model: nn.Module, images: Tensor) -> bool:
     return bool((torch.isfinite(lengths) & (lengths > 0)).all())
 
 
-def _or_else(ask: Callable[[], Any], otherwise: Any) -> Any:
-    """The answer; a model may raise anything when it is asked in a way that it was not made for."""
-    try:
-        return ask()
-    except Exception:
-        return otherwise
-
-
 def _fit_twice(scene: Scene, dead: tuple[str, ...]) -> dict[str, Bridge]:
     """Bridges, fitted again with the points that attacks through the first ones lead to."""
     seed = scene.subject.seed
@@ -396,7 +223,7 @@ def _fit_twice(scene: Scene, dead: tuple[str, ...]) -> dict[str, Bridge]:
     if not bridges:
         return {}
     view = Bridged(view="scores", bridges=bridges, dead=dead)
-    attack = _walk(scene.subject, view, _STEPS, passes=_TRIAL_PASSES if scene.is_random else 1, ends=True)
+    attack = walk(scene.subject, view, STEPS, passes=TRIAL_PASSES if scene.is_random else 1, ends=True)
     made = attack.run(scene.model, scene.images, scene.labels, seed=seed).images
     return fit_bridges(scene.model, torch.cat([scene.points, made, (made + scene.images) / 2]), seed, dead)
 

@@ -10,9 +10,8 @@ from statistics import NormalDist
 import torch
 from torch import Tensor, nn
 
-from ecnn.attacks.base import read_model
+from ecnn.asking import full_precision, read_model, undisturbed
 from ecnn.attacks.draws import forked_generators
-from ecnn.backbones import full_precision, undisturbed
 from ecnn.checks import check_count, check_kind, check_number
 from ecnn.objectives import predicted_classes
 

@@ -38,7 +38,7 @@ CASTS = {
 _LOOKUPS = ("embedding", "__getitem__", "gather", "take_along_dim", "index_select", "take", "select")
 _SCATTERS = ("scatter", "scatter_", "scatter_add", "scatter_add_")
 _UNCHANGED = ("detach", "clone", "contiguous", "cpu", "cuda", "__get__", "requires_grad_", "data")
-_SHAPES = (
+SHAPES = (
     "unsqueeze",
     "squeeze",
     "view",
@@ -90,7 +90,7 @@ def carry(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
         Soft(value=soft_ranks(own.source)).on(ranks if isinstance(ranks, Tensor) else ranks.indices)
         return ranks
     if name == "where" and own is not None:
-        return _where(own.value, *_as_floats(args[1:]), hard=func(*args, **kwargs))
+        return _where(own.value, *as_floats(args[1:]), hard=func(*args, **kwargs))
     if name in ("masked_fill", "masked_fill_") and Soft.of(args[1]) is not None:
         return _fill(name, func, args)
     if name == "__setitem__":
@@ -102,7 +102,7 @@ def carry(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     if name in _LOOKUPS and (index := _index_of(name, args)) is not None:
         return _look_up(name, func, args, kwargs, index)
     if is_in_place(name):
-        return func(first, *_as_floats(args[1:]), **kwargs) if own is None else func(*args, **kwargs)
+        return func(first, *as_floats(args[1:]), **kwargs) if own is None else func(*args, **kwargs)
     hard = func(*args, **kwargs)
     if not isinstance(hard, Tensor):
         return hard
@@ -115,10 +115,10 @@ def carry(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     return Soft(value=value, weights=weights).on(hard)
 
 
-def _as_floats(values: Any) -> Any:
+def as_floats(values: Any) -> Any:
     """The same arguments with floating tensors in place of masks, counts and indices that have companions."""
     if isinstance(values, (tuple, list)):
-        return type(values)(_as_floats(value) for value in values)
+        return type(values)(as_floats(value) for value in values)
     soft = Soft.of(values)
     return values if soft is None else pass_gradient(values.to(soft.value.dtype), soft.value)
 
@@ -151,7 +151,7 @@ def _set_item(func: Any, args: tuple[Any, ...]) -> None:
     first, key, value = args
     soft = Soft.of(key)
     before = first.detach().clone()
-    func(first, key, _as_floats(value) if first.is_floating_point() else value)
+    func(first, key, as_floats(value) if first.is_floating_point() else value)
     if not first.is_floating_point() or (isinstance(value, Tensor) and value.numel() != 1):
         return
     if soft is not None and key.dtype is torch.bool:
@@ -228,7 +228,7 @@ def _carried_weights(
         return None
     if name in _UNCHANGED or (name in ("to", "long", "int", "type") and hard.shape == args[0].shape):
         return own.weights
-    if name not in _SHAPES and not (name == "__getitem__" and not isinstance(args[1], Tensor)):
+    if name not in SHAPES and not (name == "__getitem__" and not isinstance(args[1], Tensor)):
         return None
     parts = [func(part, *args[1:], **kwargs) for part in own.weights.unbind(-1)]
     return torch.stack(parts, dim=-1)
@@ -236,7 +236,7 @@ def _carried_weights(
 
 def _carried_value(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], hard: Tensor) -> Any:
     """The floating stand-in of a call's result."""
-    floats: Any = _as_floats(args)
+    floats: Any = as_floats(args)
     first: Any = floats[0] if floats else None
     other: Any = floats[1] if len(floats) > 1 else None
     first_soft = Soft.of(args[0]) if args else None
@@ -271,5 +271,5 @@ def _carried_value(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str
         return first
     if name == "view" and len(args) == 2 and isinstance(args[1], torch.dtype):
         return first
-    options = {key: _as_floats(value) for key, value in kwargs.items() if key != "dtype"}
+    options = {key: as_floats(value) for key, value in kwargs.items() if key != "dtype"}
     return func(*floats, **options)

@@ -6,6 +6,7 @@ import dataclasses
 import math
 import re
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ecnn.asking import undisturbed
 from ecnn.attacks import Attack
+from ecnn.attacks.deadlines import OutOfTimeError, time_is_over
 from ecnn.attacks.draws import forked_generators
 from ecnn.attacks.images import at_once, per_image
 from ecnn.auditing.confirming import confirm
@@ -25,7 +28,6 @@ from ecnn.auditing.findings import Finding, note, ok
 from ecnn.auditing.power import Power, Turns
 from ecnn.auditing.report import Stage
 from ecnn.auditing.subject import Subject
-from ecnn.backbones import undisturbed
 from ecnn.data import Split
 from ecnn.evaluation import Evaluation, Outcomes, evaluate
 from ecnn.evaluation.batch import batch_seed, check_ball, place, predict
@@ -131,8 +133,23 @@ class Stages:
         raise NotImplementedError
 
     def make_parts(self, parts: Iterable[Mapping[str, Attack]]) -> None:
-        """Makes the attacks of all parts in their order."""
-        self.make({name: attack for part in parts for name, attack in part.items()})
+        """Makes one part after the other, until nothing stands or no time is left.
+
+        What a part would cost to prepare is not spent before it is wanted. The model is asked about clean images in any
+        case.
+        """
+        with suppress(OutOfTimeError):
+            for part in parts:
+                if part or self.evaluation is None:
+                    self._make(part)
+                if time_is_over() or not self.standing():
+                    break
+        if self.evaluation is None:
+            self._make({})
+
+    def _make(self, attacks: Mapping[str, Attack], seed: int | None = None) -> None:
+        """Makes the attacks without asking what they broke."""
+        raise NotImplementedError
 
     def standing(self) -> float:
         """How many images' worth are left."""
@@ -191,20 +208,15 @@ class _Cascade(Stages):
 
     def make(self, attacks: Mapping[str, Attack], *, seed: int | None = None) -> float:
         before = None if self.evaluation is None else self.evaluation.survivors()
-        found = self._evaluate(attacks, seed, cascade=True, watch=self._remember)
-        self.whole = self._confirm(found)
-        made = {name: outcomes for name, outcomes in self.whole.outcomes.items() if outcomes.attacked.any()}
-        self.evaluation = dataclasses.replace(self.whole, outcomes=made)
-        before = found.clean.robust if before is None else before
+        self._make(attacks, seed)
+        assert self.evaluation is not None
+        before = self.evaluation.clean.robust if before is None else before
         return float((before & ~self.evaluation.survivors()).sum())
 
-    def make_parts(self, parts: Iterable[Mapping[str, Attack]]) -> None:
-        """Makes one part after the other, until nothing stands: what the next would cost is not even prepared."""
-        for part in parts:
-            if part or self.evaluation is None:
-                self.make(part)
-            if not self.standing():
-                break
+    def _make(self, attacks: Mapping[str, Attack], seed: int | None = None) -> None:
+        self.whole = self._confirm(self._evaluate(attacks, seed, cascade=True, watch=self._remember))
+        made = {name: outcomes for name, outcomes in self.whole.outcomes.items() if outcomes.attacked.any()}
+        self.evaluation = dataclasses.replace(self.whole, outcomes=made)
 
     def standing(self) -> float:
         assert self.evaluation is not None
@@ -226,7 +238,10 @@ class _Cascade(Stages):
             for name in evaluation.outcomes
             if name in blind and (name in proven or base_name(name) == name)
         ]
-        found_again = self._retry([self.attacks[name] for name in tried], rows)
+        try:
+            found_again = self._retry([self.attacks[name] for name in tried], rows)
+        except OutOfTimeError:
+            rows, found_again = rows[:0], 0
         return Power(
             images=len(fell),
             standing=self.standing(),
@@ -302,7 +317,7 @@ class _Cascade(Stages):
             right=evaluation.survivors().astype(float),
             right_when_clean=clean.robust.astype(float),
             # Where the first attack could not be made, nothing lies between it and the clean images.
-            right_when_plain=outcomes.get(next(iter(self.attacks)), clean).robust.astype(float),
+            right_when_plain=outcomes.get(next(iter(self.attacks), ""), clean).robust.astype(float),
             evaluation=evaluation,
             findings=self._findings(evaluation),
             late=self.late,
@@ -365,11 +380,14 @@ class _MeanOverPasses(Stages):
         self.stages: list[Stage] = []
 
     def make(self, attacks: Mapping[str, Attack], *, seed: int | None = None) -> float:
-        self.names += attacks
         is_first = self.evaluation is None
         before = 0.0 if is_first else float(self._final().sum())
-        self.evaluation = self.whole = self._evaluate(attacks, seed, watch=self._take)
+        self._make(attacks, seed)
         return float(self.clean.sum() - self.left.sum()) if is_first else before - float(self._final().sum())
+
+    def _make(self, attacks: Mapping[str, Attack], seed: int | None = None) -> None:
+        self.names += attacks
+        self.evaluation = self.whole = self._evaluate(attacks, seed, watch=self._take)
 
     def standing(self) -> float:
         return float(self.left.sum())

@@ -34,7 +34,8 @@ from ecnn.auditing.adaptive import (
 from ecnn.auditing.alone import OneAtATime
 from ecnn.auditing.bpda import Passing
 from ecnn.auditing.budgets import Budget, resolve_budget
-from ecnn.auditing.search import Found, search
+from ecnn.auditing.holding import Holding
+from ecnn.auditing.search import search
 from ecnn.auditing.subject import Subject
 from ecnn.auditing.surrogates import (
     Examples,
@@ -49,6 +50,7 @@ from ecnn.auditing.surrogates import (
     train_student,
 )
 from ecnn.auditing.traits import Traits, find_traits, unseen_traits
+from ecnn.auditing.trials import Found
 from ecnn.errors import InputError
 
 PLAIN = "pgd-ce"  # what a usual evaluation would have run
@@ -159,6 +161,14 @@ class Surrogates:
     def features(self) -> Tensor:
         return all_features(self.subject.model, self.examples.images)
 
+    @cached_property
+    def has_features(self) -> bool:
+        """Whether all examples have them: a model may send some images past the layer where others have theirs."""
+        try:
+            return len(self.features) > 0
+        except Exception:  # whatever a model throws that was not made for this
+            return False
+
     def means(self) -> Tensor:
         labels = self.examples.labels
         kept = self._kept(lambda: {"means": class_means(self.features, labels, self.num_classes)}, "means")
@@ -188,14 +198,21 @@ class Surrogates:
 
         return Neighbours(**self._kept(make, "neighbours"))
 
-    def student(self, *, dense: bool = False) -> nn.Module:
+    def student(self, *, dense: bool = False) -> nn.Module | None:
+        """None where the model refuses to be asked: what teaches a student are images that it may never have seen."""
         subject = self.subject
 
         def make() -> dict[str, Tensor]:
             settings = (subject.model, self.examples, self.num_classes, subject.eps, subject.seed)
-            return own_state(train_student(*settings, norm=subject.norm, dense=dense))
+            try:
+                return own_state(train_student(*settings, norm=subject.norm, dense=dense))
+            except torch.cuda.OutOfMemoryError:
+                raise
+            except Exception:  # whatever a model throws that does not like what it sees
+                return {}
 
-        return rebuild_student(self._kept(make, "dense_student" if dense else "student"))
+        kept = self._kept(make, "dense_student" if dense else "student")
+        return rebuild_student(kept) if kept else None
 
     def _kept(self, make: Callable[[], dict[str, Tensor]], name: str) -> dict[str, Tensor]:
         kept: dict[str, Tensor] = once(self.subject, name, lambda: self._made(make, name))
@@ -324,13 +341,15 @@ class Maker:
             attacks[f"found-{name}"] = PGD(on=view, **self.walk)
             if view.has_goals and found.broken[name] >= _DOUBTFUL * found.standing:
                 attacks[f"found-{name}-targets"] = PGD(on=view, targets=self.targets, **self.walk)
+        for name, forced in found.ways.items():
+            attacks[f"found-{name}"] = Holding(forced=forced, **self.auto)
         return attacks
 
     def by_surrogates(self, surrogates: Surrogates, *, imitate: bool, is_random: bool) -> dict[str, Attack]:
         attacks: dict[str, Attack] = {}
         craft = self._craft()
         keep: Any = "last" if is_random else "best"
-        if self.traits.has_features:
+        if self.traits.has_features and surrogates.has_features:
             if not is_random:
                 view = FeatureDistance(means=surrogates.means())
                 targets = min(self.targets, _FEATURE_TARGETS)
@@ -341,7 +360,8 @@ class Maker:
             is_long = self.budget.answers > _FEW_ANSWERS
             if is_long and surrogates.examples.images[0].numel() <= _DENSE:
                 dense = surrogates.student(dense=True)
-                attacks["dense-student"] = Transfer(source=dense, attack=craft, keep=keep)
+                if dense is not None:
+                    attacks["dense-student"] = Transfer(source=dense, attack=craft, keep=keep)
         return attacks
 
     def _craft(self) -> Attack:
@@ -350,7 +370,10 @@ class Maker:
 
     def by_student(self, surrogates: Surrogates, *, is_random: bool) -> dict[str, Attack]:
         keep: Any = "last" if is_random else "best"
-        return {"student": Transfer(source=surrogates.student(), attack=self._craft(), keep=keep)}
+        student = surrogates.student()
+        return (
+            {} if student is None else {"student": Transfer(source=student, attack=self._craft(), keep=keep)}
+        )
 
     def relays(self) -> dict[str, Attack]:
         """Once more from the best point so far."""
@@ -399,8 +422,9 @@ class Maker:
             imitate: begins also where an attack on a student ends.
         """
         known: dict[str, Any] = {} if surrogates is None else {"neighbours": surrogates.neighbours()}
-        if surrogates is not None and imitate:
-            known["starts"] = (Transfer(source=surrogates.student(), attack=self._craft()),)
+        student = surrogates.student() if surrogates is not None and imitate else None
+        if student is not None:
+            known["starts"] = (Transfer(source=student, attack=self._craft()),)
         most = max(self.budget.answers, self.budget.queries)
         few = min(most, max(_FEW_ANSWERS, most // 10))
         if isinstance(self.subject.model, OneAtATime):  # each question costs a pass of its own

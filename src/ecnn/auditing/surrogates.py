@@ -16,11 +16,12 @@ import torch.nn.functional as F  # noqa: N812 the name everybody knows
 from torch import Tensor, nn
 
 from ecnn import files
+from ecnn.asking import full_precision, undisturbed
 from ecnn.attacks import PGD, Draws
+from ecnn.attacks.deadlines import check_time
 from ecnn.attacks.images import at_once
 from ecnn.attacks.norms import Norm
 from ecnn.auditing.adaptive import features_of
-from ecnn.backbones import full_precision, undisturbed
 from ecnn.data import Split
 from ecnn.errors import InputError
 from ecnn.evaluation.batch import place
@@ -76,10 +77,12 @@ def choose_examples(model: nn.Module, split: Split, audited: Tensor) -> Examples
 
 def give_answers(model: nn.Module, images: Tensor) -> Tensor:
     """(image,) the model's classes of the images, batch by batch."""
+    answers = []
     with undisturbed(model), torch.no_grad():
-        return torch.cat(
-            [full_precision(model(part)).argmax(dim=1) for part in torch.split(images, at_once(_BATCH))]
-        )
+        for part in torch.split(images, at_once(_BATCH)):
+            check_time()
+            answers.append(full_precision(model(part)).argmax(dim=1))
+    return torch.cat(answers)
 
 
 def all_features(model: nn.Module, images: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from ecnn.asking import copy_model, full_precision, undisturbed, without_tf32
 from ecnn.attacks.auto import passes_apart
 from ecnn.attacks.images import at_once
 from ecnn.attacks.views import Aim, View
@@ -22,7 +23,6 @@ from ecnn.auditing.adaptive import (
     last_layers,
 )
 from ecnn.auditing.bpda import can_pass_through
-from ecnn.backbones import copy_model, full_precision, undisturbed, without_tf32
 
 _RANDOM = 1e-4  # difference of two passes, relative to the length of the scores
 _TINY = 1e-30  # gradients this short are near the end of float32

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ecnn.backbones import Centre, Mean, ResNet, Trunk, check_images, full_precision
+from ecnn.asking import full_precision
+from ecnn.backbones import Centre, Mean, ResNet, Trunk, check_images
 from ecnn.checks import check_count, check_has, check_number, check_options
 from ecnn.kinds import ModelKind, Published, options_of
 from ecnn.model import MemberDense

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ecnn.backbones import ConvUnit, Mean, ResidualUnit, ResNet, full_precision
+from ecnn.asking import full_precision
+from ecnn.backbones import ConvUnit, Mean, ResidualUnit, ResNet
 from ecnn.baselines.adp import log_mean_probs, sum_of_cross_entropies
 from ecnn.baselines.squeezing import MAX_BITS, reduce_bits
 from ecnn.checks import check_count, check_has

@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F  # noqa: N812 the name everybody knows
 from torch import Tensor, nn
 
-from ecnn.backbones import Centre, Mean, check_images, full_precision, init_he_normal
+from ecnn.asking import full_precision
+from ecnn.backbones import Centre, Mean, check_images, init_he_normal
 from ecnn.checks import check_count
 from ecnn.kinds import ModelKind
 

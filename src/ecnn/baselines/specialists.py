@@ -12,7 +12,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from ecnn.backbones import ResNet, eval_mode, full_precision
+from ecnn.asking import eval_mode, full_precision
+from ecnn.backbones import ResNet
 from ecnn.baselines.adp import Ensemble, log_mean_probs
 from ecnn.checks import check_count, check_has, check_number
 from ecnn.errors import InputError

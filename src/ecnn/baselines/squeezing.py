@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ecnn.backbones import ResNet, eval_mode, full_precision
+from ecnn.asking import eval_mode, full_precision
+from ecnn.backbones import ResNet
 from ecnn.checks import check_count, check_number
 from ecnn.errors import InputError
 from ecnn.kinds import ModelKind, Published, options_of

@@ -13,7 +13,8 @@ import torch
 import torch.nn.functional as F  # noqa: N812 as all of torch's users call it
 from torch import Tensor, nn
 
-from ecnn.backbones import Centre, ConvUnit, Mean, check_images, full_precision
+from ecnn.asking import full_precision
+from ecnn.backbones import Centre, ConvUnit, Mean, check_images
 from ecnn.checks import check_count, check_has, check_number
 from ecnn.codes import CodeMatrix
 from ecnn.decoders import make_decoder

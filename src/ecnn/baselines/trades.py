@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ecnn.backbones import eval_mode, full_precision
+from ecnn.asking import eval_mode, full_precision
 from ecnn.checks import check_count, check_number, parse_eps
 from ecnn.objectives import score_cross_entropy
 

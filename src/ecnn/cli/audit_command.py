@@ -41,6 +41,12 @@ def audit(
     root: options.Root = Path("data"),
     image_size: options.ImageSize = None,
     batch_size: options.BatchSize = None,
+    minutes: Annotated[
+        float | None,
+        typer.Option(
+            help="Search no longer than that; what was not made is named, and --out goes on with it."
+        ),
+    ] = None,
     seed: Annotated[int, typer.Option(help="Same seed, same audit.")] = 0,
     out: Annotated[
         Path | None, typer.Option(help="Keep records, audit.json, audit.md and audit.png there, and resume.")
@@ -54,6 +60,7 @@ def audit(
     """Find the accuracy that is left under attack, and say whether to believe a claimed one."""
     from ecnn import pipeline
     from ecnn.attacks.presets import USUAL_EPS
+    from ecnn.checks import check_number
     from ecnn.spec import AuditTable
 
     if eps is None:
@@ -62,6 +69,8 @@ def audit(
     table = AuditTable(
         norm=norm, eps=eps, claim=claim, min_accuracy=min_accuracy, limit=limit, budget=budget, seed=seed
     )
+    if minutes is not None:
+        check_number("--minutes", minutes)
     with prints_aside():
         opened = pipeline.open_model(
             model, module=module, data=data, root=root, image_size=image_size, device=device
@@ -80,7 +89,13 @@ def audit(
         ecnn.progress_bar("auditing") as progress,
     ):
         found = pipeline.audit_run(
-            made, out=out, resume=resume, batch_size=batch_size, cluster=cluster, progress=progress
+            made,
+            out=out,
+            resume=resume,
+            batch_size=batch_size,
+            cluster=cluster,
+            minutes=minutes,
+            progress=progress,
         )
     typer.echo(json.dumps(found.to_dict()) if as_json else found.markdown(), nl=as_json)
     return found.exit_code

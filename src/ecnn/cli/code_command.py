@@ -85,6 +85,9 @@ def code(
                 progress=progress,
             )
         elapsed = time.monotonic() - started
+    is_cut = elapsed is not None and found.provenance["stopped_by"] == "interrupt"
+    if is_cut:
+        out, plot = _beside(out), _beside(plot)
     if out:
         found.save(out)
     if plot:
@@ -92,11 +95,18 @@ def code(
     typer.echo(
         json.dumps(_code_as_json(found, elapsed)) if as_json else _code_as_text(found, elapsed, out, plot)
     )
-    if elapsed is None or found.provenance["stopped_by"] != "interrupt":
+    if not is_cut:
         return 0
     kept = f"kept in {out}: --init {out} goes on from it" if out else "printed: with --out it would be kept"
     typer.echo(f"ecnn: interrupted. The best code so far is {kept}.", err=True)
     return INTERRUPTED
+
+
+def _beside(path: Path | None) -> Path | None:
+    """Where a search that was cut short writes: what a longer one may have left there stays."""
+    if path is None or not path.exists():
+        return path
+    return path.with_name(f"{path.stem}-interrupted{path.suffix}")
 
 
 def _column_weight(text: str) -> Any:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ecnn.checks import printable
 from ecnn.cli.options import Device, JsonFlag, Root, SavedModel
 from ecnn.cli.statuses import MISTAKE
 from ecnn.errors import InputError
@@ -35,6 +36,7 @@ def predict(
     as_csv: Annotated[bool, typer.Option("--csv", help="Print a table with a row per image.")] = False,
 ) -> int:
     """Classify image files: names of the classes, probabilities, margin, distance to the nearest codeword."""
+    from ecnn.baselines import FeatureSqueezing
     from ecnn.predicting import load_classifier
     from ecnn.runs import find_device
 
@@ -49,6 +51,10 @@ def predict(
     else:
         text = _as_csv(found, top) if as_csv else _as_text([entry for entry in found if not entry.error])
         typer.echo(text, nl=False)
+    if isinstance(classifier.model, FeatureSqueezing):
+        typer.echo(
+            "ecnn: its detector was not asked: ecnn.load_model(...).detect(images) does, in Python.", err=True
+        )
     for prediction in found:
         if prediction.error:
             typer.echo(f"ecnn: {prediction.error}", err=True)
@@ -71,16 +77,19 @@ def _reject_distance(text: str, classifier: Classifier, model: str, root: Path) 
 
 def _as_text(found: list[Prediction]) -> str:
     """A line per image: the best class, where the next ones stand, and how sure it is."""
-    width = max((len(prediction.image) for prediction in found), default=0)
+    names = [printable(prediction.image) for prediction in found]
+    width = max(map(len, names), default=0)
     lines = []
-    for prediction in found:
-        guesses = ", ".join(f"{guess.name} {100 * guess.probability:.1f} %" for guess in prediction.guesses)
+    for name, prediction in zip(names, found, strict=True):
+        guesses = ", ".join(
+            f"{printable(guess.name)} {100 * guess.probability:.1f} %" for guess in prediction.guesses
+        )
         facts = [guesses, f"margin {prediction.margin:.2f}"]
         if prediction.distance is not None:
             facts.append(f"distance {prediction.distance:.2f}")
         if prediction.rejected:
             facts.append("REJECTED")
-        lines.append(f"{prediction.image:<{width}}  {'   '.join(facts)}\n")
+        lines.append(f"{name:<{width}}  {'   '.join(facts)}\n")
     return "".join(lines)
 
 

@@ -32,8 +32,8 @@ def train(
     model: Annotated[
         str | None,
         typer.Option(
-            help="ecnn, resnet, adp, tanh_ensemble, independent_ecoc, specialists, feature_squeezing or empir.  "
-            "[default: ecnn]"
+            help="ecnn, resnet, multiscale, adp, tanh_ensemble, independent_ecoc, specialists, feature_squeezing or "
+            "empir.  [default: ecnn]"
         ),
     ] = None,
     code: Annotated[

@@ -7,6 +7,7 @@ import logging
 import tarfile
 import zipfile
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import IO, Any
@@ -156,6 +157,7 @@ def _download(pooch: Any, archive: Archive, root: Path, progress: Progress | Non
     folder = root if archive.unpack else root / archive.folder
     bar = False if progress is None else _Bar(progress, f"downloading {archive.file_name}")
     logger.setLevel(logging.ERROR)  # rooms do not print
+    new = [place for place in (folder, *folder.parents) if not place.exists()]
     try:
         path = pooch.retrieve(
             archive.url,
@@ -164,6 +166,11 @@ def _download(pooch: Any, archive: Archive, root: Path, progress: Progress | Non
             path=folder,
             downloader=pooch.HTTPDownloader(progressbar=bar, chunk_size=2**16, timeout=_TIMEOUT_SECONDS),
         )
+    except BaseException:
+        for place in new:  # a mistyped root leaves no folder behind
+            with suppress(OSError):
+                place.rmdir()
+        raise
     finally:
         logger.setLevel(level)
     if archive.unpack:

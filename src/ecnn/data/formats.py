@@ -27,7 +27,8 @@ if TYPE_CHECKING:
     from PIL import Image
 
 _GREY_MODES = ("1", "L", "LA", "La")
-_DEEP_MODES = ("I", "F")  # also I;16 and its kin: Pillow would clip them, not scale them
+_DEEP_MODES = ("I", "F")  # 32 bits, whose largest value may be anything
+_DEEP_FORMATS = ("PNG", "PPM")  # whose mode "I" has 16 bits
 _CLEAR_MODES = ("LA", "La", "PA", "RGBA", "RGBa")
 _ORIENTATION = 0x0112  # the number of EXIF's entry
 _IDX_HEAD = 4
@@ -231,30 +232,27 @@ def _quietly() -> Iterator[None]:
         yield
 
 
-def decode_image(
-    content: bytes, name: str, *, formats: tuple[str, ...] | None = None, most_pixels: int | None = None
-) -> Image.Image:
-    """The picture that the bytes of an image file hold, grey ("L") or "RGB"; `name` is what sentences call it.
+class TooManyPixels(InputError):  # noqa: N818 what happened, not a fault
+    """An image has more pixels than may be unpacked: `most`."""
 
-    Args:
-        formats: the only ones to try, as Pillow names them; None for all that it knows.
-        most_pixels: more than these are refused before they are unpacked; None for Pillow's own limit.
-    """
+    def __init__(self, name: str, most: int) -> None:
+        super().__init__(f"{name} has more than {most:,} pixels, and no more are read: make it smaller.")
+        self.most = most
+
+
+@contextmanager
+def _in_one_sentence(name: str, most_pixels: int | None = None) -> Iterator[None]:
+    """Whatever Pillow raises of a picture that cannot be used is an InputError, which calls it by this name."""
     from PIL import Image, UnidentifiedImageError
 
     try:
-        with _quietly(), Image.open(io.BytesIO(content), formats=formats) as image:
-            if most_pixels is not None and image.width * image.height > most_pixels:
-                raise InputError(
-                    f"{name} has {image.width} x {image.height} pixels, and at most {most_pixels:,} are allowed."
-                )
-            return plain_image(image, name)
+        with _quietly():
+            yield
     except InputError:
         raise
     except (Image.DecompressionBombWarning, Image.DecompressionBombError) as error:
-        raise InputError(
-            f"{name} is refused: it would unpack to too many pixels ({_first_line(error)})."
-        ) from error
+        most = Image.MAX_IMAGE_PIXELS or 0  # there is one, or nothing would have been raised
+        raise TooManyPixels(name, most if most_pixels is None else min(most, most_pixels)) from error
     except UnidentifiedImageError as error:
         raise InputError(f"{name} cannot be read as an image: it is none, or of an unknown kind.") from error
     # Pillow's decoders raise many kinds of error for damaged files.
@@ -262,22 +260,46 @@ def decode_image(
         raise InputError(f"{name} cannot be read as an image: {_first_line(error)}.") from error
 
 
-def plain_image(image: Image.Image, name: str) -> Image.Image:
-    """The picture as a person sees it, in mode "L" if it is grey, else in "RGB".
+def decode_image(
+    content: bytes, name: str, *, formats: tuple[str, ...] | None = None, most_pixels: int | None = None
+) -> Image.Image:
+    """The picture that the bytes of an image file hold, as `plain_image` gives it; `name` is what sentences call it.
 
-    It is turned as its camera says; what is transparent is laid on white. More than 8 bits per value are refused.
+    Args:
+        formats: the only ones to try, as Pillow names them; None for all that it knows.
+        most_pixels: more than these are refused (TooManyPixels) before they are unpacked; None for Pillow's own limit.
     """
-    if image.mode.startswith(_DEEP_MODES):
-        raise InputError(
-            f"{name} has more than 8 bits per value (mode {image.mode}): convert it to 8 bits first."
-        )
-    mode = "L" if image.mode in _GREY_MODES else "RGB"
-    try:
-        return _on_white(_upright(image)).convert(mode)
-    except ValueError as error:
-        raise InputError(
-            f"{name} is of a kind that cannot be converted to {mode}: {_first_line(error)}."
-        ) from error
+    from PIL import Image
+
+    with (
+        _in_one_sentence(name, most_pixels),
+        Image.open(io.BytesIO(content), formats=formats) as image,
+    ):
+        if most_pixels is not None and image.width * image.height > most_pixels:
+            raise TooManyPixels(name, most_pixels)
+        return plain_image(image, name)
+
+
+def plain_image(image: Image.Image, name: str) -> Image.Image:
+    """The picture as a person sees it, in mode "L" if it is grey, else in "RGB", and nothing else that a file says.
+
+    It is turned as its camera says; what is transparent is laid on white. Of 16 bits per value the upper 8 count, as
+    Pillow has it for colours; 32 bits are refused.
+    """
+    with _in_one_sentence(name):
+        if 0 in image.size:
+            raise InputError(f"{name} has no pixels: its size is {image.width} x {image.height}.")
+        upright = _upright(image)
+        if image.mode.startswith("I;16") or (image.mode == "I" and image.format in _DEEP_FORMATS):
+            return _upper_bits(upright)
+        if image.mode in _DEEP_MODES:
+            raise InputError(
+                f"{name} has 32 bits per value (mode {image.mode}), of which nobody knows the largest: convert it to "
+                "8 bits first."
+            )
+        plain = _on_white(upright).convert("L" if image.mode in _GREY_MODES else "RGB")
+        plain.info = {}  # whoever saw the entry of the camera would turn the picture again
+        return plain
 
 
 def _orientation(image: Image.Image) -> int:
@@ -304,6 +326,15 @@ def _upright(image: Image.Image) -> Image.Image:
     }
     turn = turns.get(_orientation(image))
     return image if turn is None else image.transpose(turn)
+
+
+def _upper_bits(image: Image.Image) -> Image.Image:
+    """A grey picture of 16 bits per value in 8, on white where it is transparent."""
+    from PIL import Image
+
+    values = np.asarray(image)
+    clear = image.info.get("transparency", -1)
+    return Image.fromarray(np.where(values == clear, 255, values >> 8).astype(np.uint8))
 
 
 def _on_white(image: Image.Image) -> Image.Image:

@@ -64,6 +64,17 @@ def softmax(scores: np.ndarray) -> np.ndarray:
     return result
 
 
+def checked_scores(scores: np.ndarray) -> np.ndarray:
+    """(sample, class) the same; InputError unless all are numbers, since the largest of others is no answer."""
+    is_known = np.isfinite(scores).all(axis=1)
+    if not is_known.all():
+        raise InputError(
+            f"row {is_known.argmin()} gets scores that are not finite numbers: its values are too far from those of "
+            "the training."
+        )
+    return scores
+
+
 class ScoringMixin:
     """What both estimators answer alike once the classes have scores."""
 

@@ -17,16 +17,23 @@ from sklearn.utils.validation import check_is_fitted, validate_data
 from torch import Tensor, nn
 
 from ecnn import files
-from ecnn.backbones import DENSE, MOST_OF_ANYTHING, eval_mode
-from ecnn.checks import check_count, check_entries, check_number, check_options, shown
+from ecnn.asking import eval_mode
+from ecnn.backbones import DENSE, MOST_OF_ANYTHING
+from ecnn.checks import check_count, check_entries, check_number, check_options, plain, shown
 from ecnn.codes import CodeMatrix, load_code
 from ecnn.data import Split
 from ecnn.errors import InputError
-from ecnn.estimators.codewords import ScoringMixin, check_several_classes, find_code, mean_distance
+from ecnn.estimators.codewords import (
+    ScoringMixin,
+    check_several_classes,
+    checked_scores,
+    find_code,
+    mean_distance,
+)
 from ecnn.models import build_model, describe_model, objective_of, rebuild_model, resolve_recipe
 from ecnn.recipes import Recipe, auto_recipe
 from ecnn.runs import find_device
-from ecnn.training import fit
+from ecnn.training import TrainingError, fit
 from ecnn.training.checkpoints import load_model_tensors
 from ecnn.training.engine import parameter_groups
 
@@ -93,6 +100,7 @@ class ECNNClassifier(ScoringMixin, ClassifierMixin, BaseEstimator):  # type: ign
 
     def fit(self, X: Any, y: Any) -> Self:
         """Trains on rows X (row, feature) with labels y (row,) and returns itself."""
+        place = find_device(self.device)
         X, y = validate_data(self, X, y, dtype=np.float64)
         check_classification_targets(y)
         self.classes_, labels = np.unique(y, return_inverse=True)
@@ -116,12 +124,10 @@ class ECNNClassifier(ScoringMixin, ClassifierMixin, BaseEstimator):  # type: ign
             _fit_features(network, inputs.float(), targets, recipe, seed)
         else:
             pixels = (255 * inputs.clamp(0, 1)).round().to(torch.uint8)
-            fit(
-                network.to(find_device(self.device)),
-                Split(pixels, targets),
-                val=None,
-                recipe=recipe,
-                seed=seed,
+            fit(network.to(place), Split(pixels, targets), val=None, recipe=recipe, seed=seed)
+        if not all(bool(value.isfinite().all()) for value in network.state_dict().values()):
+            raise TrainingError(
+                f"training diverged: the weights are no longer numbers. Lower lr (now {recipe.lr})."
             )
         self.network_ = network.cpu().double().eval()
         return self
@@ -129,7 +135,7 @@ class ECNNClassifier(ScoringMixin, ClassifierMixin, BaseEstimator):  # type: ign
     def save(self, folder: str | os.PathLike[str]) -> None:
         """Writes config.json and model.safetensors, which `load` reads; no pickle, so that no file can run code.
 
-        A `random_state` that is no whole number is not kept.
+        A save that fails leaves the one before as it was. A `random_state` that is no whole number is not kept.
         """
         check_is_fitted(self)
         files.check_replaceable(folder, _CONFIG, FORMAT, (_CONFIG, _WEIGHTS))
@@ -150,8 +156,8 @@ class ECNNClassifier(ScoringMixin, ClassifierMixin, BaseEstimator):  # type: ign
         tensors = {f"{_NETWORK}{name}": value for name, value in self.network_.state_dict().items()}
         for name in ("offset_", "scale_"):
             tensors[name] = torch.from_numpy(getattr(self, name))
-        files.write_tensors(Path(folder) / _WEIGHTS, tensors, {"format": FORMAT})
-        files.write_json(Path(folder) / _CONFIG, config)
+        weights = files.tensor_bytes(tensors, {"format": FORMAT})
+        files.write_described(folder, (_WEIGHTS, weights), (_CONFIG, config))
 
     @classmethod
     def load(cls, folder: str | os.PathLike[str]) -> Self:
@@ -162,6 +168,7 @@ class ECNNClassifier(ScoringMixin, ClassifierMixin, BaseEstimator):  # type: ign
             raise InputError(f"{path} holds no estimator of this version of ecnn.")
         kinds = {"params": dict, "classes": dict, "n_features_in": int}
         check_entries(str(path), config, {**kinds, "feature_names_in": list[str] | None, "network": dict})
+        files.check_described(path, config, Path(folder) / _WEIGHTS)
         made = cls(**_read_params(str(path), config["params"], cls._get_param_names()))
         made.classes_ = _read_classes(str(path), config["classes"])
         made.n_features_in_ = config["n_features_in"]
@@ -186,12 +193,13 @@ class ECNNClassifier(ScoringMixin, ClassifierMixin, BaseEstimator):  # type: ign
         with eval_mode(self.network_), torch.no_grad():
             scores = torch.cat([self.network_(batch) for batch in torch.split(inputs, _BATCH)])
         agreeing = 2 if self.code_.arity == 2 else 1  # one logit stands for both symbols of a binary task
-        result: np.ndarray = scores.numpy() / (agreeing * mean_distance(self.code_))
-        return result
+        return checked_scores(scores.numpy() / (agreeing * mean_distance(self.code_)))
 
     def _inputs(self, X: np.ndarray) -> Tensor:
         """(row, channel, height, width) what the network takes, in float64."""
-        return torch.from_numpy((X - self.offset_) / self.scale_).reshape(len(X), *self._input_shape())
+        with np.errstate(over="ignore"):  # scores that come of it are refused
+            scaled = (X - self.offset_) / self.scale_
+        return torch.from_numpy(scaled).reshape(len(X), *self._input_shape())
 
     def _input_shape(self) -> tuple[int, int, int]:
         """(channel, height, width), checked against the number of features."""
@@ -203,6 +211,7 @@ class ECNNClassifier(ScoringMixin, ClassifierMixin, BaseEstimator):  # type: ign
             raise InputError(f"image_shape must be (channel, height, width), not {shown(self.image_shape)}.")
         for name, size in zip(("channels", "height", "width"), shape, strict=True):
             check_count(f"image_shape: {name}", size)
+        shape = tuple(map(int, shape))  # NumPy's small ones would overflow
         if math.prod(shape) != self.n_features_in_:
             raise InputError(
                 f"images of {'x'.join(map(str, shape))} have {math.prod(shape)} values, but the rows have "
@@ -218,14 +227,21 @@ class ECNNClassifier(ScoringMixin, ClassifierMixin, BaseEstimator):  # type: ign
     def _find_scale(self, X: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """What is subtracted from a row, and what it is then divided by: (feature,), of images a number."""
         if self.image_shape is None:
-            deviations = X.std(axis=0)
-            return X.mean(axis=0), np.where(deviations > 0, deviations, 1.0)
+            with np.errstate(over="ignore", invalid="ignore"):
+                means, deviations = X.mean(axis=0), X.std(axis=0)
+            is_known = np.isfinite(means) & np.isfinite(deviations)
+            if not is_known.all():
+                raise InputError(
+                    f"feature {is_known.argmin()} has values too large to be standardised: divide them first."
+                )
+            return means, np.where(deviations > 0, deviations, 1.0)
         if self.pixel_range is None:
             low, high = float(X.min()), float(X.max())
         elif isinstance(self.pixel_range, list | tuple) and len(self.pixel_range) == 2:
             low, high = self.pixel_range
             check_number("pixel_range: black", low, least=-math.inf)
             check_number("pixel_range: white", high, least=low, above=True)
+            low, high = float(low), float(high)  # NumPy's small ones would overflow
             if X.min() < low or X.max() > high:
                 raise InputError(
                     f"the values of the images reach from {X.min():g} to {X.max():g}, beyond the pixel_range of "
@@ -233,7 +249,9 @@ class ECNNClassifier(ScoringMixin, ClassifierMixin, BaseEstimator):  # type: ign
                 )
         else:
             raise InputError(f"pixel_range must be (black, white), not {shown(self.pixel_range)}.")
-        return np.array(float(low)), np.array(float(high - low) or 1.0)
+        if not math.isfinite(high - low):
+            raise InputError("the values of the images are too large to be scaled: divide them first.")
+        return np.array(low), np.array(high - low or 1.0)
 
     def _choose_code(self, num_classes: int) -> CodeMatrix:
         if self.code is None:
@@ -279,11 +297,12 @@ class ECNNClassifier(ScoringMixin, ClassifierMixin, BaseEstimator):  # type: ign
         params = self.get_params(deep=False)
         if isinstance(params["code"], CodeMatrix):
             params["code"] = params["code"].to_dict()
+        elif params["code"] is not None:  # a path is no JSON
+            params["code"] = str(params["code"])
         if not isinstance(params["random_state"], int | np.integer):
             params["random_state"] = None
-        return {
-            name: value.item() if isinstance(value, np.generic) else value for name, value in params.items()
-        }
+        params["device"] = str(params["device"])
+        return {name: plain(value) for name, value in params.items()}
 
     def _read_scale(self, tensors: dict[str, Tensor], path: Path) -> tuple[np.ndarray, np.ndarray]:
         size = () if self.image_shape is not None else (self.n_features_in_,)

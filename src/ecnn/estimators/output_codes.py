@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, Self
 
 import numpy as np
+from sklearn import get_config
 from sklearn.base import BaseEstimator, ClassifierMixin, MetaEstimatorMixin, clone
 from sklearn.utils import check_random_state, get_tags
 from sklearn.utils.metadata_routing import MetadataRouter, MethodMapping, process_routing
@@ -12,10 +14,16 @@ from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.parallel import Parallel, delayed
 from sklearn.utils.validation import check_is_fitted, validate_data
 
-from ecnn.checks import check_number
+from ecnn.checks import check_number, shown
 from ecnn.codes import MAX_SYMBOLS, CodeMatrix
 from ecnn.errors import InputError
-from ecnn.estimators.codewords import ScoringMixin, check_several_classes, find_code, mean_distance
+from ecnn.estimators.codewords import (
+    ScoringMixin,
+    check_several_classes,
+    checked_scores,
+    find_code,
+    mean_distance,
+)
 
 # A probability of 0 or 1, which trees give, counts as one mistake in so many.
 _LARGEST_ODDS = 1e3
@@ -53,8 +61,13 @@ class ErrorCorrectingClassifier(ScoringMixin, MetaEstimatorMixin, ClassifierMixi
         """Fits one copy of the estimator per task and returns itself.
 
         Args:
-            fit_params: for the estimators' `fit`, with scikit-learn's metadata routing.
+            fit_params: for the estimators' `fit`, with scikit-learn's metadata routing, which must be enabled.
         """
+        if fit_params and not get_config()["enable_metadata_routing"]:
+            raise InputError(
+                f"{', '.join(fit_params)} reaches the estimators only with scikit-learn's metadata routing: call "
+                "sklearn.set_config(enable_metadata_routing=True), and set_fit_request on the estimator."
+            )
         routed = process_routing(self, "fit", **fit_params)
         check_number("code_size", self.code_size, above=True, most=MAX_SYMBOLS)
         if not any(hasattr(self.estimator, name) for name in ("predict_proba", "decision_function")):
@@ -88,15 +101,20 @@ class ErrorCorrectingClassifier(ScoringMixin, MetaEstimatorMixin, ClassifierMixi
 
     def _choose_code(self, num_classes: int) -> CodeMatrix:
         """A designed code with its codewords in random order."""
-        found = find_code(num_classes, int(num_classes * self.code_size))
+        members, least = int(num_classes * self.code_size), (num_classes - 1).bit_length()
+        if members < least:
+            raise InputError(
+                f"a code_size of {shown(self.code_size)} gives {members} members, and {num_classes} classes need "
+                f"{least}: use {math.ceil(100 * least / num_classes) / 100:g} or more."
+            )
+        found = find_code(num_classes, members)
         order = check_random_state(self.random_state).permutation(num_classes)
         return CodeMatrix(found.symbols[order], provenance=found.provenance)
 
     def _scores(self, X: Any) -> np.ndarray:
         check_is_fitted(self)
         odds = np.stack([_log_odds(member, X) for member in self.estimators_], axis=1)
-        result: np.ndarray = odds @ self.code_.signed.T.astype(np.float64) / (2 * mean_distance(self.code_))
-        return result
+        return checked_scores(odds @ self.code_.signed.T.astype(np.float64) / (2 * mean_distance(self.code_)))
 
 
 def _fit_member(estimator: Any, X: Any, bits: np.ndarray, fit_params: dict[str, Any]) -> Any:

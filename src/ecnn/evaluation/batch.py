@@ -11,10 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from ecnn.asking import read_model, undisturbed
 from ecnn.attacks import Attack
-from ecnn.attacks.base import read_model
 from ecnn.attacks.norms import NORMS
-from ecnn.backbones import undisturbed
 from ecnn.checks import check_count, check_kind
 from ecnn.data import Split
 from ecnn.errors import InputError

@@ -8,9 +8,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from ecnn.asking import undisturbed, without_tf32
 from ecnn.attacks.base import check_batch, check_labels
 from ecnn.attacks.views import member_margins, members_of
-from ecnn.backbones import undisturbed, without_tf32
 from ecnn.errors import InputError
 from ecnn.evaluation.batch import BATCH_SIZE, place
 

@@ -16,12 +16,11 @@ import torch
 from torch import Tensor, nn
 
 from ecnn import files
+from ecnn.asking import read_model, undisturbed, without_tf32
 from ecnn.attacks import NORMS, Attack
-from ecnn.attacks.base import read_model
+from ecnn.attacks.deadlines import NO_TIME, OutOfTimeError, time_is_over
 from ecnn.attacks.draws import forked_generators
 from ecnn.attacks.images import at_most
-from ecnn.backbones import undisturbed, without_tf32
-from ecnn.checks import check_count, check_kind, parse_eps
 from ecnn.data import Split
 from ecnn.errors import InputError
 from ecnn.evaluation.batch import (
@@ -38,6 +37,7 @@ from ecnn.evaluation.batch import (
 )
 from ecnn.evaluation.cluster import RayTasks
 from ecnn.evaluation.inputs import Images, read_images
+from ecnn.evaluation.jobs import Job, plan_jobs
 from ecnn.evaluation.outcomes import Outcomes, join
 from ecnn.evaluation.provenance import Fingerprint, describe, describe_environment, now
 from ecnn.evaluation.readings import check_reading
@@ -111,7 +111,7 @@ def evaluate(
             `cluster`). The batches are the same, and so are the outcomes; smaller ones keep more workers busy.
         progress: called as progress(done, total, note).
     """
-    jobs = _plan(attacks, eps, seed)
+    jobs = plan_jobs(attacks, eps, seed)
     if after is not None:
         check_names([*after.outcomes, *(job.name for job in jobs)])
     if cascade and eps is not None:
@@ -150,17 +150,6 @@ def evaluate(
     return found
 
 
-@dataclass(frozen=True)
-class _Job:
-    """One attack at one radius; attack None is the images as they are."""
-
-    name: str
-    base: str | None
-    eps: float | None
-    attack: Attack | ForeignAttack | None
-    seed: int
-
-
 #: Of what was evaluated last: whoever goes on `after` it need not describe the model and hash the images again.
 _LAST: WeakKeyDictionary[Outcomes, Fingerprint] = WeakKeyDictionary()
 
@@ -169,40 +158,6 @@ def _fingerprint(model: nn.Module, split: Split, after: Evaluation | None) -> Fi
     """Of the model and the images; that of the evaluation before if it is of the same objects."""
     known = None if after is None else _LAST.get(after.clean)
     return known if known is not None and known.is_of(model, split) else Fingerprint(model, split)
-
-
-def _plan(
-    attacks: Mapping[str, Attack | ForeignAttack], eps: Sequence[float | str] | None, seed: int
-) -> list[_Job]:
-    check_count("seed", seed, least=0)
-    check_kind("attacks", attacks, Mapping, 'a table of attacks by name, such as {"pgd": attack}')
-    if isinstance(eps, str) or (eps is not None and not len(eps)):
-        raise InputError(f'eps must be None or a list of radii such as ["2/255", "4/255"], not {eps!r}.')
-    jobs = []
-    for base, attack in attacks.items():
-        if not callable(attack):
-            raise InputError(f"the attack {base!r} cannot be called with (model, images, labels).")
-        if isinstance(attack, type):
-            raise InputError(
-                f"the attack {base!r} is the class {attack.__name__}: make one with its settings."
-            )
-        own = getattr(attack, "eps", None)
-        if eps is None or not _has_eps(attack):
-            radius = parse_eps(own) if isinstance(own, float | int | str) and _has_eps(attack) else None
-            jobs.append(_Job(base, base, radius, attack, int(seed)))
-            continue
-        for value in eps:
-            label = value.strip() if isinstance(value, str) else f"{value:g}"
-            part: Any = dataclasses.replace(attack, eps=value)  # type: ignore[type-var]
-            jobs.append(_Job(f"{base}@{label}", base, parse_eps(value), part, int(seed)))
-    check_names([job.name for job in jobs])
-    return jobs
-
-
-def _has_eps(attack: Any) -> bool:
-    return dataclasses.is_dataclass(attack) and any(
-        entry.name == "eps" and entry.init for entry in dataclasses.fields(attack)
-    )
 
 
 @dataclass(frozen=True)
@@ -217,7 +172,7 @@ class _Answer:
 
 
 def _attempt_there(
-    evaluator: _Evaluator, job: _Job, positions: np.ndarray, about: dict[str, Any], made: int
+    evaluator: _Evaluator, job: Job, positions: np.ndarray, about: dict[str, Any], made: int
 ) -> _Answer:
     """Computes a batch in another process, by an evaluator that was sent there."""
     evaluator.environment = describe_environment(place(evaluator.model, evaluator.chosen[:1][0]).device)
@@ -271,11 +226,11 @@ class _Evaluator:
     def __post_init__(self) -> None:
         self.environment = describe_environment(place(self.model, self.chosen[:1][0]).device)
 
-    def run(self, jobs: Sequence[_Job], before: Evaluation | None) -> Evaluation:
+    def run(self, jobs: Sequence[Job], before: Evaluation | None) -> Evaluation:
         """The clean images once, then every job; in a cascade each on what the ones before it left."""
         everything = np.ones(len(self.chosen), dtype=bool)
         if before is None:
-            before = Evaluation(self._finish(_Job(CLEAN, None, None, None, 0), everything, ()), {})
+            before = Evaluation(self._finish(Job(CLEAN, None, None, None, 0), everything, ()), {})
             right = before.clean.robust
             check_reading(self.model, self.chosen, batch_size=self.batch_size, right=right)
         self.clean = clean = before.clean
@@ -295,7 +250,7 @@ class _Evaluator:
                 self.watch(found, self._attacked_images(job))
         return Evaluation(clean, outcomes, failures, undone)
 
-    def _finish(self, job: _Job, wanted: np.ndarray, after: tuple[str, ...]) -> Outcomes:
+    def _finish(self, job: Job, wanted: np.ndarray, after: tuple[str, ...]) -> Outcomes:
         """The outcomes of a job on the wanted images: what is on the disk, and the rest computed now.
 
         Raises _NotMadeError if it could be made on none of them.
@@ -329,10 +284,10 @@ class _Evaluator:
         self._report(job, wanted, found, is_end=True, is_known=not len(missing))
         return whole.take(whole.index < len(self.chosen))
 
-    def _records(self, job: _Job) -> Records | None:
+    def _records(self, job: Job) -> Records | None:
         return None if self.run_dir is None else Records(self.run_dir, job.name)
 
-    def _describe(self, job: _Job, after: tuple[str, ...]) -> dict[str, Any]:
+    def _describe(self, job: Job, after: tuple[str, ...]) -> dict[str, Any]:
         is_attack = job.attack is not None
         return {
             "attack": describe(job.attack),
@@ -344,7 +299,7 @@ class _Evaluator:
             **({"after": list(after)} if self.cascade and is_attack else {}),
         }
 
-    def _missing(self, job: _Job, wanted: np.ndarray, found: Sequence[Outcomes]) -> np.ndarray:
+    def _missing(self, job: Job, wanted: np.ndarray, found: Sequence[Outcomes]) -> np.ndarray:
         """(n,) positions of the wanted images on which no record says that the attack was run."""
         known = np.concatenate([np.zeros(0, dtype=int), *(part.index[part.attacked] for part in found)])
         records = self._records(job)
@@ -354,7 +309,7 @@ class _Evaluator:
             known = np.setdiff1d(known, np.setdiff1d(needed, records.image_positions()))
         return np.setdiff1d(np.flatnonzero(wanted), known)
 
-    def _leave_alone(self, job: _Job, about: dict[str, Any], found: Sequence[Outcomes]) -> list[Outcomes]:
+    def _leave_alone(self, job: Job, about: dict[str, Any], found: Sequence[Outcomes]) -> list[Outcomes]:
         """Outcomes of the images that the attack was not run on, if there are any: as they were when clean."""
         known = np.concatenate([np.zeros(0, dtype=int), *(part.index for part in found)])
         rest = np.setdiff1d(np.arange(len(self.chosen)), known)
@@ -365,13 +320,13 @@ class _Evaluator:
         return [dataclasses.replace(part, name=job.name, forwards=0 * part.forwards, about=about)]
 
     def _attempt_here(
-        self, job: _Job, batches: Sequence[np.ndarray], about: dict[str, Any]
+        self, job: Job, batches: Sequence[np.ndarray], about: dict[str, Any]
     ) -> Iterator[list[Outcomes]]:
         for positions in batches:
             yield self._attempt(job, positions, about)
 
     def _attempt_elsewhere(
-        self, job: _Job, batches: Sequence[np.ndarray], about: dict[str, Any]
+        self, job: Job, batches: Sequence[np.ndarray], about: dict[str, Any]
     ) -> Iterator[list[Outcomes]]:
         """The same by tasks of the cluster, all batches at once; what is kept is kept here.
 
@@ -397,7 +352,7 @@ class _Evaluator:
             self._keep_answer(job, answer)
             yield answer.parts
 
-    def _keep_answer(self, job: _Job, answer: _Answer) -> None:
+    def _keep_answer(self, job: Job, answer: _Answer) -> None:
         """Keeps what a task found, as `_keep` does with what is found here."""
         records = self._records(job)
         if records is None:
@@ -410,11 +365,16 @@ class _Evaluator:
         for part in answer.parts:
             records.add_part(part)
 
-    def _attempt(self, job: _Job, positions: np.ndarray, about: dict[str, Any]) -> list[Outcomes]:
+    def _attempt(self, job: Job, positions: np.ndarray, about: dict[str, Any]) -> list[Outcomes]:
         """The outcomes of a batch; where the attack cannot be made on all of it, those of its halves.
 
-        An attack that fails on the first few single images, and has never been made, is not tried on the others.
+        An attack that fails on the first few single images, and has never been made, is not tried on the others; nor is
+        one for which there is no time left.
         """
+        if job.attack is not None and self.keep_going and time_is_over():
+            self.undone += positions.tolist()
+            self.reason = NO_TIME
+            return []
         if not self.made and len(self.undone) >= _HOPELESS:
             self.undone += positions.tolist()
             return []
@@ -431,18 +391,18 @@ class _Evaluator:
         halves = np.array_split(positions, 2)
         return [part for half in halves for part in self._attempt(job, half, about)]
 
-    def _craft(self, job: _Job, images: Tensor, labels: Tensor, index: Tensor) -> tuple[Crafted, Tensor]:
+    def _craft(self, job: Job, images: Tensor, labels: Tensor, index: Tensor) -> tuple[Crafted, Tensor]:
         """What the attack makes of a batch, and the scores of that; _NotMadeError if that fails and may."""
         try:
             crafted = run_attack(self.model, job.attack, job.name, images, labels, job.seed, index)
             return crafted, read_model(self.model, crafted.images)
-        except Exception as error:  # whatever a model throws
+        except (Exception, OutOfTimeError) as error:  # whatever a model throws
             if not self.keep_going or job.attack is None:
                 raise
             reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise _NotMadeError(reason)  # outside of the handler, which keeps the tensors of the failure alive
 
-    def _batch(self, job: _Job, positions: np.ndarray, about: dict[str, Any]) -> Outcomes:
+    def _batch(self, job: Job, positions: np.ndarray, about: dict[str, Any]) -> Outcomes:
         started, clock = now(), time.monotonic()
         index = torch.from_numpy(positions)
         images, labels = self.chosen[index]
@@ -488,7 +448,7 @@ class _Evaluator:
         self._keep(job, part, crafted.images)
         return part
 
-    def _keep(self, job: _Job, part: Outcomes, images: Tensor) -> None:
+    def _keep(self, job: Job, part: Outcomes, images: Tensor) -> None:
         """Keeps a finished batch on the disk, and its images, if they are asked for, there or in memory."""
         records = self._records(job)
         rows = np.flatnonzero(part.broken) if self.kept == "broken" else np.arange(len(part))
@@ -501,7 +461,7 @@ class _Evaluator:
         if records is not None:
             records.add_part(part)
 
-    def _attacked_images(self, job: _Job) -> Tensor:
+    def _attacked_images(self, job: Job) -> Tensor:
         """(image, channel, height, width) float32, on the CPU: what the attack made of every chosen image."""
         images, records = self.chosen[:][0].cpu().clone(), self._records(job)
         for index, part in self.memory if records is None else records.image_batches():
@@ -511,7 +471,7 @@ class _Evaluator:
 
     def _report(
         self,
-        job: _Job,
+        job: Job,
         wanted: np.ndarray,
         found: Sequence[Outcomes],
         *,

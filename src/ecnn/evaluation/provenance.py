@@ -11,7 +11,7 @@ import re
 import types
 from collections.abc import Mapping
 from datetime import UTC, datetime
-from pathlib import PurePath
+from pathlib import Path, PurePath
 from typing import Any
 
 import numpy as np
@@ -19,11 +19,11 @@ import torch
 from torch import Tensor, nn
 
 import ecnn
+from ecnn.asking import half_precision_of, read_model, undisturbed, without_tf32
 from ecnn.attacks.auto import passes_apart
-from ecnn.attacks.base import read_model
 from ecnn.attacks.draws import Draws, forked_generators
-from ecnn.backbones import half_precision_of, undisturbed, without_tf32
 from ecnn.data import Split
+from ecnn.errors import InputError
 from ecnn.evaluation.batch import place
 
 _DEPTH = 6
@@ -126,6 +126,20 @@ def describe_model(model: nn.Module) -> dict[str, Any]:
         "sha256": _hash_tensors(state),
         "structure": hashlib.sha256(f"{text}\n{_hash_tensors(buffers)}".encode()).hexdigest(),
     }
+
+
+def check_is_of(path: Path, described: Mapping[str, Any], model: nn.Module) -> None:
+    """Raises InputError if what a file tells was found of another network than this.
+
+    Args:
+        described: the network as the file holds it, see `describe_model`; weights that it does not tell may be any.
+    """
+    mine = describe_model(model)
+    if described.get("sha256", mine["sha256"]) != mine["sha256"]:
+        raise InputError(
+            f"{path} tells of another network than the one in this folder: move it away, and run ecnn audit or ecnn "
+            "evaluate on this one."
+        )
 
 
 def hash_images(split: Split) -> np.ndarray:

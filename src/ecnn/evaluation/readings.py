@@ -9,9 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ecnn.attacks.base import read_model
+from ecnn.asking import read_model, undisturbed, without_tf32
 from ecnn.attacks.draws import forked_generators
-from ecnn.backbones import undisturbed, without_tf32
 from ecnn.data import Split
 from ecnn.errors import InputError
 from ecnn.evaluation.batch import place

@@ -11,10 +11,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from ecnn.asking import undisturbed, without_tf32
 from ecnn.attacks import PGD, Attack
 from ecnn.attacks.draws import forked_generators
 from ecnn.attacks.views import member_margins, members_of
-from ecnn.backbones import undisturbed, without_tf32
 from ecnn.data import Split
 from ecnn.errors import InputError
 from ecnn.evaluation.batch import (

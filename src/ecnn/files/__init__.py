@@ -1,11 +1,12 @@
 """Reading and writing files so that a reader never sees half of one; the only room that writes to the disk."""
 
-from ecnn.files.arrays import read_arrays, read_npz, read_tensors, write_arrays, write_tensors
+from ecnn.files.arrays import read_arrays, read_npz, read_tensors, tensor_bytes, write_arrays, write_tensors
 from ecnn.files.disk import (
     MAX_ARRAY_BYTES,
     MAX_IMAGE_BYTES,
     MAX_JSON_BYTES,
     AnyPath,
+    check_reachable,
     check_writable,
     copy,
     entries,
@@ -22,14 +23,27 @@ from ecnn.files.disk import (
     tidy,
     write_atomically,
     write_text,
+    write_together,
 )
-from ecnn.files.tables import check_replaceable, read_json, read_toml, toml_lines, write_json, write_toml
+from ecnn.files.tables import (
+    check_described,
+    check_replaceable,
+    json_text,
+    read_json,
+    read_toml,
+    toml_lines,
+    write_described,
+    write_json,
+    write_toml,
+)
 
 __all__ = [
     "MAX_ARRAY_BYTES",
     "MAX_IMAGE_BYTES",
     "MAX_JSON_BYTES",
     "AnyPath",
+    "check_described",
+    "check_reachable",
     "check_replaceable",
     "check_writable",
     "copy",
@@ -37,6 +51,7 @@ __all__ = [
     "exists",
     "file_sum",
     "is_folder",
+    "json_text",
     "keep",
     "locked",
     "naming",
@@ -49,12 +64,15 @@ __all__ = [
     "remove",
     "remove_stale",
     "temporary_folder",
+    "tensor_bytes",
     "tidy",
     "toml_lines",
     "write_arrays",
     "write_atomically",
+    "write_described",
     "write_json",
     "write_tensors",
     "write_text",
+    "write_together",
     "write_toml",
 ]

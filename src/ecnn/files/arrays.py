@@ -6,6 +6,7 @@ import hashlib
 import io
 import json
 import math
+import os
 import re
 import struct
 import zipfile
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     import numpy as np
     from torch import Tensor
 
-_MAX_ARRAYS = 1000
+_MAX_ARRAYS, _MAX_HEAD = 1000, 100 * 2**20
 _HEADER, _SUM = "header", "sha256"
 _NO_SUM = 64 * "0"
 _NPY_START = re.compile(
@@ -32,24 +33,35 @@ _NPY_START = re.compile(
 
 
 def write_tensors(path: AnyPath, tensors: dict[str, Tensor], header: dict[str, str]) -> Path:
-    """Writes named tensors as safetensors with a header of strings, all or nothing.
+    """Writes named tensors as safetensors with a header of strings, all or nothing; see `tensor_bytes`."""
+    head, values = _tensor_parts(tensors, header)
+
+    def write(temporary: Path) -> None:
+        with open(temporary, "wb") as file:
+            file.write(head)
+            file.write(values)
+
+    return write_atomically(path, write, durable=True)
+
+
+def tensor_bytes(tensors: dict[str, Tensor], header: dict[str, str]) -> bytes:
+    """Named tensors as a safetensors file with a header of strings.
 
     The header is one entry of the file's metadata, JSON in the order of its keys: same tensors and header, same bytes.
     It holds the SHA-256 of the whole file, computed with zeros in its place.
     """
+    return b"".join(_tensor_parts(tensors, header))
+
+
+def _tensor_parts(tensors: dict[str, Tensor], header: dict[str, str]) -> tuple[bytes, memoryview]:
+    """The same in two parts, the second of which is large and not copied."""
     from safetensors.torch import save
 
     plain = {key: value.detach().cpu().contiguous() for key, value in tensors.items()}
     content = save(plain, {_HEADER: json.dumps({**header, _SUM: _NO_SUM}, sort_keys=True)})
     head = content[: _head_size(content)]
     found = hashlib.sha256(content).hexdigest()
-
-    def write(temporary: Path) -> None:
-        with open(temporary, "wb") as file:
-            file.write(head.replace(_sum_in_file(_NO_SUM), _sum_in_file(found)))
-            file.write(memoryview(content)[len(head) :])
-
-    return write_atomically(path, write, durable=True)
+    return head.replace(_sum_in_file(_NO_SUM), _sum_in_file(found)), memoryview(content)[len(head) :]
 
 
 def _head_size(start: bytes) -> int:
@@ -67,15 +79,19 @@ def read_tensors(path: AnyPath) -> tuple[dict[str, Tensor], dict[str, str]]:
 
     Other programs' files, and ours of before, have none and as header the strings of their metadata.
     """
-    from safetensors import SafetensorError, safe_open
+    from safetensors import SafetensorError
+    from safetensors.torch import load
 
     try:
-        with opened(path, MAX_TENSOR_BYTES) as raw, safe_open(Path(path), framework="pt") as file:
-            metadata = dict(file.metadata() or {})
-            header = json.loads(metadata[_HEADER]) if _HEADER in metadata else metadata
-            if _HEADER in metadata:
-                _check_sum(raw, header.pop(_SUM))
-            return {key: file.get_tensor(key) for key in file.keys()}, header  # noqa: SIM118
+        # Not by name: safetensors takes only names that are UTF-8, and a file that is opened twice may be two.
+        with opened(path, MAX_TENSOR_BYTES) as file:
+            head, metadata = _read_head(file)
+            file.seek(0)
+            content = file.read()
+        header = json.loads(metadata[_HEADER]) if _HEADER in metadata else metadata
+        if _HEADER in metadata:
+            _check_sum(head, content, header.pop(_SUM))
+        return load(content), header
     except InputError:
         raise
     except (SafetensorError, KeyError, ValueError, TypeError, AttributeError, RuntimeError) as error:
@@ -84,13 +100,27 @@ def read_tensors(path: AnyPath) -> tuple[dict[str, Tensor], dict[str, str]]:
         ) from error
 
 
-def _check_sum(file: IO[bytes], expected: str) -> None:
-    """Raises ValueError unless an open safetensors file has this checksum."""
-    start = file.read(8)
+def _read_head(file: IO[bytes]) -> tuple[bytes, dict[str, str]]:
+    """The bytes before the tensors, and the metadata in them; ValueError unless the file has the size they announce.
+
+    So that no memory is asked for before it is known what for.
+    """
+    start, size = file.read(8), os.fstat(file.fileno()).st_size
+    if _head_size(start) > min(size, _MAX_HEAD):
+        raise ValueError("the head is longer than the file, or than any head")
     head = start + file.read(_head_size(start) - 8)
+    described = json.loads(head[8:])
+    metadata = described.pop("__metadata__", {})
+    ends = [int(tensor["data_offsets"][1]) for tensor in described.values()]
+    if len(head) + max(ends, default=0) != size:
+        raise ValueError("the file has not the size it announces")
+    return head, metadata
+
+
+def _check_sum(head: bytes, content: bytes, expected: str) -> None:
+    """Raises ValueError unless the content of a safetensors file has this checksum."""
     found = hashlib.sha256(head.replace(_sum_in_file(expected), _sum_in_file(_NO_SUM)))
-    while piece := file.read(2**20):
-        found.update(piece)
+    found.update(memoryview(content)[len(head) :])
     if found.hexdigest() != expected:
         raise ValueError("the checksum is another")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import functools
 import hashlib
 import os
 import platform
@@ -11,8 +12,8 @@ import stat
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -98,6 +99,33 @@ def write_atomically(path: AnyPath, write: Callable[[Path], object], *, durable:
     file behind, which the next writer in that folder removes. A link stays, and what it leads to is replaced.
     `durable` also waits for the disk, against a loss of power.
     """
+    with _written(path, write, durable) as (temporary, target):
+        os.replace(temporary, target)
+    return Path(path)
+
+
+def write_together(contents: Mapping[Path, bytes]) -> None:
+    """Writes files that belong together; all are on the disk before the first takes its place, in their order.
+
+    A full disk or an exception leaves all of them as they were. A kill can leave the first ones new and the last ones
+    old: let the first hold a checksum of the last, and whoever reads them compare.
+    """
+    with ExitStack() as stack:
+        written = [
+            stack.enter_context(_written(path, functools.partial(_write_bytes, content), durable=True))
+            for path, content in contents.items()
+        ]
+        for temporary, target in written:
+            os.replace(temporary, target)
+
+
+def _write_bytes(content: bytes, path: Path) -> None:
+    path.write_bytes(content)
+
+
+@contextmanager
+def _written(path: AnyPath, write: Callable[[Path], object], durable: bool) -> Iterator[tuple[Path, Path]]:
+    """A temporary file with what is to be at a path, and where that is; gone at the end unless it was moved there."""
     target = _target_of(path)
     _check_not_moved(target)
     with naming(path, "write"):
@@ -112,8 +140,7 @@ def write_atomically(path: AnyPath, write: Callable[[Path], object], *, durable:
             umask = os.umask(0)
             os.umask(umask)
             temporary.chmod(0o666 & ~umask)  # mkstemp makes files that only their owner can read
-            os.replace(temporary, target)
-    return Path(path)
+            yield temporary, target
 
 
 def is_folder(path: AnyPath) -> bool:
@@ -130,6 +157,16 @@ def exists(path: AnyPath) -> bool:
         return Path(path).exists()
     except (OSError, ValueError):
         return False
+
+
+def check_reachable(path: AnyPath) -> None:
+    """Raises InputError if a folder on the way there may not be looked into; whether anything is there is not asked."""
+    try:
+        os.stat(path)
+    except PermissionError as error:
+        raise InputError(f"cannot read {path}: {error.strerror}.") from error
+    except (OSError, ValueError):
+        return
 
 
 def entries(folder: AnyPath) -> list[Path]:
@@ -331,7 +368,13 @@ def remove(path: AnyPath) -> None:
 
 def write_text(path: AnyPath, text: str) -> Path:
     """Writes text as UTF-8, all or nothing."""
-    return write_atomically(path, lambda temporary: temporary.write_bytes(text.encode()))
+    try:
+        content = text.encode()
+    except UnicodeEncodeError as error:
+        raise InputError(
+            f"cannot write {path}: {text[error.start : error.end]!r} in its text is not UTF-8; rename what it names."
+        ) from error
+    return write_atomically(path, functools.partial(_write_bytes, content))
 
 
 def keep(source: AnyPath, target: AnyPath) -> Path:

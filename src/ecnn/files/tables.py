@@ -11,13 +11,26 @@ from pathlib import Path
 from typing import Any
 
 from ecnn.errors import InputError
-from ecnn.files.disk import MAX_JSON_BYTES, AnyPath, exists, read_bytes, write_text
+from ecnn.files.disk import (
+    MAX_JSON_BYTES,
+    AnyPath,
+    exists,
+    file_sum,
+    read_bytes,
+    write_text,
+    write_together,
+)
 
-_SUM = "sha256"
+_SUM, _WEIGHTS_SUM = "sha256", "weights_sha256"
 
 
 def write_json(path: AnyPath, value: Any) -> Path:
-    """Writes strict JSON (no NaN), all or nothing; lists of numbers stay on one line so that people can read them.
+    """Writes strict JSON, all or nothing; see `json_text`."""
+    return write_text(path, json_text(value))
+
+
+def json_text(value: Any) -> str:
+    """Strict JSON (no NaN); lists of numbers stay on one line so that people can read them.
 
     A table gets an entry "sha256", the checksum of all others, which `read_json` checks and takes away.
     """
@@ -27,7 +40,7 @@ def write_json(path: AnyPath, value: Any) -> Path:
     text = re.sub(
         r"\[\s+([-\d][^\[\]{}\"]*?)\s+\]", lambda found: "[" + re.sub(r"\s+", "", found[1]) + "]", text
     )
-    return write_text(path, text + "\n")
+    return text + "\n"
 
 
 def _sum_of_table(table: Mapping[str, Any]) -> str:
@@ -90,6 +103,41 @@ def check_replaceable(folder: AnyPath, config: str, kind: str, names: Sequence[s
         raise InputError(
             f"{Path(folder) / there[0]} would be replaced, and it is none that was saved in this way: choose another "
             "folder."
+        )
+
+
+def write_described(
+    folder: AnyPath,
+    weights: tuple[str, bytes],
+    config: tuple[str, Mapping[str, Any]],
+    texts: Mapping[str, str] | None = None,
+) -> None:
+    """Writes a file of weights with the JSON that describes it, and texts beside them, as what belongs together.
+
+    The JSON gets an entry "weights_sha256", and the weights come last: what a kill or a full disk leaves is the whole
+    of before, the whole that was to be, or something that `check_described` refuses and the next save replaces.
+
+    Args:
+        weights, config: name and content of each.
+        texts: by the names of their files.
+    """
+    described = {**config[1], _WEIGHTS_SUM: hashlib.sha256(weights[1]).hexdigest()}
+    contents = {config[0]: json_text(described), **(texts or {})}
+    parts = {Path(folder) / name: text.encode() for name, text in contents.items()}
+    write_together({**parts, Path(folder) / weights[0]: weights[1]})
+
+
+def check_described(config: AnyPath, table: Mapping[str, Any], weights: AnyPath) -> None:
+    """Raises InputError unless the weights are those that a JSON file was written with; those of before do not say.
+
+    Args:
+        table: what the file `config` holds.
+    """
+    expected = table.get(_WEIGHTS_SUM)
+    if expected is not None and file_sum(weights) != expected:
+        raise InputError(
+            f"{weights} and {config} do not belong together: a save was cut short, or one of them was replaced; save "
+            "the model again."
         )
 
 

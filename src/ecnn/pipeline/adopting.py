@@ -8,12 +8,12 @@ from typing import Any
 
 from ecnn import files, runs
 from ecnn.auditing import load_audit, resolve_budget
+from ecnn.auditing.report import RESULT
 from ecnn.data import Dataset
 from ecnn.evaluation import Outcomes
 from ecnn.evaluation.records import FOLDER
 from ecnn.experiment import CLEAN
 from ecnn.pipeline.recording import (
-    AUDIT_RESULT,
     RECORD,
     Record,
     answers,
@@ -73,7 +73,7 @@ def _outcomes(twin: Path, asked: Spec) -> Iterator[Path]:
 
 def _audit(twin: Path, asked: Spec, data: Dataset) -> Iterator[Path]:
     """Files of the twin's audit, if it is the one that is asked for."""
-    path = twin / AUDIT_RESULT
+    path = twin / RESULT
     if asked.audit is not None and path.exists() and _is_asked(load_audit(path).to_dict(), asked.audit, data):
         yield from (path.with_suffix(suffix) for suffix in (".md", ".png", ".json"))
 

@@ -72,6 +72,7 @@ def audit_run(
     resume: bool = True,
     batch_size: int | None = None,
     cluster: str | None = None,
+    minutes: float | None = None,
     progress: Progress | None = None,
 ) -> Audit:
     """Audits what was planned.
@@ -79,12 +80,12 @@ def audit_run(
     Args:
         out: where records, audit.json, audit.md and audit.png go; None keeps nothing.
         resume: goes on with what an earlier audit left there.
-        batch_size, cluster: as `ecnn.audit` takes them.
+        batch_size, cluster, minutes: as `ecnn.audit` takes them.
     """
     options: dict[str, Any] = {**asdict(made.table), "limit": made.images, "run_dir": out, "resume": resume}
     del options["data"]  # those are in made.split
     options |= {"classes": made.classes, "attacks": made.attacks, "batch_size": batch_size}
-    options["cluster"] = cluster
+    options |= {"cluster": cluster, "minutes": minutes}
     if out is not None:
         runs.check_same_model(out, made.model)
     lock = nullcontext() if out is None else files.locked(out, "audit")

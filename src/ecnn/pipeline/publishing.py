@@ -11,10 +11,13 @@ from torch import nn
 
 from ecnn import files, runs
 from ecnn.attacks.norms import NORMS
+from ecnn.auditing.report import RESULT
 from ecnn.checks import check_choice, check_count, parse_eps
 from ecnn.codes import CodeMatrix
 from ecnn.data import Split
 from ecnn.errors import InputError
+from ecnn.evaluation.provenance import check_is_of
+from ecnn.evaluation.records import FOLDER
 from ecnn.pipeline.threads import suitable_threads
 from ecnn.pipeline.training import AnyPath, load_test_images
 from ecnn.progress import Milestone, Progress
@@ -64,6 +67,10 @@ def write_report(
         if eps is not None:
             ball = (ball[0], parse_eps(eps, most=NORMS[ball[0]].longest))
         model = runs.load_model(one.source, device=place)
+        if one.audit is not None:
+            check_is_of(one.folder / RESULT, one.audit.model, model)
+        if one.evaluation is not None:
+            check_is_of(one.folder / FOLDER, one.evaluation.clean.about.get("model", {}), model)
         code = getattr(model, "code", None)
         if one.code is None and isinstance(code, CodeMatrix):  # its kind has always the same
             one = dataclasses.replace(one, code=code)

@@ -2,7 +2,8 @@
 
     record.json    spec, parameters, accuracy on all test images, times, attacks, audits and transfer matrices, with
                    their figures; and, once all is there, the hash of what the arm asked for
-    outcomes.npz   of each attack: labels, predictions before and after, and how far the image was moved (L2)
+    outcomes.npz   of each attack: labels, predictions before and after, and how far the image was moved (L2); what
+                   attacks on the same images have in common stands there once
 
 An audit is added to those before it with its version, so that a stronger one replaces no number silently.
 """
@@ -18,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from ecnn import files, runs
-from ecnn.auditing import load_audit
+from ecnn.auditing.report import RESULT, load_audit
 from ecnn.checks import check_entries, check_number, parse_eps
 from ecnn.errors import InputError
 from ecnn.evaluation import Rate
@@ -33,8 +34,9 @@ from ecnn.training.loop import BEST
 RECORD, OUTCOMES = "record.json", "outcomes.npz"
 FORMAT, VERSION = "ecnn-record", 1
 #: In a run folder: the audit, audits by later versions, transfer matrices, outcomes on other images.
-AUDIT_RESULT, AUDITS, TRANSFERS, ELSEWHERE = "audit.json", "audits", "transfers", "on"
+AUDITS, TRANSFERS, ELSEWHERE = "audits", "transfers", "on"
 _COLUMNS = {"label": "uint16", "clean_prediction": "int16", "prediction": "int16", "l2": "float16"}
+_SHARED = ("label", "clean_prediction")
 _AUDIT_KEYS = (
     "verdict", "accuracy", "interval", "clean_accuracy", "plain_accuracy", "images", "norm", "eps", "budget",
     "seed", "environment",
@@ -87,16 +89,45 @@ def write_record(folder: Path, *, arm: str, asked: Spec, times: dict[str, float]
 
 def save_record(folder: Path, record: Record) -> None:
     """Writes both files, the one that is looked for last."""
-    files.write_arrays(folder / OUTCOMES, record.arrays, {"what": "outcomes of attacks, image by image"})
+    arrays = _without_repeats(record.arrays)
+    files.write_arrays(folder / OUTCOMES, arrays, {"what": "outcomes of attacks, image by image"})
     files.write_json(folder / RECORD, record.facts)
+
+
+def _without_repeats(arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """The columns but those that the longest of their kind begins with; `_with_repeats` has them again."""
+    kept = dict(arrays)
+    for column in _SHARED:
+        longest = _longest(arrays, column)
+        for name, values in arrays.items():
+            is_shared = name.endswith(f".{column}") and name != longest
+            if is_shared and np.array_equal(values, arrays[longest][: len(values)]):
+                del kept[name]
+    return kept
+
+
+def _with_repeats(arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """The columns of every attack; one that is not there is the beginning of the longest of its kind."""
+    whole = dict(arrays)
+    for attack, _, column in (name.rpartition(".") for name in arrays):
+        for shared in _SHARED if column == "prediction" else ():
+            if (longest := _longest(arrays, shared)) and f"{attack}.{shared}" not in arrays:
+                whole[f"{attack}.{shared}"] = arrays[longest][: len(arrays[f"{attack}.prediction"])]
+    return whole
+
+
+def _longest(arrays: Mapping[str, np.ndarray], column: str) -> str:
+    """The name of the longest column of a kind, the first of equals; "" where there is none."""
+    names = [name for name in arrays if name.endswith(f".{column}")]
+    return max(names, key=lambda name: len(arrays[name]), default="")
 
 
 def _audits(folder: Path) -> list[dict[str, Any]]:
     """The audits of an earlier record in their order, then those in the folder that it does not have."""
     before = files.read_json(folder / RECORD) if (folder / RECORD).exists() else {}
     audits = [{**entry, "version": version_of(entry)} for entry in before.get("audits", [])]
-    later = sorted(folder.glob(f"{AUDITS}/*/{AUDIT_RESULT}"), key=lambda path: int(path.parent.name))
-    for path in (folder / AUDIT_RESULT, *later):
+    later = sorted(folder.glob(f"{AUDITS}/*/{RESULT}"), key=lambda path: int(path.parent.name))
+    for path in (folder / RESULT, *later):
         if path.exists():
             found = load_audit(path).to_dict()
             entry = {**{key: found[key] for key in _AUDIT_KEYS}, "version": found["audit_version"]}
@@ -242,4 +273,4 @@ def read_record(folder: Path) -> Record | None:
             raise InputError(
                 f"{folder / OUTCOMES} is damaged: {name!r} is not a column of {dtype or 'outcomes'}."
             )
-    return Record(facts, arrays)
+    return Record(facts, _with_repeats(arrays))

@@ -13,6 +13,7 @@ from typing import Any
 
 from ecnn import files, runs
 from ecnn.auditing import AUDIT_VERSION, load_audit
+from ecnn.auditing.report import RESULT
 from ecnn.errors import InputError
 from ecnn.evaluation import member_transfer
 from ecnn.evaluation.provenance import describe
@@ -22,7 +23,6 @@ from ecnn.pipeline.auditing import PICTURE, audit_run, plan_audit
 from ecnn.pipeline.evaluating import evaluate_run, plan_evaluation
 from ecnn.pipeline.opening import open_model
 from ecnn.pipeline.recording import (
-    AUDIT_RESULT,
     AUDITS,
     TRANSFERS,
     answers,
@@ -147,13 +147,13 @@ def _run_stages(
             with _timed(folder, AUDIT):
                 audit_run(made, out=folder, progress=progress)
         elif not (folder / PICTURE).exists():  # a kill came between the audit and its picture
-            plot_audit(load_audit(folder / AUDIT_RESULT), folder / PICTURE)
+            plot_audit(load_audit(folder / RESULT), folder / PICTURE)
     _write_record(task)
 
 
 def _is_audited(folder: Path, table: AuditTable, images: int) -> bool:
     """Whether the folder holds that audit, by whatever version: a later one is no reason to change a number."""
-    path = folder / AUDIT_RESULT
+    path = folder / RESULT
     return path.exists() and answers(load_audit(path).to_dict(), table, images)
 
 
@@ -209,12 +209,15 @@ def audit_again(
 ) -> bool:
     """Audits a finished run by the present version of the audit, unless its record has that; whether it did.
 
-    The record keeps the values of older versions, and nothing else of it changes.
+    The record keeps the values of older versions, and nothing else of it changes. Where an older version left nothing,
+    a stronger one has nothing to find: that value stands.
     """
     record, table = read_record(task.folder), task.spec.audit
     if record is None or table is None:
         return False
-    if record.audit is not None and version_of(record.audit) >= AUDIT_VERSION:
+    if record.audit is not None and (
+        version_of(record.audit) >= AUDIT_VERSION or record.audit["accuracy"] == 0
+    ):
         return False
     if not task.is_trained():
         raise InputError(

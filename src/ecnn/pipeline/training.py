@@ -18,6 +18,7 @@ from torch import nn
 
 from ecnn import constructions, files, runs
 from ecnn.attacks import ATTACKS, Attack
+from ecnn.auditing.report import RESULT
 from ecnn.baselines import FeatureSqueezing
 from ecnn.checks import check_count, parse_eps
 from ecnn.codes import CodeMatrix, codebook, load_code
@@ -25,6 +26,7 @@ from ecnn.data import NAMES, Dataset, Split, load_adversarial_signs, load_data
 from ecnn.data.loading import find_folder, resolve_root
 from ecnn.errors import InputError
 from ecnn.evaluation.batch import BATCH_SIZE, check_request
+from ecnn.evaluation.records import FOLDER
 from ecnn.kinds import ModelKind
 from ecnn.models import build_model, find_kind, resolve_recipe, spell_out
 from ecnn.pipeline.threads import suitable_threads
@@ -286,6 +288,15 @@ def train_run(
         return _train(made, data, folder, place, resume, compile_parts, progress)
 
 
+def _check_new(folder: Path) -> None:
+    """Raises InputError if a folder that is no run yet holds what was found out of some model."""
+    found = next((name for name in (RESULT, FOLDER) if files.exists(folder / name)), None)
+    if found is not None and not files.exists(folder / runs.SPEC):
+        raise InputError(
+            f"{folder / found} tells of another model, and would be taken for this one's: choose another folder."
+        )
+
+
 def _train(
     made: Plan,
     data: Dataset,
@@ -299,6 +310,7 @@ def _train(
     model = made.model.to(place)
     damaged = runs.damaged_files(folder) if resume else ()
     if _is_first_process():
+        _check_new(folder)
         runs.start_run(folder, made.spec, made.code, data.class_names)
     started = time.monotonic()
     with runs.kept_in(folder, resume=resume), suitable_threads(model, data.train):

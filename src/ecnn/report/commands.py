@@ -11,7 +11,7 @@ from typing import Any
 from ecnn import files
 from ecnn.attacks import ATTACKS
 from ecnn.auditing import BUDGETS, Audit
-from ecnn.checks import is_needed
+from ecnn.checks import eps_text, is_needed, parse_eps
 from ecnn.evaluation import Outcomes
 from ecnn.evaluation.provenance import describe
 from ecnn.report.contents import RunContents, radius_of
@@ -48,7 +48,7 @@ def audit_command(contents: RunContents) -> str:
     """What would audit a run that has not been."""
     norm, eps = radius_of(contents)
     place = contents.source if files.is_folder(contents.source) else f"runs/{contents.source}-audit"
-    return _line("audit", contents.source, "--norm", norm, "--eps", f"{eps:.6g}", "--out", place)
+    return _line("audit", contents.source, "--norm", norm, "--eps", eps_text(eps), "--out", place)
 
 
 def _line(*words: Any) -> str:
@@ -63,7 +63,7 @@ def _evaluate(source: str, found: Outcomes) -> str:
     words: list[Any] = ["evaluate", source, "--attack", kind]
     for name, value in _settings(kind, attack).items():
         if name in _FLAGS:
-            words += [f"--{name.replace('_', '-')}", value]
+            words += [f"--{name.replace('_', '-')}", eps_text(parse_eps(value)) if name == "eps" else value]
         else:
             # TOML writes infinity without quotes, and so do records as text.
             text = value if value in ("inf", "-inf") else json.dumps(value)
@@ -95,7 +95,7 @@ def _settings(kind: str, attack: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _audit(source: str, audit: Audit) -> str:
-    words: list[Any] = ["audit", source, "--norm", audit.norm, "--eps", audit.eps]
+    words: list[Any] = ["audit", source, "--norm", audit.norm, "--eps", eps_text(audit.eps)]
     if audit.claimed is not None:
         words += ["--claim", audit.claimed]
     if audit.min_accuracy is not None:

@@ -15,16 +15,14 @@ import torch
 from torch import Tensor, nn
 
 from ecnn import files, runs
+from ecnn.asking import read_model, undisturbed
 from ecnn.attacks import APGD, PGD, Attack
-from ecnn.attacks.base import read_model
 from ecnn.attacks.norms import NORMS
 from ecnn.auditing import Audit, load_audit
-from ecnn.auditing.auditor import RESULT as AUDIT_RESULT
-from ecnn.backbones import undisturbed
+from ecnn.auditing.report import RESULT as AUDIT_RESULT
 from ecnn.checks import check_choice, check_entries, parse_eps
 from ecnn.codes import CodeMatrix, load_code
 from ecnn.data import Split
-from ecnn.errors import InputError
 from ecnn.evaluation import (
     Evaluation,
     MemberFlips,
@@ -93,10 +91,6 @@ def read_runs(sources: Sequence[str | os.PathLike[str]]) -> list[RunContents]:
 def read_run(source: str | os.PathLike[str]) -> RunContents:
     """All that the folder of a run, or a shipped model, holds; what it lacks is None or empty."""
     folder = runs.run_folder(source)
-    if not (folder / runs.SPEC).exists():
-        raise InputError(
-            f"{folder} has no {runs.SPEC}, which says what was trained: a report needs a folder that `ecnn train` made."
-        )
     spec, outcomes = runs.read_spec(source), folder / OUTCOMES
     environment = files.read_json(folder / runs.ENVIRONMENT) if (folder / runs.ENVIRONMENT).exists() else {}
     return RunContents(

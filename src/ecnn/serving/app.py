@@ -27,9 +27,9 @@ from ecnn.predicting import check_has_code
 from ecnn.serving import schema
 from ecnn.serving.answers import answer
 from ecnn.serving.attacking import offered, run_attack
-from ecnn.serving.guard import Guard, Refusal, busy
+from ecnn.serving.guard import Guard, Refusal, busy, ending
 from ecnn.serving.limits import Limits
-from ecnn.serving.pictures import read_pictures, to_png
+from ecnn.serving.pictures import read_pictures, to_png, too_many_images
 from ecnn.serving.requests import (
     COMPARED,
     SERVED,
@@ -41,7 +41,7 @@ from ecnn.serving.requests import (
     predict_request,
 )
 from ecnn.serving.subject import Subject
-from ecnn.serving.workers import BatchingWorker, OutOfTime, TimedWorker
+from ecnn.serving.workers import BatchingWorker, Ended, OutOfTime, TimedWorker
 
 PREDICT, ATTACK = "/v1/predict", "/v1/attack"
 _PAGE = {
@@ -75,6 +75,11 @@ class Served:
         """Whether both threads work."""
         return self.batches.is_alive and self.attacks.is_alive
 
+    def end(self) -> None:
+        """Has both threads end, and does not wait for it."""
+        self.batches.end()
+        self.attacks.end()
+
     def close(self) -> None:
         """Ends both threads."""
         self.batches.close()
@@ -106,6 +111,11 @@ class Service:
     async def unpack(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """What the function makes of the arguments, in a thread."""
         return await asyncio.get_running_loop().run_in_executor(self.readers, function, *arguments)
+
+    def end(self) -> None:
+        """Has the threads of all models end, and does not wait for it: an attack stops in the middle."""
+        for served in self.models.values():
+            served.end()
 
     def close(self) -> None:
         """Ends all threads."""
@@ -229,15 +239,22 @@ async def _fields(request: Request, service: Service, files_field: str, *, sever
             415, f"the body should be application/json or multipart/form-data, not {kind[:100] or 'nothing'}."
         )
     entries: list[tuple[str, Any]] = []
-    files = service.limits.images + 1  # one too many is counted, and refused, with the others
-    async with request.form(
-        max_files=files, max_fields=_FIELDS, max_part_size=service.limits.request_bytes
-    ) as form:
-        for name, value in form.multi_items():
-            if isinstance(value, str):
-                entries.append((name, value))
-            else:
-                entries.append((name, (value.filename or "the image", await value.read())))
+    most = service.limits.images if several else 1
+    try:
+        async with request.form(
+            max_files=most, max_fields=_FIELDS, max_part_size=service.limits.request_bytes
+        ) as form:
+            for name, value in form.multi_items():
+                if isinstance(value, str):
+                    entries.append((name, value))
+                else:
+                    entries.append((name, (value.filename or "the image", await value.read())))
+    except StarletteHTTPException as error:
+        if not str(error.detail).startswith("Too many files"):
+            raise
+        if several:
+            raise too_many_images(most) from None
+        raise InputError("an attack takes one image, and the form has more files.") from None
     return parse_form(entries, files_field, several=several)
 
 
@@ -268,6 +285,10 @@ def _add_handlers(app: FastAPI) -> None:
     @app.exception_handler(OutOfTime)
     async def stop(_: Request, error: OutOfTime) -> Response:
         return busy("the attack took longer than it may: ask for fewer steps.").response()
+
+    @app.exception_handler(Ended)
+    async def end(_: Request, error: Ended) -> Response:
+        return ending().response()
 
     @app.exception_handler(StarletteHTTPException)
     async def translate(_: Request, error: HTTPException) -> Response:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ecnn.attacks import ATTACKS, NORMS, Attack
 from ecnn.attacks.attempts import ClimbingAttack
 from ecnn.attacks.views import VIEWS, ScoreView
-from ecnn.checks import check_choice, check_count, check_fields, parse_eps
+from ecnn.checks import check_choice, check_count, check_fields, either, parse_eps
 from ecnn.errors import InputError
 from ecnn.predicting import Classifier, ask_model
 from ecnn.serving.answers import Answer, answer
@@ -65,12 +65,14 @@ class AttackSettings:
 
     def build(self, classifier: Classifier, limits: Limits) -> Attack:
         """The attack; InputError if something is missing, too much, or meant for another attack."""
-        known, effort = attack_options(self.attack), EFFORTS[self.attack]
+        known, effort, views = attack_options(self.attack), EFFORTS[self.attack], _views(self.attack)
         table: dict[str, Any] = {"kind": self.attack, "norm": self.norm, "labels": "predicted"}
-        if self.on != "scores" or "on" in known:
+        if not views and self.on != "scores":
+            raise InputError(f"the attack {self.attack} looks at nothing but the class: leave on out.")
+        if views:
+            if self.on not in views:
+                raise InputError(f"on must be {either(views)} for {self.attack}, not {self.on!r}.")
             table["on"] = self.on
-        if self.eps is not None:
-            table["eps"] = self.eps
         if effort is None and self.steps not in (None, 1):
             raise InputError(f"{self.attack} is one step: leave steps out.")
         if effort is not None:
@@ -78,14 +80,21 @@ class AttackSettings:
                 raise InputError(f"the attack {self.attack} needs steps, from 1 to {limits.attack_steps}.")
             check_count("steps", self.steps, most=limits.attack_steps)
             table[effort] = self.steps
-        if "eps" in known and self.eps is not None:
-            everything = torch.ones(1, classifier.in_channels, *classifier.image_size)
-            radius = parse_eps(self.eps, most=float(NORMS[self.norm].length(everything)))
+        if "eps" in known:
+            table["eps"] = radius = self._radius(classifier)
             if "step_size" in known:
                 table["step_size"] = _STEP_SHARE * radius / (self.steps or 1)
+        elif self.eps is not None:
+            raise InputError(f"the attack {self.attack} has no radius: leave eps out.")
         if self.attack == "apgd":
             table["loss"] = "margin"
         return make_attack(table)
+
+    def _radius(self, classifier: Classifier) -> float:
+        if self.eps is None:
+            raise InputError(f'the attack {self.attack} needs eps, a radius such as "8/255".')
+        everything = torch.ones(1, classifier.in_channels, *classifier.image_size)
+        return parse_eps(self.eps, most=float(NORMS[self.norm].length(everything)))
 
 
 @dataclass(frozen=True)
@@ -99,8 +108,8 @@ class AttackResult:
         linf, l2, l1: how far the pixels were moved.
         rounded_label, rounded_name: the class of the attacked picture as the PNG has it, in whole 255ths.
         perturbation: a PNG, as base64: mid grey is no change, black and white the largest.
-        forwards, backwards: what it asked of the model, in images.
-        seconds: on the clock.
+        forwards, backwards: what the attack asked of the model, in images.
+        seconds: on the clock, with all that is done for this answer.
     """
 
     success: bool
@@ -134,7 +143,6 @@ def run_attack(
     forwards, backwards = int(found.forwards.sum()), int(found.backwards.sum())
     if not bool(found.success[0]) and attack.has_last_iterate:
         found = dataclasses.replace(attack, keep="last").run(model, pixels, anything, seed=seed)
-        forwards, backwards = forwards + int(found.forwards.sum()), backwards + int(found.backwards.sum())
     attacked = found.images.detach().cpu()
     asked = torch.cat([image, attacked, rounded(attacked)])
     reading = ask_model(model, asked)
@@ -171,12 +179,14 @@ def offered() -> list[dict[str, Any]]:
     """Plain JSON values: every attack with the options that it has, and the names that `on` may have."""
     found = []
     for name, effort in EFFORTS.items():
-        known = attack_options(name)
-        views = [view for view in VIEWS if issubclass(ATTACKS[name], ClimbingAttack) or _has_scores(view)]
-        has = {"has_eps": "eps" in known, "has_steps": effort is not None}
-        found.append({"name": name, **has, "on": views if "on" in known else []})
+        has = {"has_eps": "eps" in attack_options(name), "has_steps": effort is not None}
+        found.append({"name": name, **has, "on": _views(name)})
     return found
 
 
-def _has_scores(view: str) -> bool:
-    return isinstance(VIEWS[view], ScoreView)
+def _views(attack: str) -> list[str]:
+    """Names of the places where an attack may look; none for one that does not look."""
+    if "on" not in attack_options(attack):
+        return []
+    climbs = issubclass(ATTACKS[attack], ClimbingAttack)
+    return [name for name, view in VIEWS.items() if climbs or isinstance(view, ScoreView)]

@@ -42,6 +42,11 @@ def busy(sentence: str, status: int = 503) -> Refusal:
     return Refusal(status, sentence, {"retry-after": "1"})
 
 
+def ending() -> Refusal:
+    """The refusal of what was under way when the server was told to end."""
+    return busy("the server is ending.")
+
+
 def is_loopback(host: str) -> bool:
     """Whether only this machine reaches that address."""
     if host.lower() == "localhost":
@@ -71,6 +76,8 @@ class Guard:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
+        if scope["method"] == "HEAD":
+            scope = {**scope, "method": "GET"}  # the server leaves the body out
         has_started = False
 
         async def send_with_headers(message: Message) -> None:
@@ -88,7 +95,10 @@ class Guard:
         try:
             self._check_sender(_headers(scope["headers"]))
             await self._admit(scope, receive, send_with_headers)
-        except Refusal as refusal:
+        except (Refusal, asyncio.CancelledError) as error:
+            refusal = (
+                error if isinstance(error, Refusal) else ending()
+            )  # nothing else cancels a whole request
             if not has_started:
                 await refusal.response()(scope, receive, send_with_headers)
 

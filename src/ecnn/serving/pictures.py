@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ecnn.data.formats import decode_image
+from ecnn.data.formats import TooManyPixels, decode_image
 from ecnn.errors import InputError
 from ecnn.predicting import Classifier
 from ecnn.serving.limits import Limits
@@ -31,23 +31,38 @@ def read_pictures(classifier: Classifier, sources: Sequence[tuple[str, Any]], li
     if not sources:
         raise InputError("a request needs at least one image, and this one has none.")
     if len(sources) > limits.images:
-        raise InputError(f"a request may have {limits.images} images, not {len(sources)}: send several.")
+        raise too_many_images(limits.images)
     left, found = limits.pixels, []
     for name, source in sources:
         name = name[:_LONGEST_NAME]
         if isinstance(source, str):
             source = _from_base64(source, name)
         if isinstance(source, bytes):
-            picture = decode_image(source, name, formats=FORMATS, most_pixels=left)
+            try:
+                picture = decode_image(source, name, formats=FORMATS, most_pixels=left)
+            except TooManyPixels as error:
+                raise _too_many_pixels(name, limits) if error.most == left else error from None
             left -= picture.width * picture.height
             found.append(classifier.read(picture, name))
         else:
             planes = _from_lists(source, name)
             left -= planes.size
             if left < 0:
-                raise InputError(f"the images have more than {limits.pixels:,} pixels together: send fewer.")
+                raise _too_many_pixels(name, limits)
             found.append(classifier.read(planes, name))
     return torch.stack(found)
+
+
+def too_many_images(most: int) -> InputError:
+    """What to raise of a request that has more images than these."""
+    return InputError(f"the request has more images than it may, {most}: send several requests.")
+
+
+def _too_many_pixels(name: str, limits: Limits) -> InputError:
+    return InputError(
+        f"with {name} the request has more than {limits.pixels:,} pixels, and all its images together may have no "
+        "more: send smaller ones, or several requests."
+    )
 
 
 def _from_base64(text: str, name: str) -> bytes:

@@ -45,12 +45,16 @@ class Examples:
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """A model: its classes, its code (class, task) if it has one, the form of its images, its audit if there is one."""
+    """A model: its classes, its code (class, task) if it has one, the form of its images, its audit if there is one.
+
+    `classes` names every score: `num_classes` classes first, then codewords that no class has, if there are any.
+    """
 
     name: str
     kind: str
     data: str
     classes: list[str]
+    num_classes: int
     in_channels: int
     height: int
     width: int

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import ipaddress
+import logging
 import os
 import socket
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 import uvicorn
 
 from ecnn.checks import check_count
 from ecnn.errors import InputError
-from ecnn.serving.app import make_app
+from ecnn.serving.app import Service, make_app
+from ecnn.serving.connections import Connection
 from ecnn.serving.guard import is_loopback
 from ecnn.serving.limits import Limits
 from ecnn.serving.subject import Subject
@@ -41,15 +44,16 @@ def serve(
     check_count("port", port, least=0, most=65535)
     is_local = is_loopback(host)
     app = make_app(subject, limits=limits, only_local=is_local, **options)
+    logging.getLogger("python_multipart").setLevel(logging.CRITICAL)  # whoever sends a bad form is told
     with listen(host, port) as listener:
         if on_ready is not None:
             shown = f"[{host}]" if ":" in host else host
             on_ready(f"http://{shown}:{listener.getsockname()[1]}", is_local)
         config = uvicorn.Config(
             app,
-            http="h11",
+            http=Connection,
             ws="none",
-            lifespan="on",
+            lifespan="off",  # uvicorn that is told twice to end would end it with a traceback
             log_level="error",
             access_log=False,
             server_header=False,
@@ -57,7 +61,22 @@ def serve(
             timeout_keep_alive=_GRACE_SECONDS,
             timeout_graceful_shutdown=_GRACE_SECONDS,
         )
-        uvicorn.Server(config).run(sockets=[listener])
+        try:
+            _Server(config, app.state.service).run(sockets=[listener])
+        finally:
+            app.state.service.close()
+
+
+class _Server(uvicorn.Server):
+    """Ends what is under way as soon as it is told to end."""
+
+    def __init__(self, config: uvicorn.Config, service: Service) -> None:
+        super().__init__(config)
+        self.service = service
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        self.service.end()
+        super().handle_exit(sig, frame)
 
 
 def listen(host: str, port: int) -> socket.socket:

@@ -8,14 +8,12 @@ from typing import Any
 
 import torch
 
-from ecnn import files, runs
+from ecnn import runs
 from ecnn.attacks.views import members_of
-from ecnn.auditing import Audit, AuditSummary, load_audit
+from ecnn.auditing.report import Audit, AuditSummary, find_audit
 from ecnn.data import Split
 from ecnn.errors import InputError
 from ecnn.predicting import Classifier, Reading, ask_model, has_code, load_classifier
-
-AUDIT = "audit.json"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +60,7 @@ class Subject:
             "kind": self.kind,
             "data": self.data,
             "classes": [ours.class_name(label) for label in range(len(found.scores[0]))],
+            "num_classes": len(ours.class_names),
             "in_channels": ours.in_channels,
             "height": ours.image_size[0],
             "width": ours.image_size[1],
@@ -92,8 +91,8 @@ class Subject:
 def load_subject(source: str | os.PathLike[str], *, device: str | torch.device = "cpu") -> Subject:
     """The model of a run folder, or a shipped one by its name, with the audit that the folder holds."""
     folder, spec = runs.run_folder(source), runs.read_spec(source)
-    audit = load_audit(folder) if files.exists(folder / AUDIT) else None
     classifier = load_classifier(source, device=device)
+    audit = find_audit(folder, classifier.model)
     return Subject(classifier, str(source), str(spec.model.get("kind", "ecnn")), spec.data.name, audit)
 
 

@@ -17,11 +17,14 @@ from ecnn.predicting import Reading, ask_model
 
 Work = TypeVar("Work")
 Result = TypeVar("Result")
-_STOP_SECONDS = 5.0
 
 
 class OutOfTime(Exception):  # noqa: N818 what happened, not a fault
     """The time of a request was up before it was answered."""
+
+
+class Ended(Exception):  # noqa: N818 what happened, not a fault
+    """The server ended before a request was answered."""
 
 
 class Worker(Generic[Work, Result]):
@@ -48,15 +51,22 @@ class Worker(Generic[Work, Result]):
         self._queue.put((work, future))
         return future
 
-    def close(self) -> None:
-        """Ends the thread after what it is doing; work that still waits is not done."""
+    def end(self) -> None:
+        """Has the thread end after what it is doing; work that still waits is not done, but `Ended`."""
         self.is_closed = True
         self._queue.put(None)
-        self._thread.join(_STOP_SECONDS)
+
+    def close(self) -> None:
+        """The same, and waits for it: a thread that runs when Python ends can take the process down with it."""
+        self.end()
+        self._thread.join()
 
     def _run(self) -> None:
-        while (first := self._queue.get()) is not None and not self.is_closed:
-            self._serve(first)
+        while (first := self._queue.get()) is not None:
+            if not self.is_closed:
+                self._serve(first)
+            elif first[1].set_running_or_notify_cancel():
+                first[1].set_exception(Ended())
 
     def _serve(self, first: tuple[Work, Future[Result]]) -> None:
         raise NotImplementedError
@@ -116,7 +126,7 @@ class TimedWorker(Worker[Callable[[nn.Module], Any], Any]):
     """Runs functions of a model, one at a time and each until its deadline, on a copy of the model.
 
     The copy asks for the time whenever one of its modules is called, so that an attack that takes too long ends in the
-    middle, with `OutOfTime`.
+    middle, with `OutOfTime`; one that is under way when the server ends, with `Ended`.
 
     Args:
         model: is copied.
@@ -149,5 +159,7 @@ class TimedWorker(Worker[Callable[[nn.Module], Any], Any]):
             future.set_exception(error)
 
     def _check_time(self, *_: Any) -> None:
-        if self.is_closed or time.monotonic() > self._deadline:
+        if self.is_closed:
+            raise Ended
+        if time.monotonic() > self._deadline:
             raise OutOfTime

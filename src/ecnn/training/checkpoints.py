@@ -51,8 +51,16 @@ def load_optimizer(optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor])
 
 def save_checkpoint(path: Path, tensors: dict[str, Tensor], facts: dict[str, Any]) -> None:
     """Writes tensors and JSON facts into one file, all or nothing."""
-    header = {"format": FORMAT, "version": str(VERSION), "facts": json.dumps(facts, allow_nan=False)}
-    files.write_tensors(path, tensors, header)
+    files.write_tensors(path, tensors, _header(facts))
+
+
+def checkpoint_bytes(tensors: dict[str, Tensor], facts: dict[str, Any]) -> bytes:
+    """What `save_checkpoint` writes."""
+    return files.tensor_bytes(tensors, _header(facts))
+
+
+def _header(facts: dict[str, Any]) -> dict[str, str]:
+    return {"format": FORMAT, "version": str(VERSION), "facts": json.dumps(facts, allow_nan=False)}
 
 
 def load_checkpoint(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ecnn.backbones import eval_mode
+from ecnn.asking import eval_mode
 from ecnn.checks import check_array
 from ecnn.cuda_graphs import recording, tuned
 from ecnn.data import Augmentation, Split

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from ecnn import files
-from ecnn.backbones import eval_mode, without_tf32
+from ecnn.asking import eval_mode, without_tf32
 from ecnn.checks import build, check_count, check_entries, check_fields, check_kind
 from ecnn.data import Split
 from ecnn.errors import InputError
@@ -28,6 +28,7 @@ from ecnn.models import describe_model, objective_of, resolve_recipe
 from ecnn.objectives import Objective, predicted_classes
 from ecnn.progress import Milestone, Progress
 from ecnn.recipes import Recipe
+from ecnn.training.alarms import few_steps_alarm, overfitting_alarms, standstill_alarm
 from ecnn.training.checkpoints import (
     load_checkpoint,
     load_model_tensors,
@@ -40,8 +41,6 @@ from ecnn.training.engine import Craft, Engine, craft
 
 LAST, PREVIOUS, BEST, LOG = "last.safetensors", "previous.safetensors", "model.safetensors", "train.jsonl"
 _ROBUST_VAL_IMAGES = 1000
-_FIRST_EPOCHS = 5  # enough for a network that learns at all to leave chance behind
-_FEW_STEPS = 20
 _logger = logging.getLogger("ecnn")
 
 
@@ -414,51 +413,6 @@ def _show_on_board(run_dir: Path, record: dict[str, Any]) -> None:
         for key, value in record.items():
             if key != "epoch":
                 board.add_scalar(key, value, record["epoch"])
-
-
-def few_steps_alarm(steps_per_epoch: int, settings: Recipe) -> str:
-    """A sentence where the whole training is a handful of steps, which nobody means; else nothing."""
-    steps = steps_per_epoch * settings.epochs
-    if steps >= _FEW_STEPS:
-        return ""
-    return (
-        f"training is over after {steps} optimizer steps (epochs: {settings.epochs}, batches of {settings.batch_size} "
-        f"in each: {steps_per_epoch}), too few to learn much: use a smaller batch_size or more epochs."
-    )
-
-
-def standstill_alarm(epochs: list[dict[str, Any]], share: float) -> str:
-    """A sentence where the first epochs have taught the network nothing; else nothing.
-
-    Args:
-        share: of validation images that are right if all get the same answer, at most.
-    """
-    first = [record["val_accuracy"] for record in epochs[:_FIRST_EPOCHS]]
-    if len(epochs) != _FIRST_EPOCHS or max(first) > 1.1 * share:
-        return ""
-    return (
-        f"nothing is learned: after {_FIRST_EPOCHS} epochs the network does no better than one answer for all images "
-        f"({share:.1%} right); another seed, a smaller lr or batch norm may lead away from this start."
-    )
-
-
-def overfitting_alarms(epochs: list[dict[str, Any]]) -> list[str]:
-    """A sentence each where accuracy under attack has collapsed, or has been below its best for some epochs."""
-    robust = [record.get("val_robust_accuracy") for record in epochs]
-    known = [value for value in robust if value is not None]
-    alarms = []
-    if len(known) >= 2 and known[-2] > 0.1 and known[-1] < 0.5 * known[-2]:
-        alarms.append(
-            f"catastrophic overfitting: accuracy under attack fell from {known[-2]:.1%} to {known[-1]:.1%} in epoch "
-            f"{epochs[-1]['epoch']}; use more attack steps or a smaller step_size."
-        )
-    recent = known[-5:]
-    if len(known) > 10 and max(recent) < max(known) - 0.03 and epochs[-1]["loss"] < epochs[-6]["loss"]:
-        alarms.append(
-            "robust overfitting: accuracy under attack has been 3 points below its best for 5 epochs while the "
-            "training loss fell; the best epoch is kept, and fewer epochs or more augmentation would do."
-        )
-    return alarms
 
 
 def _wants_graph(graph: bool | None, device: torch.device) -> bool:

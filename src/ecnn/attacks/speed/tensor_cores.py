@@ -19,7 +19,8 @@ import triton.language as tl
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-_MOST_CHANNELS = 64  # with more, cuDNN's float32 is as fast
+_MOST_CHANNELS = 64  # of a group; with more, cuDNN's float32 is as fast
+_LEAST_GROUPED = 8  # channels of one of several groups; with fewer, most of a tile is padding
 _PLACES, _DEPTH = 128, 16  # of a tile
 _WARPS, _STAGES = 4, 4
 _LARGEST_INDEX = 2**31 - 1
@@ -32,16 +33,17 @@ _known: set[tuple[Any, ...]] = set()
 
 @triton.jit(do_not_specialize=["total"])  # which is another for every batch
 def _convolve(  # type: ignore[no-untyped-def]
-    source,  # (image, y, x, in channel)
+    source,  # (image, y, x, group, in channel)
     outputs,  # of the ReLU whose gradient the source is, as the source; anything when not MASKED
-    weight,  # (tap, in channel, out channel)
-    bias,  # (out channel,); anything when not HAS_BIAS
-    result,  # (image, y, x, out channel)
+    weight,  # (group, tap, in channel, out channel)
+    bias,  # (group, out channel); anything when not HAS_BIAS
+    result,  # (image, y, x, group, out channel)
     total,  # rows of the result: one per image and place
     height,
     width,  # of the result
     source_height,
     source_width,
+    GROUPS: tl.constexpr,
     IN: tl.constexpr,
     OUT: tl.constexpr,
     KERNEL: tl.constexpr,
@@ -55,8 +57,9 @@ def _convolve(  # type: ignore[no-untyped-def]
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
 ):
-    """All channels of ROWS places of the result, as a product over taps and input channels."""
+    """All channels that one group has at ROWS places of the result, as a product over taps and input channels."""
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    group = tl.program_id(1)
     columns = tl.arange(0, COLUMNS)
     x = rows % width
     y = (rows // width) % height
@@ -77,23 +80,24 @@ def _convolve(  # type: ignore[no-untyped-def]
             across = x * STRIDE + tap % KERNEL - PADDING
             inside = (down >= 0) & (across >= 0)
         inside = inside & (down < source_height) & (across < source_width) & (rows < total)
-        places = ((image * source_height + down) * source_width + across)[:, None] * IN + channels[None, :]
+        pixels = (image * source_height + down) * source_width + across
+        places = (pixels * GROUPS + group)[:, None] * IN + channels[None, :]
         known = inside[:, None] & (channels < IN)[None, :]
         values = tl.load(source + places, mask=known, other=0.0)
         if MASKED:
             values = tl.where(tl.load(outputs + places, mask=known, other=0.0) > 0, values, 0.0)
         factors = tl.load(
-            weight + (tap * IN + channels)[:, None] * OUT + columns[None, :],
+            weight + ((group * KERNEL * KERNEL + tap) * IN + channels)[:, None] * OUT + columns[None, :],
             mask=(channels < IN)[:, None] & (columns < OUT)[None, :],
             other=0.0,
         )
         sums = tl.dot(values, factors, sums, input_precision="tf32x3")
     if HAS_BIAS:
-        sums += tl.load(bias + columns, mask=columns < OUT, other=0.0)[None, :]
+        sums += tl.load(bias + group * OUT + columns, mask=columns < OUT, other=0.0)[None, :]
     if RELU:
         sums = tl.maximum(sums, 0.0)
     tl.store(
-        result + rows[:, None] * OUT + columns[None, :],
+        result + (rows * GROUPS + group)[:, None] * OUT + columns[None, :],
         sums,
         mask=(rows < total)[:, None] & (columns < OUT)[None, :],
     )
@@ -155,26 +159,34 @@ class QuickConvolution(nn.Module):
 
     def __init__(self, convolution: nn.Conv2d, *, relu: bool) -> None:
         super().__init__()
-        weight = convolution.weight.detach()
-        self.channels = convolution.out_channels, convolution.in_channels
+        groups = convolution.groups
+        weight = torch.unflatten(
+            convolution.weight.detach(), 0, (groups, -1)
+        )  # (group, out, in, down, across)
+        self.channels = weight.shape[1:3]
         self.shape = {
+            "GROUPS": groups,
             "KERNEL": convolution.kernel_size[0],
             "STRIDE": convolution.stride[0],
             "PADDING": int(convolution.padding[0]),
         }
         self.relu = relu
-        self.forward_weight = weight.permute(2, 3, 1, 0).contiguous()
-        self.backward_weight = weight.permute(2, 3, 0, 1).contiguous()
+        self.forward_weight = weight.permute(0, 3, 4, 2, 1).contiguous()
+        self.backward_weight = weight.permute(0, 3, 4, 1, 2).contiguous()
         self.bias = None if convolution.bias is None else convolution.bias.detach().clone()
 
     @staticmethod
     def fits(convolution: nn.Module) -> bool:
         """Whether the module is a convolution of the kind that is computed here, and narrow enough to gain by it."""
+        if type(convolution) is not nn.Conv2d:
+            return False
+        groups = convolution.groups
+        widths = convolution.in_channels // groups, convolution.out_channels // groups
         return (
-            type(convolution) is nn.Conv2d
+            max(widths) <= _MOST_CHANNELS
+            and (groups == 1 or min(widths) >= _LEAST_GROUPED)
             and convolution.weight.dtype == torch.float32
             and convolution.weight.is_cuda
-            and convolution.groups == 1
             and convolution.dilation == (1, 1)
             and convolution.padding_mode == "zeros"
             and not isinstance(convolution.padding, str)
@@ -182,7 +194,6 @@ class QuickConvolution(nn.Module):
                 len(set(pair)) == 1
                 for pair in (convolution.kernel_size, convolution.stride, convolution.padding)
             )
-            and max(convolution.in_channels, convolution.out_channels) <= _MOST_CHANNELS
         )
 
     def forward(self, maps: Tensor) -> Tensor:
@@ -196,9 +207,10 @@ class QuickConvolution(nn.Module):
         source = source.contiguous(memory_format=torch.channels_last)
         weight = self.backward_weight if transposed else self.forward_weight
         bias = None if transposed else self.bias
-        out_channels = self.channels[1 if transposed else 0]
+        in_channels, out_channels = self.channels if transposed else self.channels[::-1]
+        groups = self.shape["GROUPS"]
         result = torch.empty(
-            (len(source), out_channels, *size),
+            (len(source), groups * out_channels, *size),
             device=source.device,
             dtype=source.dtype,
             memory_format=torch.channels_last,
@@ -209,7 +221,7 @@ class QuickConvolution(nn.Module):
             )  # the batch is halved, as for memory
         columns = max(16, triton.next_power_of_2(out_channels))  # 16 is the least that tensor cores take
         total = len(source) * size[0] * size[1]
-        grid = (triton.cdiv(total, _PLACES),)
+        grid = (triton.cdiv(total, _PLACES), groups)
         options: dict[str, Any] = {
             **self.shape,
             "TRANSPOSED": transposed,
@@ -222,7 +234,7 @@ class QuickConvolution(nn.Module):
             "num_warps": _WARPS,
             "num_stages": _STAGES,
         }
-        options |= {"IN": source.shape[1], "OUT": out_channels}
+        options |= {"IN": in_channels, "OUT": out_channels}
         numbers = (total, *size, *source.shape[2:])
         if self.noted is not None:
             # Triton compiles anew for numbers that are 1 and for those that 16 divides.

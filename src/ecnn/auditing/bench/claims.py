@@ -135,10 +135,12 @@ def false(
     claim: Claim,
     *,
     half: Half = "first",
+    knows: Key | None = None,
     key: Key | None = None,
 ) -> Subject:
     """A model that only looks robust."""
-    return _subject(family, name, why, make, train, claim, honest=False, half=half, key=key)
+    attackers: dict[str, Any] = {"knows": knows, "key": key}
+    return _subject(family, name, why, make, train, claim, honest=False, half=half, **attackers)
 
 
 def honest(
@@ -187,6 +189,7 @@ class Subjects:
         *,
         before: Network | None = None,
         after: Network | None = None,
+        knows: Key | None = None,
         key: Key | None = None,
     ) -> Callable[[AnyNetwork], AnyNetwork]:
         """The decorator of a model that only looks robust, or of the trick that makes it look so.
@@ -194,11 +197,13 @@ class Subjects:
         Args:
             before: makes the network that the trick stands before.
             after: makes the network that it stands after.
+            knows, key: attackers, see `Subject`.
         """
 
         def add(network: AnyNetwork) -> AnyNetwork:
             name, why, make = _read(network, before, after)
-            self.made.append(false(family, name, why, make, train, claim, half=self.half, key=key))
+            attackers: dict[str, Any] = {"knows": knows, "key": key}
+            self.made.append(false(family, name, why, make, train, claim, half=self.half, **attackers))
             return network
 
         return add

@@ -27,7 +27,7 @@ Make = Callable[[Dataset], nn.Module]
 Train = Callable[[nn.Module, Dataset], None]
 #: (model, images, labels, eps) -> the accuracy that is claimed.
 Protocol = Callable[[nn.Module, Tensor, Tensor, float], float]
-#: (model, images, labels, eps) -> points that only somebody who knows a secret finds.
+#: (model, images, labels, eps) -> points that somebody finds who knows the model, or its secret.
 Key = Callable[[nn.Module, Tensor, Tensor, float], Tensor]
 
 
@@ -47,7 +47,8 @@ class Subject:
         claim: what its authors would report.
         protocol: the same in words.
         eps: the Linf radius that the claim is about.
-        key: of a planted secret, which no audit can find: such models are counted apart.
+        knows: an attack made for this model, where opening its tricks is not enough.
+        key: of a planted secret, which no audit can be expected to find: such models are counted apart.
     """
 
     name: str
@@ -60,6 +61,7 @@ class Subject:
     claim: Protocol
     protocol: str
     eps: float = EPS
+    knows: Key | None = None
     key: Key | None = None
 
     @property
@@ -90,7 +92,8 @@ class Subject:
 
     def informed(self, model: nn.Module, images: Tensor, labels: Tensor) -> float:
         """The accuracy that attackers leave who know how the model hides (`informed_accuracy`)."""
-        points = [] if self.key is None else [self.key(model, images, labels, self.eps)]
+        made = [find for find in (self.knows, self.key) if find is not None]
+        points = [find(model, images, labels, self.eps) for find in made]
         with seeded(1):
             return informed_accuracy(model, images, labels, self.eps, points=points)
 

@@ -22,6 +22,9 @@ from ecnn.data import Split
 from ecnn.evaluation.intervals import wilson_interval
 from ecnn.objectives import predicted_classes
 
+#: That an audit of ours may search: models that are asked about one image at a time could take hours.
+_MINUTES = 25
+
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Question:
@@ -131,6 +134,7 @@ def _audited(budget: str) -> Callable[[Question], Answer]:
             claim=question.claim,
             limit=len(question.images),
             budget=budget,
+            minutes=_MINUTES,
         )
         verdicts = {"believable": "believed", "not believable": "flagged"}
         return Answer(
@@ -200,7 +204,11 @@ TOOLS: dict[str, Tool] = {
     tool.name: tool
     for tool in (
         *(
-            Tool(name=f"audit-{budget}", what=f'`ecnn.audit` with budget="{budget}"', run=_audited(budget))
+            Tool(
+                name=f"audit-{budget}",
+                what=f'`ecnn.audit` with budget="{budget}", at most {_MINUTES} minutes',
+                run=_audited(budget),
+            )
             for budget in ("quick", "fast", "standard")
             if budget in BUDGETS
         ),

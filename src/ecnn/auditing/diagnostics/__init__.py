@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from ecnn.attacks.deadlines import OutOfTimeError
 from ecnn.auditing.diagnostics.binarization import check_binarization
 from ecnn.auditing.diagnostics.border import check_border
 from ecnn.auditing.diagnostics.evidence import read_evidence
@@ -72,12 +73,18 @@ CHECKS: dict[str, Callable[[Subject], Finding]] = {
 
 
 def diagnose(subject: Subject, *, progress: Progress | None = None) -> list[Finding]:
-    """The findings of all checks that ask the model, in the order of `CHECKS`; they share what they ask."""
-    findings = []
+    """The findings of all checks that ask the model, in the order of `CHECKS`; they share what they ask.
+
+    Those for which no time is left are not made.
+    """
+    findings: list[Finding] = []
     for done, (name, check) in enumerate(CHECKS.items()):
         if progress is not None:
             progress(done, len(CHECKS), name)
-        findings.append(check(subject))
+        try:
+            findings.append(check(subject))
+        except OutOfTimeError:
+            return findings
     if progress is not None:
         alarms = sum(finding.level == "alarm" for finding in findings)
         progress(len(CHECKS), len(CHECKS), Milestone(f"{len(CHECKS)} diagnostics, {alarms} alarms"))

@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ecnn.asking import full_precision
 from ecnn.attacks.draws import Draws
 from ecnn.attacks.norms import NORMS
 from ecnn.attacks.views import Aim, ScoreView
 from ecnn.auditing.diagnostics.probes import Probe, diagnostic, percent
 from ecnn.auditing.diagnostics.statistics import TOLERANCE, exceeds
 from ecnn.auditing.findings import Finding, alarm_if, note
-from ecnn.backbones import full_precision
 
 #: Images that get a planted task, and inner points of each: bounds of the cost. The authors' scripts use 999 inner
 #: points or more and fit a logistic regression to each image.

@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ecnn.asking import full_precision
 from ecnn.attacks.images import per_image
 from ecnn.auditing.diagnostics.probes import Probe, diagnostic, percent
 from ecnn.auditing.diagnostics.statistics import TOLERANCE, exceeds
 from ecnn.auditing.findings import Finding, alarm, note, ok
-from ecnn.backbones import full_precision
 from ecnn.objectives import predicted_classes, score_margin
 
 #: Halvings of the way to an image of another class: what is left of it is a few times the precision of float32.

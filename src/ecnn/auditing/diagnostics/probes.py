@@ -12,6 +12,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
+from ecnn.asking import copy_model, full_precision, undisturbed, without_tf32
 from ecnn.attacks.auto import passes_apart
 from ecnn.attacks.base import Attack, Target
 from ecnn.attacks.draws import Draws, forked_generators
@@ -23,7 +24,6 @@ from ecnn.auditing.averaging import MeanOfPasses
 from ecnn.auditing.diagnostics.statistics import STOOD_TOLERANCE, exceeds
 from ecnn.auditing.findings import Finding, note
 from ecnn.auditing.subject import Subject
-from ecnn.backbones import copy_model, full_precision, undisturbed, without_tf32
 from ecnn.objectives import predicted_classes, score_margin
 
 #: Images asked about at once; it bounds the memory and changes no result.

@@ -3,7 +3,7 @@
 // The page of `ecnn serve`: a picture goes to /v1/predict and /v1/attack, and what comes back is shown.
 
 const find = (id) => document.getElementById(id);
-const MOST_ROWS = 12; // codewords that are shown; of more classes the nearest
+const MOST_ROWS = 12; // codewords that are shown; of more, the most probable
 const SPANS = { linf: 0.5, l2: 4, l1: 30 }; // what the slider reaches, by norm
 const SIDE = 10; // of a bit, in units of its drawing
 
@@ -24,6 +24,7 @@ function drawn(tag, attributes) {
 
 const percent = (share) => `${(100 * share).toFixed(share > 0.9995 || share < 0.0005 ? 0 : 1)} %`;
 const short = (value) => Number(value.toPrecision(3)).toString();
+const counted = (count, one, several) => `${count} ${count === 1 ? one : several}`;
 const best = (answer) => answer.guesses[0];
 
 // Asking the server
@@ -137,7 +138,7 @@ function sentence() {
   if (!done) return first;
   const bits = done.before.details.bits;
   const flips = bits ? ` ${done.flipped.length} of ${bits.length} members changed their answer.` : "";
-  const cost = done.backwards ? `${done.backwards} gradients` : `${done.forwards} queries`;
+  const cost = done.backwards ? counted(done.backwards, "gradient", "gradients") : counted(done.forwards, "query", "queries");
   const name = attackName(done.attack);
   if (!done.success) return `${name} fails after ${cost}: the model still says ${best(before).name}.${flips}`;
   const now = done.after.guesses.length ? best(done.after).name : "nothing";
@@ -218,7 +219,7 @@ function classRow(label, details, isDecoded) {
   const model = state.about.model;
   const row = element("tr", undefined, isDecoded ? "decoded" : "");
   row.dataset.label = label;
-  const name = element("th", model.classes[label]);
+  const name = element("th", label < model.num_classes ? model.classes[label] : `codeword ${label}`);
   name.scope = "row";
   name.title = model.classes[label];
   row.append(name);
@@ -246,7 +247,7 @@ function showCode() {
   const details = done ? done.after.details : before && before.details;
   if (!details) {
     find("code-text").textContent = about.model.code
-      ? `${about.model.code.length} classes, ${about.model.code[0].length} members. Choose a picture to see what each of them says.`
+      ? `${about.model.num_classes} classes, ${about.model.code[0].length} members. Choose a picture to see what each of them says.`
       : "";
     return;
   }
@@ -258,15 +259,16 @@ function showCode() {
     if (done) body.append(saidRow("attacked", details.bits, off, true));
   }
   const order = [...details.probabilities.keys()];
-  const far = (label) => (details.distances ? details.distances[label] : -details.probabilities[label]);
-  const kept = order.length > MOST_ROWS ? order.sort((a, b) => far(a) - far(b)).slice(0, MOST_ROWS) : order;
+  const rank = (a, b) => details.probabilities[b] - details.probabilities[a];
+  const kept = order.length > MOST_ROWS ? order.sort(rank).slice(0, MOST_ROWS) : order;
   const answer = done ? done.after : before;
   const decoded = answer.guesses.length ? best(answer).label : -1;
   for (const label of kept) body.append(classRow(label, details, label === decoded));
   table.append(codeHead(), body);
+  const rest = kept.length < order.length ? ` The ${kept.length} most probable of ${order.length} are shown.` : "";
   find("code-text").textContent = about.model.code
-    ? `Each member answers one question of the code. The class whose codeword is nearest wins${kept.length < order.length ? `; the ${kept.length} nearest of ${order.length} are shown` : ""}.`
-    : "This model has no code: only its probabilities can be shown.";
+    ? `Each member answers one question of the code. The class with the highest probability wins. A distance is how many members are expected to disagree with a codeword.${rest}`
+    : `This model has no code: only its probabilities can be shown.${rest}`;
 }
 
 function showLegend() {
@@ -513,10 +515,17 @@ function showOffer() {
 }
 
 function setRadius(value) {
-  find("eps").value = value;
   find("eps-number").value = value;
-  const isBytes = find("norm").value === "linf";
-  find("eps-text").textContent = isBytes ? `${short(value * 255)}/255 per pixel` : "pixels lie in [0, 1]";
+  showRadius();
+}
+
+// What is being typed is left alone: it may be empty, or no number yet.
+function showRadius() {
+  const value = find("eps-number").valueAsNumber;
+  const isRadius = value >= 0;
+  if (isRadius) find("eps").value = value;
+  const inBytes = isRadius ? `${short(value * 255)}/255 per pixel` : "";
+  find("eps-text").textContent = find("norm").value === "linf" ? inBytes : "pixels lie in [0, 1]";
 }
 
 function setNorm() {
@@ -534,9 +543,8 @@ function setUpAttack() {
   find("steps").max = state.about.limits.attack_steps;
   find("attack").addEventListener("change", showOffer);
   find("norm").addEventListener("change", setNorm);
-  for (const id of ["eps", "eps-number"]) {
-    find(id).addEventListener("input", (event) => setRadius(Number(short(Number(event.target.value)))));
-  }
+  find("eps").addEventListener("input", () => setRadius(Number(short(find("eps").valueAsNumber))));
+  find("eps-number").addEventListener("input", showRadius);
   find("form").addEventListener("submit", (event) => {
     event.preventDefault();
     if (!find("go").disabled) attack();
@@ -551,10 +559,11 @@ async function start() {
     state.about = await ask("/v1/model");
     const { model } = state.about;
     const size = `${model.width} x ${model.height} ${model.in_channels === 1 ? "grey" : "colour"} pixels`;
+    const spare = model.classes.length > model.num_classes ? `, ${model.classes.length} codewords` : "";
     const members = model.code ? `, ${model.code[0].length} members` : "";
     document.title = `ecnn: ${model.name}`;
     find("title").textContent = model.name;
-    find("facts").textContent = `${model.kind} on ${model.data}: ${model.classes.length} classes${members}, ${size}`;
+    find("facts").textContent = `${model.kind} on ${model.data}: ${model.num_classes} classes${spare}${members}, ${size}`;
     find("tab-draw").hidden = model.in_channels !== 1;
     setUpTabs();
     setUpAttack();

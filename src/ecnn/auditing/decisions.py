@@ -1,0 +1,316 @@
+"""What a model decides about images, watched as it happens: which comparisons it makes, and what becomes of them.
+
+Every comparison of what depends on the images carries what it would cost to come out otherwise, and so does what logic
+makes of several. Where the model makes use of a decision it can be given another outcome than it has.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from ecnn.attacks.images import per_image
+from ecnn.auditing.bpda import is_followed, plain_name
+from ecnn.auditing.soft_calls import CASTS, COMPARISONS, EQUALITIES, SHAPES, as_floats
+from ecnn.auditing.soft_values import Soft
+
+#: Decisions, by their number in the order in which they are used, with the one outcome that each is to have.
+Forced = tuple[tuple[int, bool], ...]
+_SLACK = 0.1  # how far beyond a threshold a decision is held, in units of its usual distance from it
+_NEVER = 1e3  # what it costs to bring about what cannot be
+_APART = 1e-3  # two values that were equal, and are so far apart, are one unit apart
+_NOT = ("__invert__", "bitwise_not", "logical_not")
+_AND = ("__and__", "bitwise_and", "logical_and")
+_OR = ("__or__", "bitwise_or", "logical_or")
+_CASTS = (
+    *CASTS,
+    "to",
+    "type",
+    "float",
+    "double",
+    "half",
+    "type_as",
+    "clone",
+    "contiguous",
+    "detach",
+    "view_as",
+)
+_ASIDE = (
+    "__get__",
+    "size",
+    "dim",
+    "numel",
+    "__len__",
+    "is_floating_point",
+    "stride",
+)  # tell nothing of the values
+
+
+class StrayedError(Exception):
+    """The model has made other comparisons than those that it is held to."""
+
+
+@dataclass(frozen=True, eq=False)
+class Costs:
+    """What it costs to bring each of some decisions about, in units of the usual distance from its threshold.
+
+    Attributes:
+        yes, no: of the shape of the decisions, from 0 up.
+    """
+
+    yes: Tensor
+    no: Tensor
+
+    def each(self, change: Callable[[Tensor], Tensor]) -> Costs:
+        return Costs(change(self.yes), change(self.no))
+
+    def inverted(self) -> Costs:
+        return Costs(self.no, self.yes)
+
+    def both(self, other: Costs) -> Costs:
+        return Costs(self.yes + other.yes, torch.minimum(self.no, other.no))
+
+    def either(self, other: Costs) -> Costs:
+        return self.inverted().both(other.inverted()).inverted()
+
+    def all(self, dims: tuple[int, ...], *, keepdim: bool) -> Costs:
+        return Costs(self.yes.sum(dim=dims, keepdim=keepdim), self.no.amin(dim=dims, keepdim=keepdim))
+
+    def at_least(self, count: int) -> Costs:
+        """Of the decisions along the last axis, so many; the cheapest are brought about."""
+        many = self.yes.shape[-1]
+        return Costs(_cheapest(self.yes, count), _cheapest(self.no, many - count + 1))
+
+
+def _cheapest(costs: Tensor, count: int) -> Tensor:
+    """(...,) the sum of so many of the lowest along the last axis: of none 0, of more than there are out of reach."""
+    if count > costs.shape[-1]:
+        return torch.full_like(costs[..., 0], _NEVER)
+    return costs.sort(dim=-1).values[..., : max(0, count)].sum(dim=-1)
+
+
+@dataclass(frozen=True, eq=False)
+class Count:
+    """How many of some decisions are yes.
+
+    Attributes:
+        costs: of these, along the last axis.
+        mask: these, as they were counted.
+        again: counts them.
+        unit: what one of them adds.
+    """
+
+    costs: Costs
+    mask: Tensor
+    again: Callable[[Tensor], Tensor]
+    unit: float
+
+
+_COSTS, _COUNT = "_ecnn_costs", "_ecnn_count"
+
+
+class Decisions(TorchFunctionMode):
+    """While it is on, decisions about what depends on the images are noted, or held to what was noted.
+
+    A decision is what becomes of comparisons before the model makes use of it: whether one of many is true, or all, or
+    more than three. To be entered within `straight_through`, so that no comparison hides behind something detached.
+
+    Args:
+        batch: how many images are classified.
+        forced: see `Forced`.
+        noted: by the same for the same images, to which the model is held; None notes it.
+
+    Attributes:
+        said: the decisions so far, each of any shape.
+        scales: (batch,) how far from its threshold each comparison was, on average over an image.
+        cost: (batch,) what it costs to have the images decided upon as they are held to.
+    """
+
+    def __init__(self, batch: int, *, forced: Mapping[int, bool], noted: Decisions | None = None) -> None:
+        super().__init__()
+        self.batch, self.forced, self.noted = batch, forced, noted
+        self.said: list[Tensor] = []
+        self.scales: list[Tensor] = []
+        self.cost: Tensor = torch.zeros(batch)
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        name = plain_name(getattr(func, "__name__", ""))
+        if (name in COMPARISONS or name in EQUALITIES) and len(args) == 2:
+            if (made := self._compare_count(name, func, args)) is not None:
+                return made
+            if any(is_followed(value) or Soft.of(value) is not None for value in args):
+                return self._compare(name, func, args)
+        involved = [value for value in _tensors((*args, *kwargs.values())) if _has_costs(value)]
+        if involved and name not in _ASIDE:
+            if (made := self._combine(name, func, args, kwargs)) is not None:
+                return made
+            for value in involved:
+                self._hold(value)
+        return func(*args, **kwargs)
+
+    # What decisions are made of --------------------------------------------------------------------------------------
+
+    def _compare(self, name: str, func: Any, args: tuple[Any, ...]) -> Tensor:
+        first, second = as_floats(args)
+        difference = COMPARISONS.get(name, 1.0) * (first - second)
+        said = _plainly(func, *args)
+        number, many = len(self.scales), max(1, said.numel() // self.batch)
+        self.scales.append(self._sum(difference.detach().abs()).clamp_min(1e-12) / many)
+        scales = self.scales if self.noted is None else self.noted.scales
+        if number >= len(scales):
+            raise StrayedError
+        scale = self._share(scales[number], said)
+        if name in EQUALITIES:
+            apart = difference.abs() / scale.clamp_min(_APART)
+            costs = Costs(apart, (_SLACK - apart).clamp_min(0))
+            costs = costs if EQUALITIES[name] > 0 else costs.inverted()
+        else:
+            ahead = difference / scale
+            costs = Costs((_SLACK - ahead).clamp_min(0), (_SLACK + ahead).clamp_min(0))
+        return _with_costs(said, costs)
+
+    def _compare_count(self, name: str, func: Any, args: tuple[Any, ...]) -> Tensor | None:
+        """A count, compared with a number, where it is one."""
+        count = getattr(args[0], _COUNT, None)
+        limit = args[1]
+        if isinstance(limit, Tensor) and limit.numel() == 1 and not limit.requires_grad:
+            limit = limit.item()
+        if not isinstance(count, Count) or name not in COMPARISONS or not isinstance(limit, int | float):
+            return None
+        # Above 2.0 and from 2.5 up are both 3 or more.
+        share = round(limit / count.unit, 6)
+        is_strict = name in ("gt", "greater", "le", "less_equal")
+        needed = math.floor(share) + 1 if is_strict else math.ceil(share)
+        costs = count.costs.at_least(needed)
+        return _with_costs(_plainly(func, *args), costs if COMPARISONS[name] > 0 else costs.inverted())
+
+    def _combine(self, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What logic makes of decisions, with what that costs; None for anything else."""
+        first, own = args[0], getattr(args[0], _COSTS, None)
+        if isinstance(getattr(first, _COUNT, None), Count) and name in _CASTS:
+            return _with_count(_plainly(func, *args, **kwargs), getattr(first, _COUNT))
+        if name in (*_AND, *_OR) and len(args) == 2:
+            left, right = (_costs_of(value) for value in args)
+            if left is None or right is None:
+                return None
+            return _with_costs(
+                _plainly(func, *args), left.both(right) if name in _AND else left.either(right)
+            )
+        if own is None:
+            return None
+        if name in _NOT:
+            return _with_costs(_plainly(func, *args), own.inverted())
+        if name in _CASTS:
+            return _with_costs(_plainly(func, *args, **kwargs), own)
+        if name in SHAPES or (name == "__getitem__" and not list(_tensors(args[1:]))):
+            made = _plainly(func, *args, **kwargs)
+            return _with_costs(made, own.each(lambda part: func(part, *args[1:], **kwargs)))
+        if name in ("any", "all", "sum", "mean", "count_nonzero"):
+            return self._reduce(name, func, args, kwargs, own)
+        return None
+
+    def _reduce(self, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], own: Costs) -> Any:
+        """Decisions of one image, taken together; those of several images are not, so that each is held by itself."""
+        first = args[0]
+        dims = kwargs.get("dim", args[1] if len(args) > 1 else None)
+        keepdim = bool(kwargs.get("keepdim", args[2] if len(args) > 2 else False))
+        if dims is None:
+            return None
+        dims = tuple(dim % first.ndim for dim in (dims if isinstance(dims, list | tuple) else (dims,)))
+        if 0 in dims:
+            return None
+        made = _plainly(func, *args, **kwargs)
+        if name in ("any", "all"):
+            costs = own if name == "all" else own.inverted()
+            costs = costs.all(dims, keepdim=keepdim)
+            return _with_costs(made, costs if name == "all" else costs.inverted())
+        last = range(-len(dims), 0)
+        many = math.prod(first.shape[dim] for dim in dims)
+        counted = own.each(lambda part: part.movedim(dims, tuple(last)).reshape(*made.shape, many))
+        count = Count(
+            counted, first, lambda mask: func(mask, *args[1:], **kwargs), 1 / many if name == "mean" else 1.0
+        )
+        return _with_count(made, count)
+
+    # What they are held to -------------------------------------------------------------------------------------------
+
+    def _hold(self, decided: Tensor) -> None:
+        """Makes the decision what it is held to, where the model is about to use it."""
+        count = getattr(decided, _COUNT, None)
+        if isinstance(count, Count):
+            delattr(decided, _COUNT)
+            if _has_costs(count.mask):
+                self._hold(count.mask)
+            decided.copy_(_plainly(count.again, count.mask))
+            return
+        costs: Costs = getattr(decided, _COSTS)
+        delattr(decided, _COSTS)
+        site, said = len(self.said), _plainly(Tensor.bool, decided).clone()
+        if site in self.forced:
+            said.fill_(self.forced[site])
+        self.said.append(said)
+        if self.noted is not None:
+            if site >= len(self.noted.said) or self.noted.said[site].shape != said.shape:
+                raise StrayedError
+            said = self.noted.said[site]
+            amiss = torch.where(said, costs.yes, costs.no)
+            self.cost = self.cost.to(amiss) + self._sum(amiss)
+        with torch.no_grad(), torch._C.DisableTorchFunction():
+            decided.copy_(said)
+
+    def _sum(self, values: Tensor) -> Tensor:
+        """(batch,) sums over what belongs to an image; what belongs to none in particular is shared by all."""
+        if values.ndim and len(values) and len(values) % self.batch == 0:
+            return values.reshape(self.batch, -1).sum(dim=1)
+        return (values.sum() / self.batch).expand(self.batch)
+
+    def _share(self, scale: Tensor, like: Tensor) -> Tensor:
+        return per_image(scale, like) if like.ndim and len(like) == self.batch else scale.mean()
+
+
+def _plainly(func: Any, *args: Any, **kwargs: Any) -> Any:
+    """A call that nobody watches, of values without gradients."""
+    with torch.no_grad(), torch._C.DisableTorchFunction():
+        return func(*args, **kwargs)
+
+
+def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
+    """Those among arguments, also within tuples and lists."""
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from _tensors(value)
+
+
+def _has_costs(value: Tensor) -> bool:
+    return hasattr(value, _COSTS) or hasattr(value, _COUNT)
+
+
+def _with_costs(decided: Tensor, costs: Costs) -> Tensor:
+    setattr(decided, _COSTS, costs)
+    return decided
+
+
+def _with_count(counted: Tensor, count: Count) -> Tensor:
+    setattr(counted, _COUNT, count)
+    return counted
+
+
+def _costs_of(value: Any) -> Costs | None:
+    """Those of a decision; what is decided already, of no image, cannot be brought about otherwise."""
+    if hasattr(value, _COSTS):
+        return getattr(value, _COSTS)  # type: ignore[no-any-return]
+    if isinstance(value, Tensor) and value.dtype is torch.bool:
+        fixed = value.float()
+        return Costs(_NEVER * (1 - fixed), _NEVER * fixed)
+    return None

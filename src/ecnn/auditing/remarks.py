@@ -1,0 +1,143 @@
+"""What an audit remarks without asking for more than its attacks have seen: failures, flags, precision, the ball."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import torch
+
+from ecnn.asking import half_precision_of
+from ecnn.attacks.auto import examine as examine_as_autoattack
+from ecnn.attacks.base import Target
+from ecnn.attacks.deadlines import NO_TIME
+from ecnn.attacks.draws import forked_generators
+from ecnn.attacks.images import at_once
+from ecnn.auditing.diagnostics import CHECKS
+from ecnn.auditing.diagnostics.sanity import grey_radius
+from ecnn.auditing.findings import Finding, alarm, note
+from ecnn.auditing.stages import Staged
+from ecnn.auditing.subject import Subject
+
+#: Images that AutoAttack's warnings are looked for in.
+FLAGGED = 256
+_SPOILED = 0.01  # of the gradients
+
+
+def flags_of(subject: Subject) -> list[Finding]:
+    """What AutoAttack warns of, each warning a finding.
+
+    The suite has an answer to all but one, so that they are notes: means over passes, logarithms, attacks on members
+    and features, float64, attacks by classes alone. One that takes gradients while it classifies may have others than
+    autograd says: an alarm, which attacks that need none can answer.
+    """
+    checked = subject.images[:FLAGGED]
+    with forked_generators(checked.device, subject.seed):
+        parts = [
+            examine_as_autoattack(Target(subject.model, len(part), checked.device), part)[1]
+            for part in torch.split(checked, at_once(FLAGGED))
+        ]
+    doubts = {doubt.kind: doubt for part in reversed(parts) for doubt in part}.values()
+    findings = []
+    for doubt in doubts:
+        evidence = {"images": len(checked)}
+        if doubt.kind == "dynamic":
+            advice = "Attack the optimisation inside the model."
+            found = alarm(doubt.sentence, evidence, advice, kind=doubt.kind)
+        else:
+            found = note(doubt.sentence, evidence, "See which attack broke what.", kind=doubt.kind)
+        name, source = f"autoattack_{doubt.kind}", "Croce & Hein 2020, AutoAttack: flags"
+        findings.append(dataclasses.replace(found, name=name, source=source))
+    return findings
+
+
+def failed_attacks(staged: Staged) -> list[Finding]:
+    """An alarm that names the attacks which could not be made on some images; answered if none of these stands."""
+    undone = staged.evaluation.undone
+    reasons = staged.evaluation.failures.items()
+    failures = {name: why for name, why in reasons if not why.endswith(NO_TIME)}
+    if not failures:
+        return []
+    standing = staged.right > 0
+    left = int(standing[np.unique(np.concatenate([undone[name] for name in failures]))].sum())
+    whole = [name for name in failures if name not in staged.evaluation.outcomes]
+    claim = (
+        f"{len(failures)} of the attacks could not be made, or not on all images: {', '.join(failures)}. Of these "
+        f"images {left} stand, perhaps for that reason alone."
+    )
+    evidence = {"attacks": dict(failures), "standing": left, "answered": left == 0}
+    advice = "Read why, and mend it if you can: what an attack could not try it could not break."
+    found = alarm(claim, evidence, advice, kind="not_made" if whole else "partly_made")
+    return [dataclasses.replace(found, name="attacks_not_made", source="the suite")]
+
+
+def cut_short(staged: Staged, checks: int, minutes: float) -> list[Finding]:
+    """An alarm that says how far the audit came in the time that it was given; answered if nothing stands.
+
+    Args:
+        checks: how many diagnostics were made.
+    """
+    late = [name for name, why in staged.evaluation.failures.items() if why.endswith(NO_TIME)]
+    made, standing = len(staged.stages), int((staged.right > 0).sum())
+    claim = (
+        f"The search was to end after {minutes:g} minutes: {made} attacks and {checks} of {len(CHECKS)} checks "
+        f"were made, and not all that was meant to be. {standing} images stand, perhaps for that reason alone."
+    )
+    evidence = {
+        "minutes": minutes,
+        "attacks": made,
+        "not_made_on_all_images": late,
+        "checks": checks,
+        "standing": standing,
+        "answered": standing == 0,
+    }
+    advice = (
+        "Give it more minutes, or fewer images; where records are kept, the next audit goes on with them."
+    )
+    name = "out_of_time"
+    return [dataclasses.replace(alarm(claim, evidence, advice), name=name, kind=name, source="the clock")]
+
+
+def nan_gradients_of(staged: Staged) -> list[Finding]:
+    """An alarm where gradients that the attacks took were in part no numbers, so that pixels stood still.
+
+    A note if that were fewer than one in a hundred; answered if nothing stands.
+    """
+    outcomes = staged.evaluation.outcomes.values()
+    spoiled = sum(int(found.about.get("nan_gradients", 0)) for found in outcomes)
+    if not spoiled:
+        return []
+    taken = sum(int(found.backwards.clip(min=0).sum()) for found in outcomes)
+    claim = f"{spoiled:,} of {taken:,} gradients have entries that are not numbers: pixels that attacks cannot follow."
+    evidence = {"nan_gradients": spoiled, "gradients": taken, "answered": not bool((staged.right > 0).any())}
+    advice = "Find the operation whose derivative is infinite or undefined, such as a root or logarithm at 0."
+    say = alarm if spoiled >= _SPOILED * taken else note
+    found = say(claim, evidence, advice)
+    return [dataclasses.replace(found, name="nan_gradients", kind="nan_gradients", source="the suite")]
+
+
+def half_precision(subject: Subject) -> list[Finding]:
+    """A note where the model computes in half precision."""
+    kind = half_precision_of(subject.model)
+    if kind is None:
+        return []
+    name = str(kind).removeprefix("torch.")
+    claim = (
+        f"The model computes in {name}: images are rounded to it on their way in, and gradients may vanish."
+    )
+    advice = "Audit it in float32 too: what only rounding protects is not robust."
+    found = note(claim, {"dtype": name}, advice, kind=name)
+    return [dataclasses.replace(found, name="precision", source="the model")]
+
+
+def wide_ball(subject: Subject) -> list[Finding]:
+    """A note where the ball around every image holds the grey one, so that nothing could be robust."""
+    wide = grey_radius(subject.norm, subject.images)
+    if subject.eps < wide:
+        return []
+    claim = (
+        f"Within {subject.eps:.4g} of every image lies the grey one: no classifier is robust in such a ball."
+    )
+    advice = f'Lengths are on the [0, 1] scale of pixels: was "{subject.eps:g}/255" meant?'
+    found = note(claim, {"eps": subject.eps, "grey_image_within": wide}, advice)
+    return [dataclasses.replace(found, name="wide_ball", kind="wide_ball", source="the ball")]

@@ -1,0 +1,158 @@
+"""Asking a model: whatever happens inside, it stays as it was."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from ecnn.asking import copy_model, eval_mode, full_precision, half_precision_of, undisturbed, without_tf32
+from ecnn.errors import InputError
+
+
+def network() -> nn.Sequential:
+    """With statistics that training changes; its second half stays in eval mode, and one weight is not trained."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Flatten(), nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 2))
+    model.register_buffer("sparse", torch.eye(2).to_sparse(), persistent=False)
+    model[3].eval()
+    model[1].weight.requires_grad_(False)
+    return model
+
+
+def state_of(model: nn.Module) -> Any:
+    modes = [module.training for module in model.modules()]
+    weights = [(weight.grad, weight.requires_grad) for weight in model.parameters()]
+    return modes, weights, {name: value.clone() for name, value in model.state_dict().items()}
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_an_undisturbed_model_is_what_it_was(fails: bool) -> None:
+    """Modes, gradients, flags and buffers, after a pass in train mode with a backward pass, and after an error."""
+    model, images = network(), torch.rand(8, 1, 2, 2)
+    model(images).sum().backward()
+    modes, weights, values = state_of(model)
+    kept = [None if gradient is None else gradient.clone() for gradient, _ in weights]
+    buffers = dict(model.named_buffers())
+
+    def ask() -> None:
+        with undisturbed(model):
+            assert not any(module.training for module in model.modules())
+            assert all(weight.grad is None for weight in model.parameters())
+            model.train()
+            model.requires_grad_(True)
+            model(images).square().sum().backward()
+            model[2].running_mean = torch.full((3,), 7.0)
+            if fails:
+                raise ZeroDivisionError
+
+    if fails:
+        with pytest.raises(ZeroDivisionError):
+            ask()
+    else:
+        ask()
+    after, flags, found = state_of(model)
+    assert after == modes
+    assert [flag for _, flag in flags] == [flag for _, flag in weights]
+    for before, (gradient, _) in zip(kept, flags, strict=True):
+        assert (gradient is None) if before is None else torch.equal(gradient, before)
+    assert all(torch.equal(found[name], value) for name, value in values.items())
+    assert dict(model.named_buffers()) == buffers  # the same tensors, not others with their values
+
+
+def test_eval_mode_gives_every_part_its_own_mode_back() -> None:
+    model = network()
+    with eval_mode(model):
+        assert not model.training
+    assert [part.training for part in model] == [True, True, True, False]
+    with pytest.raises(InputError, match="a torch module"), eval_mode("model"):  # type: ignore[arg-type]
+        pass
+
+
+class Half(nn.Module):
+    """Computes in bfloat16, and is asked in float32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 2).bfloat16()
+
+    def forward(self, images: Tensor) -> Tensor:
+        assert images.dtype == torch.bfloat16
+        return (images.flatten(1) * self.layer.weight.sum()).repeat(1, 2)
+
+
+def test_a_model_of_half_precision_rounds_images_itself() -> None:
+    model = Half()
+    assert half_precision_of(model) == torch.bfloat16
+    with undisturbed(model):
+        said = model(torch.rand(3, 1, 2, 2))
+    assert said.dtype == torch.bfloat16
+    assert full_precision(said).dtype == torch.float32
+    with pytest.raises(AssertionError):
+        model(torch.rand(3, 1, 2, 2))
+    assert half_precision_of(network()) is None
+    model.layer.bias.data = model.layer.bias.data.float()
+    assert half_precision_of(model) is None  # of two kinds
+
+
+def test_full_precision_keeps_what_is_better() -> None:
+    values = torch.rand(2, dtype=torch.float64)
+    assert full_precision(values) is values
+
+
+class Checkpointed(nn.Module):
+    """With a checkpoint of torch's older kind, through which `torch.autograd.grad` of images cannot go."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 2)
+
+    def forward(self, images: Tensor) -> Tensor:
+        said: Tensor = checkpoint(self.layer, images.flatten(1), use_reentrant=True)
+        return said
+
+
+def test_older_checkpoints_give_gradients_of_images() -> None:
+    model, images = Checkpointed(), torch.rand(3, 1, 2, 2, requires_grad=True)
+    with pytest.raises(RuntimeError):
+        torch.autograd.grad(model(images)[:, 0].sum(), images)
+    with undisturbed(model):
+        (gradient,) = torch.autograd.grad(model(images)[:, 0].sum(), images)
+    assert torch.allclose(gradient.flatten(1), model.layer.weight[0].expand(3, -1))
+    with pytest.raises(RuntimeError):
+        torch.autograd.grad(model(images)[:, 0].sum(), images)
+
+
+def test_a_copy_has_what_was_computed_last_without_its_history() -> None:
+    model: Any = network()
+    kept: Any = {"list": [model[1].bias * 2]}
+    model.kept = kept
+    twice: Any = copy_model(model).kept
+    assert torch.equal(twice["list"][0], kept["list"][0])
+    assert twice["list"][0].grad_fn is None
+    assert kept["list"][0].grad_fn is not None
+
+
+def test_a_copy_that_shares_parts_is_refused() -> None:
+    class Single(nn.Module):
+        def __deepcopy__(self, memo: Any) -> Single:
+            return self
+
+    with pytest.raises(TypeError, match="shares modules"):
+        copy_model(nn.Sequential(Single()))
+
+
+def test_tf32_is_off_inside_and_as_it_was_afterwards() -> None:
+    switches: Any = torch.backends.cuda.matmul, torch.backends.cudnn
+    before = [switch.allow_tf32 for switch in switches]
+    try:
+        torch.backends.cudnn.allow_tf32 = True
+        with without_tf32():
+            assert not any(switch.allow_tf32 for switch in switches)
+        assert torch.backends.cudnn.allow_tf32
+    finally:
+        for switch, value in zip(switches, before, strict=True):
+            switch.allow_tf32 = value
