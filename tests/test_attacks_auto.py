@@ -237,14 +237,18 @@ def test_two_bumps_by_the_printed_sum(side: int) -> None:
 @pytest.mark.parametrize("norm", NORMS)
 @pytest.mark.parametrize("name", MAKERS)
 def test_rows_know_nothing_of_each_other(name: str, norm: Norm) -> None:
-    """Alone, in other company or in another order, an image ends at the same point, bit for bit, at the same cost."""
+    """Alone, in other company or in another order, an image ends at the same point at the same cost.
+
+    But for the last bit: some processors round differently at the end of a batch that does not fill their registers.
+    """
     model, images, labels = curved_case()
     attack, index = MAKERS[name](norm, 0.4 * RADIUS[norm]), torch.tensor([5, 0, 9, 2, 77, 3, 1, 4])
     whole = attack.run(model, images, labels, seed=3, index=index)
     assert 0 < whole.success.sum() < len(images)
     for rows in ([0], [6], [7, 2, 5], [3, 1, 0, 4, 2, 7, 6, 5]):
         part = attack.run(model, images[rows], labels[rows], seed=3, index=index[rows])
-        for value in ("images", "success", "forwards", "backwards"):
+        torch.testing.assert_close(part.images, whole.images[rows], rtol=0, atol=1e-12)
+        for value in ("success", "forwards", "backwards"):
             assert torch.equal(getattr(part, value), getattr(whole, value)[rows])
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from toys import WRONG_IMAGES, count, shake
+from toys import RING, WRONG_IMAGES, count, shake
 
 from ecnn.backbones import (
     ACTIVATIONS,
@@ -28,7 +28,9 @@ from ecnn.backbones import (
     unit_plan,
     without_batch_norms,
 )
+from ecnn.codes import load_code
 from ecnn.errors import InputError
+from ecnn.models import MODELS
 
 
 def copy_of(module: nn.Module, single: nn.Module, index: int, groups: int) -> nn.Module:
@@ -154,6 +156,16 @@ def test_resnet_by_hand() -> None:
         maps = (change + conv(maps, f"{unit}.shortcut", 2)).relu()
     expected = maps.mean(dim=(2, 3)) @ weights["head.weight"].T + weights["head.bias"]
     torch.testing.assert_close(model(images), expected, atol=1e-12, rtol=0)
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_no_network_has_a_strided_convolution_of_single_pixels(kind: str) -> None:
+    """Training one with few channels writes beyond its memory on a CPU (oneDNN issue 6035), and aborts later on."""
+    code = load_code("10x10") if MODELS[kind].needs_code else None
+    needed: dict[str, Any] = {"specialists": {"sets": RING}, "feature_squeezing": {"bits": 4, "window": 2}}
+    model = MODELS[kind].build(10, 1, None, code=code, **needed.get(kind, {}))
+    single = [part for part in model.modules() if isinstance(part, nn.Conv2d) and part.kernel_size == (1, 1)]
+    assert all(part.stride == (1, 1) for part in single)
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)

@@ -191,6 +191,9 @@ class ResidualUnit(nn.Module):
 
     The shortcut is the input itself, or a 1x1 convolution (with bias, without batch norm) when the unit
     changes the width or the size. Arguments as in `ConvUnit`.
+
+    A shortcut with a stride takes every other pixel and convolves those, which is the same. The backward pass of one
+    strided convolution writes beyond its memory on a CPU, with fewer than 16 channels (oneDNN issue 6035).
     """
 
     def __init__(
@@ -205,7 +208,7 @@ class ResidualUnit(nn.Module):
         shared_input: bool = False,
     ) -> None:
         super().__init__()
-        self.repeats = groups if shared_input else 1
+        self.repeats, self.stride = groups if shared_input else 1, stride
         self.first = ConvUnit(
             in_channels,
             out_channels,
@@ -224,7 +227,6 @@ class ResidualUnit(nn.Module):
                 in_channels,
                 out_channels,
                 kernel_size=1,
-                stride=stride,
                 activation=None,
                 groups=groups,
                 shared_input=shared_input,
@@ -234,7 +236,8 @@ class ResidualUnit(nn.Module):
     def forward(self, maps: Tensor) -> Tensor:
         change: Tensor = self.second(self.first(maps))
         if self.shortcut is not None:
-            summed = change + self.shortcut(maps)
+            kept = maps if self.stride == 1 else maps[:, :, :: self.stride, :: self.stride]
+            summed = change + self.shortcut(kept)
         elif self.repeats == 1:
             summed = change + maps
         else:  # every copy adds the maps that all of them read, without repeating them in memory
