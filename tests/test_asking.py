@@ -9,7 +9,18 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from ecnn.asking import copy_model, eval_mode, full_precision, half_precision_of, undisturbed, without_tf32
+import ecnn
+from ecnn.asking import (
+    InFixedBatches,
+    copy_model,
+    eval_mode,
+    find_fixed_batch,
+    full_precision,
+    half_precision_of,
+    undisturbed,
+    without_tf32,
+)
+from ecnn.attacks import FGSM
 from ecnn.errors import InputError
 
 
@@ -156,3 +167,62 @@ def test_tf32_is_off_inside_and_as_it_was_afterwards() -> None:
     finally:
         for switch, value in zip(switches, before, strict=True):
             switch.allow_tf32 = value
+
+
+class TakesSome(nn.Module):
+    """A linear network for batches of some sizes only."""
+
+    def __init__(self, *sizes: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.sizes, self.inner = sizes, nn.Sequential(nn.Flatten(), nn.Linear(4, 3))
+
+    def forward(self, images: Tensor) -> Tensor:
+        if len(images) not in self.sizes:
+            raise RuntimeError(f"{len(images)} images came, not {self.sizes}")
+        scores: Tensor = self.inner(images)
+        return scores
+
+
+@pytest.mark.parametrize("many", [0, 1, 3, 4, 5, 8, 9])
+def test_fixed_batches_answer_about_any_number(many: int) -> None:
+    model, images = TakesSome(4), torch.rand(many, 1, 2, 2, requires_grad=True)
+    said = InFixedBatches(model, 4)(images)
+    torch.testing.assert_close(said, model.inner(images))
+    slopes = [torch.autograd.grad(scores.square().sum(), images)[0] for scores in (said, model.inner(images))]
+    torch.testing.assert_close(*slopes)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "found"), [((32,), 32), ((1,), 1), ((100,), 100), ((3,), None), ((), None), ((2, 4), None)]
+)
+def test_the_size_of_a_fixed_batch_is_found(sizes: tuple[int, ...], found: int | None) -> None:
+    assert find_fixed_batch(TakesSome(*sizes), torch.rand(3, 1, 2, 2)) == found
+    assert find_fixed_batch(nn.Flatten(), torch.rand(3, 1, 2, 2)) is None  # any number will do
+
+
+def test_evaluate_says_how_a_model_for_one_size_of_batch_is_asked() -> None:
+    data = torch.rand(7, 1, 2, 2), torch.arange(7) % 3
+    attacks = {"fgsm": FGSM(norm="linf", eps=0.1)}
+    with pytest.raises(
+        InputError, match=r"takes batches of 4 images.*ecnn.asking.InFixedBatches\(model, 4\)"
+    ):
+        ecnn.evaluate(TakesSome(4), data, attacks, limit=7)
+    filled = ecnn.evaluate(InFixedBatches(TakesSome(4), 4), data, attacks, limit=7)
+    free = ecnn.evaluate(TakesSome(4).inner, data, attacks, limit=7)
+    assert [filled.accuracy, filled.clean.prediction.tolist()] == [
+        free.accuracy,
+        free.clean.prediction.tolist(),
+    ]
+
+
+def test_an_exported_network_is_asked_in_the_mode_that_it_has() -> None:
+    """torch.export's graphs refuse eval()."""
+    model, images = TakesSome(2, 3, 7).eval().inner, torch.rand(7, 1, 2, 2)
+    sizes = {"input": {0: torch.export.Dim("batch", min=1, max=64)}}
+    exported = torch.export.export(model, (images,), dynamic_shapes=sizes).module()
+    attacks = {"fgsm": FGSM(norm="linf", eps=0.1)}
+    found, expected = (
+        ecnn.evaluate(one, (images, torch.arange(7) % 3), attacks, limit=7) for one in (exported, model)
+    )
+    assert found.accuracy == expected.accuracy

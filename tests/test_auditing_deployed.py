@@ -302,6 +302,13 @@ class WritesScores(toys.LinearOfThree):
         return self.said
 
 
+class TakesTen(toys.LinearOfThree):
+    """Answers about ten images, as a network does that was exported for batches of that size."""
+
+    def forward(self, images: Tensor) -> Tensor:
+        return super().forward(images.reshape(10, *images.shape[1:]))
+
+
 class TakesOne(toys.LinearOfThree):
     def forward(self, images: Tensor) -> Tensor:
         if len(images) != 1:
@@ -321,6 +328,7 @@ class SaysYesOrNo(toys.LinearOfThree):
         (WritesImages(), "copies", "writes"),
         (WritesScores(), "copies", "writes"),
         (TakesOne(), "batch_dependent", "single"),
+        (TakesTen(), "batch_dependent", "fixed"),
         (SaysYesOrNo(), None, None),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, nn.Module) else "",

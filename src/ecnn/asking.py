@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils import checkpoint as checkpoints
 
-from ecnn.checks import check_kind
+from ecnn.checks import check_count, check_kind
 from ecnn.errors import InputError
 
 
@@ -55,7 +55,8 @@ def eval_mode(model: nn.Module) -> Iterator[None]:
     check_kind("model", model, nn.Module, "a torch module")
     # Frozen TorchScript has no mode.
     modes = {module: module.training for module in model.modules() if hasattr(module, "training")}
-    model.eval()
+    with suppress(NotImplementedError):  # what torch.export made has the mode in which it was exported
+        model.eval()
     try:
         yield
     finally:
@@ -71,7 +72,11 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
     one with checkpoints of torch's older kind gives gradients of images.
     """
     check_kind("model", model, nn.Module, "a torch module")
-    gradients = [(parameter, parameter.grad, parameter.requires_grad) for parameter in model.parameters()]
+    gradients = [
+        (parameter, parameter.grad, parameter.requires_grad)
+        for parameter in model.parameters()
+        if parameter.is_leaf
+    ]
     buffers = [
         (module, name, value, value._version, value.clone())
         for module in model.modules()
@@ -134,6 +139,50 @@ def _round_images(model: nn.Module, given: tuple[Any, ...]) -> tuple[Any, ...]:
     # A copy in float64 has this hook too, so that the precision is that of the moment.
     own = next(tensor for tensor in (*model.parameters(), *model.buffers()) if tensor.is_floating_point())
     return given[0].to(own.dtype), *given[1:]
+
+
+class InFixedBatches(nn.Module):
+    """A model that takes so many images, no more and no fewer, asked about any number of them.
+
+    Exported and traced networks are often made for one size of batch. The last batch is filled up with copies of its
+    last image, and what is said of those is left out.
+
+    Args:
+        model: the model.
+        size: how many images it takes.
+    """
+
+    def __init__(self, model: nn.Module, size: int) -> None:
+        super().__init__()
+        check_count("size", size)
+        self.model, self.size = model, size
+
+    def forward(self, images: Tensor) -> Any:
+        lacking = -len(images) % self.size if len(images) else self.size
+        filling = images[-1:] if len(images) else images.new_zeros(1, *images.shape[1:])
+        whole = torch.cat([images, filling.expand(lacking, *images.shape[1:])])
+        said = torch.cat([self.model(part.contiguous()) for part in torch.split(whole, self.size)])
+        return said[: len(images)]
+
+
+#: How many images a model may have been made for, the usual numbers first.
+_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 10, 20, 50, 100, 200, 250, 500, 1000, 1024)
+
+
+def find_fixed_batch(model: nn.Module, images: Tensor) -> int | None:
+    """How many images a model takes that does not take any number of them: of usual numbers, the one that it takes.
+
+    None if it takes none of these, or several, so that something else is the matter.
+    """
+    taken = []
+    for size in _SIZES:
+        repeated = images[torch.arange(size, device=images.device) % len(images)]
+        with suppress(Exception), undisturbed(model):
+            read_model(model, repeated)
+            taken.append(size)
+        if len(taken) > 1:
+            return None
+    return taken[0] if taken else None
 
 
 @contextmanager

@@ -394,7 +394,7 @@ def _conclude(
         stages=staged.stages,
         broken_by=tuple(int(position) for position in staged.broken_by),
         findings=tuple(_plain(finding) for finding in findings),
-        model=describe_model(deployment.pristine)
+        model=describe_model(deployment.given)
         if deployment.is_wrapped
         else staged.evaluation.clean.about["model"],
         environment=staged.environment,

@@ -17,7 +17,14 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ecnn.asking import copy_model, read_model, undisturbed, without_tf32
+from ecnn.asking import (
+    InFixedBatches,
+    copy_model,
+    find_fixed_batch,
+    read_model,
+    undisturbed,
+    without_tf32,
+)
 from ecnn.attacks.draws import Draws, forked_generators
 from ecnn.attacks.images import at_once
 from ecnn.attacks.norms import NORMS
@@ -129,6 +136,7 @@ class Deployment:
         company: not None if every image is asked about by itself, beside these clean ones, which may be none.
         isolated: it gets copies of images, and its scores are copied.
         is_vectorised: images that are asked about one at a time go through in one pass, each as if it were alone.
+        fixed: not None if the model takes so many images at a time; then `pristine` fills up batches.
         is_swayed: its batch changes its scores a little; it is attacked in batches, and judged one image at a time.
     """
 
@@ -139,12 +147,18 @@ class Deployment:
     company: Tensor | None = None
     isolated: bool = False
     is_vectorised: bool = False
+    fixed: int | None = None
     is_swayed: bool = False
 
     @property
     def is_wrapped(self) -> bool:
         """Whether `fresh` gives something else than a copy."""
-        return self.forgets or self.company is not None or self.isolated
+        return self.forgets or self.company is not None or self.isolated or self.fixed is not None
+
+    @property
+    def given(self) -> nn.Module:
+        """The model as it was given, or its copy, without what fills up batches."""
+        return self.pristine.model if isinstance(self.pristine, InFixedBatches) else self.pristine
 
     def fresh(self) -> nn.Module:
         """A copy that nobody has asked, or the model itself where there is no copy."""
@@ -189,7 +203,8 @@ def take_copy(model: nn.Module) -> Deployment:
 def meet(taken: Deployment, images: Tensor) -> Deployment:
     """How the model can be asked at all, from the first questions to copies of it.
 
-    A model that takes one image but not several is asked about each by itself. One that writes into the images that it
+    A model that takes one image but not several is asked about each by itself; batches for one that takes another fixed
+    number of images are filled up. One that writes into the images that it
     is given, or into scores that it gave before, gets copies and is copied from.
 
     Args:
@@ -200,7 +215,11 @@ def meet(taken: Deployment, images: Tensor) -> Deployment:
             return dataclasses.replace(asked, isolated=_writes(asked.fresh(), images))
         except Exception:  # noqa: S112 one that cannot answer at all says so when it is asked in earnest
             continue
-    return taken
+    size = find_fixed_batch(taken.fresh(), images)
+    if size is None:
+        return taken
+    filled = dataclasses.replace(taken, pristine=InFixedBatches(taken.pristine, size), fixed=size)
+    return dataclasses.replace(filled, isolated=_writes(filled.fresh(), images))
 
 
 def _writes(model: nn.Module, images: Tensor) -> bool:
@@ -262,6 +281,10 @@ class _Examination:
         if taken.company is not None:
             claim = "The model takes one image at a time: it is attacked and judged so."
             self._find(note(claim, {"images": len(self.images)}, kind="single"), "batch_dependent")
+        if taken.fixed is not None:
+            claim = f"The model takes {taken.fixed} images at a time: smaller batches are filled up with copies of one."
+            evidence = {"images": len(self.images), "size": taken.fixed}
+            self._find(note(claim, evidence, kind="fixed"), "batch_dependent")
         first, again = (self.ask(taken.fresh(), self.images, self.seed) for _ in range(2))
         is_loose = bool(find_different(first, again).any()) and not taken.trouble
         if is_loose:

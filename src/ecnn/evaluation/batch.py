@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ecnn.asking import read_model, undisturbed
+from ecnn.asking import find_fixed_batch, read_model, undisturbed
 from ecnn.attacks import Attack
 from ecnn.attacks.norms import NORMS
 from ecnn.checks import check_count, check_kind
@@ -42,6 +42,11 @@ def check_request(model: nn.Module, split: Split, limit: int | None, batch_size:
         raise
     except Exception as error:
         _check_channel_order(model, first)
+        if size := find_fixed_batch(model, first):
+            raise InputError(
+                f"the model takes batches of {size} images, no more and no fewer: evaluate "
+                f"ecnn.asking.InFixedBatches(model, {size}), which fills up smaller ones."
+            ) from error
         form = " x ".join(map(str, first.shape[1:]))
         error.add_note(f"The model was given images of {form} (channel, height, width), pixels in [0, 1].")
         raise
