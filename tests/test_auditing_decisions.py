@@ -85,6 +85,35 @@ class ByCount(Checked):
         return (images.flatten(1) > 0.6).sum(dim=1) > 2
 
 
+class ByChoice(Checked):
+    """Three experts, the third of which tells class 0; who is asked is a number."""
+
+    def votes(self, images: Tensor) -> Tensor:
+        first = images[:, 0, 0, 0]
+        return torch.stack([torch.full_like(first, 0.6), first.new_zeros(len(first)), first], dim=1)
+
+    def checks(self, images: Tensor) -> Tensor:
+        return self.votes(images).argmax(dim=1) == 2
+
+    def forward(self, images: Tensor) -> Tensor:
+        inside = self.inside(images)
+        said = torch.stack([inside, inside, torch.tensor([1.0, 0.0]).expand_as(inside)])
+        return said[(-self.votes(images)).min(dim=1).indices, torch.arange(len(images))]
+
+
+class ByChoiceCompared(ByChoice):
+    def forward(self, images: Tensor) -> Tensor:
+        return Checked.forward(self, images)
+
+
+class ByChoiceAsBits(ByChoice):
+    def checks(self, images: Tensor) -> Tensor:
+        return (-self.votes(images)[:, ::2]).argmin(1, keepdim=True).bool().any(dim=1)
+
+    def forward(self, images: Tensor) -> Tensor:
+        return Checked.forward(self, images)
+
+
 class OnLevels(Checked):
     """Whoever is not on a level, as no image here is, is told class 0: levels are 0.03, 0.13, 0.23 and so on."""
 
@@ -156,7 +185,20 @@ def usual() -> list[Any]:
     ]
 
 
-@pytest.mark.parametrize("kind", [Checked, InSecret, TheOtherWay, ByFactor, OneByOne, ByCount])
+SIDES = [
+    Checked,
+    InSecret,
+    TheOtherWay,
+    ByFactor,
+    OneByOne,
+    ByCount,
+    ByChoice,
+    ByChoiceCompared,
+    ByChoiceAsBits,
+]
+
+
+@pytest.mark.parametrize("kind", SIDES)
 def test_images_that_pass_a_check_are_attacked_on_their_side_of_it(kind: type[Checked]) -> None:
     model = kind()
     for attack in usual():
@@ -192,7 +234,7 @@ def test_images_that_fail_a_check_may_be_brought_to_pass_it() -> None:
 
 
 def note(compare: Any, points: Tensor, **settings: Any) -> Decisions:
-    decisions = Decisions(len(points), **{"forced": {}, **settings})
+    decisions = Decisions(len(points), **{"num_classes": 10, "forced": {}, **settings})
     with decisions:
         compare(points.clone().requires_grad_(True))
     return decisions
@@ -222,7 +264,7 @@ def test_decisions_are_noted_in_the_order_of_their_use() -> None:
 
 def held(compare: Any, clean: Tensor, moved: Tensor) -> tuple[Tensor, Any]:
     """What it costs at the moved points to decide as for the clean ones, and what the comparison comes to then."""
-    with Decisions(len(clean), forced={}, noted=note(compare, clean)) as decisions:
+    with Decisions(len(clean), num_classes=10, forced={}, noted=note(compare, clean)) as decisions:
         said = compare(moved.requires_grad_(True))
     return decisions.cost, said
 
@@ -277,11 +319,72 @@ def test_a_decision_costs_what_the_cheapest_way_to_it_does(decide: Any) -> None:
         torch.testing.assert_close(cost[row].detach(), torch.stack(costs).min())
 
 
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+@pytest.mark.parametrize(
+    "decide",
+    [
+        lambda which: which == 2,
+        lambda which: which != 0,
+        lambda which: which > 1,
+        lambda which: which.int() <= 2,
+        lambda which: which.bool(),
+        lambda which: which + 0,
+    ],
+)
+def test_a_choice_costs_what_its_cheapest_option_does(decide: Any, sign: float) -> None:
+    """What an option lacks to be ahead of all others by a tenth of the clean image's lead, of those that will do."""
+    first, second = (sign * CLEAN).topk(2, dim=1).values.T
+    scale = (first - second)[:, None]
+    others = torch.stack(
+        [(sign * MOVED)[:, [i for i in range(4) if i != own]].amax(dim=1) for own in range(4)], 1
+    )
+    lacking = (0.1 + (others - sign * MOVED) / scale).clamp_min(0)
+
+    def compare(values: Tensor) -> Tensor:
+        return torch.where(decide(values.argmax(dim=1) if sign > 0 else values.argmin(1)) > 0, 1, 0)
+
+    cost, said = held(compare, CLEAN, MOVED.clone())
+    chosen = (sign * CLEAN).argmax(dim=1)
+    assert said.tolist() == (decide(chosen) > 0).int().tolist()
+    for row in range(2):
+        will_do = decide(torch.arange(4)) == decide(chosen)[row]
+        torch.testing.assert_close(cost[row].detach(), lacking[row][will_do].min())
+
+
+@pytest.mark.parametrize(
+    ("extreme", "each"),
+    [
+        (lambda values: values.amax(dim=1) > 0.5, lambda values: (values > 0.5).any(dim=1)),
+        (lambda values: values.max(1).values <= 0.5, lambda values: (values <= 0.5).all(dim=1)),
+        (lambda values: values.view(2, 2, 2).amin((1, 2)) < 0.25, lambda values: (values < 0.25).any(dim=1)),
+        (
+            lambda values: torch.min(values, 1, True)[0] >= 0.25,
+            lambda values: (values >= 0.25).all(1, keepdim=True),
+        ),
+    ],
+)
+def test_an_extreme_is_compared_as_each_value(extreme: Any, each: Any) -> None:
+    """Its own slope is that of one value, and a detector by the largest of many would be met one pixel at a time."""
+    (cost, said), (expected, wanted) = (
+        held(lambda values, decide=decide: torch.where(decide(values), 1, 0), CLEAN, MOVED.clone())
+        for decide in (extreme, each)
+    )
+    torch.testing.assert_close(cost, expected)
+    assert cost.sum() > 0
+    assert torch.equal(said, wanted)
+
+
+def test_a_choice_among_the_classes_is_an_answer_and_no_decision() -> None:
+    for name in ("argmax", "max"):
+        noted = note(lambda values, name=name: getattr(torch, name)(values, 1), CLEAN, num_classes=4)
+        assert (noted.said, noted.scales) == ([], [])
+
+
 def test_what_cannot_be_otherwise_is_out_of_reach() -> None:
     cost, _ = held(lambda values: torch.where((values > 0.5).sum(dim=1) > 9, 1, 0), CLEAN, MOVED.clone())
     assert cost.tolist() == [0, 0]
     forced = note(lambda values: torch.where((values > 0.5).sum(dim=1) > 9, 1, 0), CLEAN, forced={0: True})
-    with Decisions(2, forced={0: True}, noted=forced) as decisions:
+    with Decisions(2, num_classes=10, forced={0: True}, noted=forced) as decisions:
         torch.where((MOVED.clone().requires_grad_(True) > 0.5).sum(dim=1) > 9, 1, 0)
     assert (decisions.cost >= 100).all()
 

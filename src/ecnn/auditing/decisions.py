@@ -1,7 +1,8 @@
-"""What a model decides about images, watched as it happens: which comparisons it makes, and what becomes of them.
+"""What a model decides about images, watched as it happens: what it compares or chooses, and what becomes of that.
 
 Every comparison of what depends on the images carries what it would cost to come out otherwise, and so does what logic
-makes of several. Where the model makes use of a decision it can be given another outcome than it has.
+makes of several, and the choice of the largest of a few values. Where the model makes use of a decision it can be given
+another outcome than it has.
 """
 
 from __future__ import annotations
@@ -25,6 +26,9 @@ Forced = tuple[tuple[int, bool], ...]
 _SLACK = 0.1  # how far beyond a threshold a decision is held, in units of its usual distance from it
 _NEVER = 1e3  # what it costs to bring about what cannot be
 _APART = 1e-3  # two values that were equal, and are so far apart, are one unit apart
+_MOST_OPTIONS = 64  # among which one way for an image is chosen
+_CHOICES = {"argmax": 1.0, "argmin": -1.0, "max": 1.0, "min": -1.0}
+_EXTREMES = {"amax": True, "max": True, "amin": False, "min": False}
 _NOT = ("__invert__", "bitwise_not", "logical_not")
 _AND = ("__and__", "bitwise_and", "logical_and")
 _OR = ("__or__", "bitwise_or", "logical_or")
@@ -112,7 +116,45 @@ class Count:
     unit: float
 
 
-_COSTS, _COUNT = "_ecnn_costs", "_ecnn_count"
+@dataclass(frozen=True, eq=False)
+class Choice:
+    """Which of a few values is the largest.
+
+    Attributes:
+        costs: (..., option) what it costs to have each of them chosen, from 0 up.
+    """
+
+    costs: Tensor
+
+    def of(self, options: Tensor) -> Costs:
+        """That one of these is chosen: (option,) which of them."""
+        yes, no = (
+            self.costs[..., which].amin(dim=-1)
+            if bool(which.any())
+            else torch.full_like(self.costs[..., 0], _NEVER)
+            for which in (options, ~options)
+        )
+        return Costs(yes, no)
+
+
+@dataclass(frozen=True, eq=False)
+class Extreme:
+    """The largest or smallest of some values: it is above a threshold where one of them is, or all are.
+
+    Attributes:
+        values: these.
+        dims: along which they were compared, with `keepdim` or not.
+        is_largest: or the smallest.
+    """
+
+    values: Tensor
+    dims: tuple[int, ...]
+    keepdim: bool
+    is_largest: bool
+
+
+_COSTS, _COUNT, _CHOICE = "_ecnn_costs", "_ecnn_count", "_ecnn_choice"
+_EXTREME = "_ecnn_extreme"  # costs nothing by itself
 
 
 class Decisions(TorchFunctionMode):
@@ -123,18 +165,22 @@ class Decisions(TorchFunctionMode):
 
     Args:
         batch: how many images are classified.
+        num_classes: of the model. A choice among so many is taken for its answer, not for a way that it sends images.
         forced: see `Forced`.
         noted: by the same for the same images, to which the model is held; None notes it.
 
     Attributes:
         said: the decisions so far, each of any shape.
-        scales: (batch,) how far from its threshold each comparison was, on average over an image.
+        scales: (batch,) how far from its threshold each comparison was, or how far ahead what was chosen, on average
+            over an image.
         cost: (batch,) what it costs to have the images decided upon as they are held to.
     """
 
-    def __init__(self, batch: int, *, forced: Mapping[int, bool], noted: Decisions | None = None) -> None:
+    def __init__(
+        self, batch: int, *, num_classes: int, forced: Mapping[int, bool], noted: Decisions | None = None
+    ) -> None:
         super().__init__()
-        self.batch, self.forced, self.noted = batch, forced, noted
+        self.batch, self.num_classes, self.forced, self.noted = batch, num_classes, forced, noted
         self.said: list[Tensor] = []
         self.scales: list[Tensor] = []
         self.cost: Tensor = torch.zeros(batch)
@@ -144,9 +190,12 @@ class Decisions(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         name = plain_name(getattr(func, "__name__", ""))
+        if name in _EXTREMES or name in _CHOICES:
+            return self._find_extreme(name, func, args, kwargs)
         if (name in COMPARISONS or name in EQUALITIES) and len(args) == 2:
-            if (made := self._compare_count(name, func, args)) is not None:
-                return made
+            for compare in (self._compare_count, self._compare_choice, self._compare_extreme):
+                if (made := compare(name, func, args)) is not None:
+                    return made
             if any(is_followed(value) or Soft.of(value) is not None for value in args):
                 return self._compare(name, func, args)
         involved = [value for value in _tensors((*args, *kwargs.values())) if _has_costs(value)]
@@ -163,12 +212,7 @@ class Decisions(TorchFunctionMode):
         first, second = as_floats(args)
         difference = COMPARISONS.get(name, 1.0) * (first - second)
         said = _plainly(func, *args)
-        number, many = len(self.scales), max(1, said.numel() // self.batch)
-        self.scales.append(self._sum(difference.detach().abs()).clamp_min(1e-12) / many)
-        scales = self.scales if self.noted is None else self.noted.scales
-        if number >= len(scales):
-            raise StrayedError
-        scale = self._share(scales[number], said)
+        scale = self._scale_of(difference)
         if name in EQUALITIES:
             apart = difference.abs() / scale.clamp_min(_APART)
             costs = Costs(apart, (_SLACK - apart).clamp_min(0))
@@ -177,6 +221,71 @@ class Decisions(TorchFunctionMode):
             ahead = difference / scale
             costs = Costs((_SLACK - ahead).clamp_min(0), (_SLACK + ahead).clamp_min(0))
         return _with_costs(said, costs)
+
+    def _scale_of(self, ahead: Tensor) -> Tensor:
+        """The unit of what a decision costs, from how far ahead of others, or of thresholds, values are."""
+        number, many = len(self.scales), max(1, ahead.numel() // self.batch)
+        self.scales.append(self._sum(ahead.detach().abs()).clamp_min(1e-12) / many)
+        scales = self.scales if self.noted is None else self.noted.scales
+        if number >= len(scales):
+            raise StrayedError
+        return self._share(scales[number], ahead)
+
+    def _find_extreme(self, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The largest or smallest value and its place, which know what they were found among."""
+        made = func(*args, **kwargs)
+        if name in _CHOICES and (dim := self._options(args, kwargs)) is not None:
+            self._choose(name, made, args[0], dim)
+        dims = _dims_of(args, kwargs) if name in _EXTREMES and is_followed(args[0]) else ()
+        if dims and 0 not in dims:
+            values = made if isinstance(made, Tensor) else made.values
+            setattr(values, _EXTREME, Extreme(args[0], dims, values.ndim == args[0].ndim, _EXTREMES[name]))
+        return made
+
+    def _compare_extreme(self, name: str, func: Any, args: tuple[Any, ...]) -> Tensor | None:
+        """The largest or smallest of some values, compared with a number: as each of them compared with it."""
+        extreme, limit = getattr(args[0], _EXTREME, None), args[1]
+        is_number = not isinstance(limit, Tensor) or (limit.numel() == 1 and not is_followed(limit))
+        if not isinstance(extreme, Extreme) or name not in COMPARISONS or not is_number:
+            return None
+        costs: Costs = getattr(self._compare(name, func, (extreme.values, limit)), _COSTS)
+        needs_all = extreme.is_largest == (COMPARISONS[name] < 0)
+        costs = costs if needs_all else costs.inverted()
+        costs = costs.all(extreme.dims, keepdim=extreme.keepdim)
+        return _with_costs(_plainly(func, *args), costs if needs_all else costs.inverted())
+
+    def _options(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
+        """The axis along which an image's largest value is chosen among a few; None where that is no such choice."""
+        first, dim = args[0], kwargs.get("dim", args[1] if len(args) > 1 else None)
+        if not isinstance(first, Tensor) or type(dim) is not int or not is_followed(first):
+            return None
+        dim %= first.ndim
+        is_one_of_few = 1 < first.shape[dim] <= _MOST_OPTIONS and first.shape[dim] != self.num_classes
+        return dim if dim and is_one_of_few else None
+
+    def _choose(self, name: str, made: Any, given: Tensor, dim: int) -> None:
+        """Makes the place of the largest of a few values, or the smallest, a choice."""
+        values = given.movedim(dim, -1) * _CHOICES[name]
+        indices = made if isinstance(made, Tensor) else made.indices
+        first, second = values.detach().topk(2, dim=-1).values.unbind(-1)
+        scale = self._scale_of(first - second)
+        others = [
+            torch.cat([values[..., :place], values[..., place + 1 :]], dim=-1).amax(dim=-1)
+            for place in range(values.shape[-1])
+        ]
+        behind = (torch.stack(others, dim=-1) - values) / scale[..., None]
+        costs = (_SLACK + behind).clamp_min(0)
+        if indices.ndim == given.ndim:  # with keepdim
+            costs = costs.unsqueeze(dim)
+        setattr(indices, _CHOICE, Choice(costs))
+
+    def _compare_choice(self, name: str, func: Any, args: tuple[Any, ...]) -> Tensor | None:
+        """What is chosen, compared with a number, where it is that."""
+        choice, limit = getattr(args[0], _CHOICE, None), args[1]
+        if not isinstance(choice, Choice) or (isinstance(limit, Tensor) and limit.numel() != 1):
+            return None
+        options = torch.arange(choice.costs.shape[-1], device=choice.costs.device)
+        return _with_costs(_plainly(func, *args), choice.of(_plainly(func, options, limit).flatten()))
 
     def _compare_count(self, name: str, func: Any, args: tuple[Any, ...]) -> Tensor | None:
         """A count, compared with a number, where it is one."""
@@ -198,6 +307,8 @@ class Decisions(TorchFunctionMode):
         first, own = args[0], getattr(args[0], _COSTS, None)
         if isinstance(getattr(first, _COUNT, None), Count) and name in _CASTS:
             return _with_count(_plainly(func, *args, **kwargs), getattr(first, _COUNT))
+        if isinstance(choice := getattr(first, _CHOICE, None), Choice) and name in _CASTS:
+            return _with_choice(_plainly(func, *args, **kwargs), choice)
         if name in (*_AND, *_OR) and len(args) == 2:
             left, right = (_costs_of(value) for value in args)
             if left is None or right is None:
@@ -220,13 +331,9 @@ class Decisions(TorchFunctionMode):
 
     def _reduce(self, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], own: Costs) -> Any:
         """Decisions of one image, taken together; those of several images are not, so that each is held by itself."""
-        first = args[0]
-        dims = kwargs.get("dim", args[1] if len(args) > 1 else None)
+        first, dims = args[0], _dims_of(args, kwargs)
         keepdim = bool(kwargs.get("keepdim", args[2] if len(args) > 2 else False))
-        if dims is None:
-            return None
-        dims = tuple(dim % first.ndim for dim in (dims if isinstance(dims, list | tuple) else (dims,)))
-        if 0 in dims:
+        if not dims or 0 in dims:
             return None
         made = _plainly(func, *args, **kwargs)
         if name in ("any", "all"):
@@ -252,17 +359,23 @@ class Decisions(TorchFunctionMode):
                 self._hold(count.mask)
             decided.copy_(_plainly(count.again, count.mask))
             return
-        costs: Costs = getattr(decided, _COSTS)
-        delattr(decided, _COSTS)
-        site, said = len(self.said), _plainly(Tensor.bool, decided).clone()
-        if site in self.forced:
-            said.fill_(self.forced[site])
+        mark = _CHOICE if hasattr(decided, _CHOICE) else _COSTS
+        costs: Choice | Costs = getattr(decided, mark)
+        delattr(decided, mark)
+        site, said = len(self.said), decided.detach().clone()
+        if isinstance(costs, Costs):
+            said = _plainly(Tensor.bool, said)
+            if site in self.forced:
+                said.fill_(self.forced[site])
         self.said.append(said)
         if self.noted is not None:
             if site >= len(self.noted.said) or self.noted.said[site].shape != said.shape:
                 raise StrayedError
             said = self.noted.said[site]
-            amiss = torch.where(said, costs.yes, costs.no)
+            if isinstance(costs, Costs):
+                amiss = torch.where(said, costs.yes, costs.no)
+            else:
+                amiss = costs.costs.gather(-1, said.long()[..., None])[..., 0]
             self.cost = self.cost.to(amiss) + self._sum(amiss)
         with torch.no_grad(), torch._C.DisableTorchFunction():
             decided.copy_(said)
@@ -292,8 +405,15 @@ def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
             yield from _tensors(value)
 
 
+def _dims_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, ...]:
+    """Along which axes a call goes, counted from the first; none where it does not say."""
+    dims = kwargs.get("dim", args[1] if len(args) > 1 else ())
+    dims = dims if isinstance(dims, list | tuple) else (dims,)
+    return tuple(dim % args[0].ndim for dim in dims) if all(type(dim) is int for dim in dims) else ()
+
+
 def _has_costs(value: Tensor) -> bool:
-    return hasattr(value, _COSTS) or hasattr(value, _COUNT)
+    return any(hasattr(value, mark) for mark in (_COSTS, _COUNT, _CHOICE))
 
 
 def _with_costs(decided: Tensor, costs: Costs) -> Tensor:
@@ -304,6 +424,14 @@ def _with_costs(decided: Tensor, costs: Costs) -> Tensor:
 def _with_count(counted: Tensor, count: Count) -> Tensor:
     setattr(counted, _COUNT, count)
     return counted
+
+
+def _with_choice(chosen: Tensor, choice: Choice) -> Tensor:
+    """What was chosen in another type; as a decision where it is whether it was the first."""
+    if chosen.dtype is torch.bool:
+        return _with_costs(chosen, choice.of(torch.arange(choice.costs.shape[-1], device=chosen.device) > 0))
+    setattr(chosen, _CHOICE, choice)
+    return chosen
 
 
 def _costs_of(value: Any) -> Costs | None:

@@ -1,10 +1,10 @@
 """An attack on models that decide which way an image goes: it holds them to a decision, and the image to its side.
 
-A detector, a router or a check of the input compares something with a threshold. Where usual attacks set foot, the
-comparison goes the other way, and what they climb there is another network, or none. So the comparisons that a model
-makes are watched, wherever in its code they stand, and given the outcome that they have for the clean image, or one
-outcome for all. What the model says then is climbed, while the image is pushed to where the comparisons come out so.
-The model itself has the last word.
+A detector, a router or a check of the input compares something with a threshold, or chooses the largest of a few
+values. Where usual attacks set foot, that comes out otherwise, and what they climb there is another network, or none.
+So the decisions that a model makes are watched, wherever in its code they stand, and given the outcome that they have
+for the clean image, or one outcome for all. What the model says then is climbed, while the image is pushed to where the
+decisions come out so. The model itself has the last word.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from ecnn.asking import full_precision
+from ecnn.asking import full_precision, read_model
 from ecnn.attacks import Cost, Draws
 from ecnn.attacks.base import BallAttack, Target, gradient_of
 from ecnn.attacks.images import per_image
@@ -43,8 +43,8 @@ def _read(
         return full_precision(model(points)), mode.rounded > 0
 
 
-def _note(model: nn.Module, images: Tensor, forced: Mapping[int, bool]) -> Decisions:
-    decisions = Decisions(len(images), forced=forced)
+def _note(model: nn.Module, images: Tensor, forced: Mapping[int, bool], num_classes: int) -> Decisions:
+    decisions = Decisions(len(images), num_classes=num_classes, forced=forced)
     with torch.enable_grad():
         _read(model, images.detach().clone().requires_grad_(True), decisions)
     return decisions
@@ -55,11 +55,15 @@ def ways_to_hold(model: nn.Module, images: Tensor) -> dict[str, Forced]:
 
     Only what decides little at once chooses a way for an image; a mask of features does not. Nothing if there is none.
     """
-    said = _note(model, images, {}).said
+    said = _note(model, images, {}, read_model(model, images).shape[1]).said
     if not said:
         return {}
     ways: dict[str, Forced] = {"decisions": ()}
-    few = [site for site, part in enumerate(said) if part.numel() <= _MOST_AT_ONCE * len(images)]
+    few = [
+        site
+        for site, part in enumerate(said)
+        if part.dtype is torch.bool and part.numel() <= _MOST_AT_ONCE * len(images)
+    ]
     for site in sorted(few, key=lambda one: said[one].numel())[:_MOST_SITES]:
         ways |= {f"decision-{site}-{side}".lower(): ((site, side),) for side in (True, False)}
     return ways
@@ -88,7 +92,7 @@ class Holding(BallAttack):
         check_counts(self, "steps", "restarts")
 
     def cost(self, num_classes: int) -> Cost:
-        return Cost(2 + self.restarts * (1 + 4 * self.steps), 2 * self.restarts * self.steps)
+        return Cost(2 + self.restarts * (2 + 4 * self.steps), 2 * self.restarts * self.steps)
 
     def search(self, target: Target, images: Tensor, labels: Tensor, draws: Draws) -> Tensor:
         best, norm = images.clone(), NORMS[self.norm]
@@ -107,7 +111,8 @@ class Holding(BallAttack):
     def _climb(self, target: Target, images: Tensor, labels: Tensor, points: Tensor) -> tuple[Tensor, Tensor]:
         """A point for each image, and whether the model is wrong there."""
         best, broken = images.clone(), torch.zeros_like(labels, dtype=torch.bool)
-        noted = _note(target.model, images, dict(self.forced))
+        num_classes = target.scores(images).shape[1]
+        noted = _note(target.model, images, dict(self.forced), num_classes)
         target.count(1)
         weights, nowhere = torch.full_like(images[:, 0, 0, 0], _FIRST_WEIGHT), torch.zeros_like(images)
         trail = _Trail(points, weights, nowhere, nowhere)
@@ -134,7 +139,9 @@ class Holding(BallAttack):
     def _look(self, target: Target, trail: _Trail, labels: Tensor, noted: Decisions) -> Tensor:
         """(batch,) whether the model would be wrong at the points; the trail knows then where to go from there."""
         points = trail.points.detach().clone().requires_grad_(True)
-        decisions = Decisions(len(points), forced=dict(self.forced), noted=noted)
+        decisions = Decisions(
+            len(points), num_classes=noted.num_classes, forced=dict(self.forced), noted=noted
+        )
         with torch.enable_grad():
             scores, is_rounded = _read(target.model, points, decisions)
             losses = score_loss(scores, labels, "margin")
@@ -157,7 +164,9 @@ class Holding(BallAttack):
 
         The other one where that says nothing.
         """
-        decisions = Decisions(len(points), forced=dict(self.forced), noted=noted)
+        decisions = Decisions(
+            len(points), num_classes=noted.num_classes, forced=dict(self.forced), noted=noted
+        )
         with torch.enable_grad():
             _read(target.model, points, decisions, stays_flat=True)
             own = gradient_of(decisions.cost, points)
