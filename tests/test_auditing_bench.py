@@ -363,7 +363,14 @@ def test_proven_claims_hold_at_random_points(name: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("short_lessons")
-@pytest.mark.parametrize("name", ["q2_hinge", "rounded_pixels", "scaled_logits", "decoy"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "rounded_pixels",
+        "decoy",
+        *(pytest.param(name, marks=pytest.mark.full) for name in ("q2_hinge", "scaled_logits")),
+    ],
+)
 def test_false_claims_are_flagged(name: str) -> None:
     """By less than a quick audit does: fewer steps and queries, shorter lessons, no attack again with more."""
     subject = bench.SUBJECTS[name]
@@ -381,7 +388,8 @@ def test_false_claims_are_flagged(name: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name", ["linear", "certified", pytest.param("adversarial_dense", marks=pytest.mark.full)]
+    "name",
+    ["linear", *(pytest.param(name, marks=pytest.mark.full) for name in ("certified", "adversarial_dense"))],
 )
 def test_honest_claims_are_believed(name: str) -> None:
     """tests/test_auditing_truth.py has a smaller network that was trained adversarially."""

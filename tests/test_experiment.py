@@ -18,7 +18,7 @@ import torch
 from conftest import DATA
 from PIL import Image
 from processes import run, start, wait_for
-from toys import shorten_lessons
+from toys import shorten_audits
 from typer.testing import CliRunner
 
 from ecnn import evaluate, files, load_model
@@ -138,7 +138,7 @@ def test_an_unknown_name_is_guessed() -> None:
         load_experiment("member")
 
 
-@pytest.mark.usefixtures("short_lessons")
+@pytest.mark.usefixtures("short_audits")
 def test_an_experiment_runs_resumes_and_becomes_a_table(tmp_path: Path, finished: Path) -> None:
     """Nothing finished is done again, an equal run is adopted, and the numbers are those of the outcomes."""
     shutil.copytree(finished, tmp_path, dirs_exist_ok=True)
@@ -176,7 +176,7 @@ def test_an_experiment_runs_resumes_and_becomes_a_table(tmp_path: Path, finished
     assert text.startswith("Tiny (tab:none), per cent\narm  row")
 
 
-@pytest.mark.usefixtures("unofficial", "short_lessons")
+@pytest.mark.usefixtures("unofficial", "short_audits")
 def test_black_box_rows(tmp_path: Path) -> None:
     """Signs that others attacked, audited as they are; and an attack crafted on another arm's network."""
     for index in range(12):
@@ -295,7 +295,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of all experiments, with the first run of TINY."""
     out = tmp_path_factory.mktemp("finished")
     with pytest.MonkeyPatch.context() as patch:
-        shorten_lessons(patch)
+        shorten_audits(patch)
         run_task(tasks_of(from_tables("tiny", TINY), out)[0], device="cpu")
     return out
 
@@ -359,7 +359,7 @@ def test_every_attack_of_a_shipped_experiment_can_be_made(name: str) -> None:
             assert make_attack({"kind": attack, **table})
 
 
-@pytest.mark.usefixtures("short_lessons")
+@pytest.mark.usefixtures("short_audits")
 def test_a_stronger_audit_is_added_and_the_older_value_stays(
     tmp_path: Path, finished: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
