@@ -167,6 +167,7 @@ class InFixedBatches(nn.Module):
 
 #: How many images a model may have been made for, the usual numbers first.
 _SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 10, 20, 50, 100, 200, 250, 500, 1000, 1024)
+_MOST_PIXELS = 2**24  # values of the images of one question, so that large ones do not fill the memory
 
 
 def find_fixed_batch(model: nn.Module, images: Tensor) -> int | None:
@@ -175,7 +176,7 @@ def find_fixed_batch(model: nn.Module, images: Tensor) -> int | None:
     None if it takes none of these, or several, so that something else is the matter.
     """
     taken = []
-    for size in _SIZES:
+    for size in (size for size in _SIZES if size * images[0].numel() <= _MOST_PIXELS):
         repeated = images[torch.arange(size, device=images.device) % len(images)]
         with suppress(Exception), undisturbed(model):
             read_model(model, repeated)
