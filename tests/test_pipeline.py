@@ -19,6 +19,7 @@ from processes import run
 from typer.testing import CliRunner
 
 import ecnn
+from ecnn import asking
 from ecnn.attacks import ATTACKS, PGD
 from ecnn.cli import app, main
 from ecnn.codes import CodeMatrix, load_code
@@ -70,8 +71,32 @@ def test_dry_runs_try_the_model_on_one_image(digits_run: Path, monkeypatch: pyte
         done = CliRunner().invoke(app, command)
         assert (done.exit_code, done.stdout) == (4, "")
         assert "a kernel of 9 does not fit" in done.stderr
-    # One image; where that fails a few, as for batch statistics, and these with the channels last.
-    assert asked == [1, 5, 5, 1, 1]
+    # One image; where that fails a few, as for batch statistics, these with the channels last, and other numbers.
+    sizes = list(asking._SIZES)
+    assert asked == [1, 5, 5, *sizes, 1, 1, *sizes]
+
+
+def test_a_network_that_was_exported_for_one_size_of_batch_is_asked_about_any(tmp_path: Path) -> None:
+    """Torch's exported graphs refuse eval() too."""
+    (tmp_path / "exported.py").write_text(
+        "import torch\n"
+        "torch.manual_seed(0)\n"
+        "free = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 10))\n"
+        "fixed = torch.export.export(free, (torch.rand(16, 1, 8, 8),)).module()\n"
+    )
+    command = (
+        f"evaluate --data digits --attack fgsm --eps 0.01 --limit 200 --json --module {tmp_path}/exported.py:"
+    )
+    fixed, free = (CliRunner().invoke(app, f"{command}{name}".split()) for name in ("fixed", "free"))
+    assert (fixed.exit_code, free.exit_code) == (0, 0), fixed.output
+    assert "The model takes 16 images at a time: smaller batches are filled up." in fixed.stderr
+    assert "at a time" not in free.stderr
+    found, expected = (json.loads(done.stdout)["attacks"]["fgsm"] for done in (fixed, free))
+    assert 0 < found["robust"] == expected["robust"]
+    planned = CliRunner().invoke(
+        app, f"audit --data digits --eps 0.1 --dry-run --module {tmp_path}/exported.py:fixed".split()
+    )
+    assert planned.exit_code == 0, planned.output
 
 
 @pytest.mark.parametrize("keeps", [True, False])

@@ -49,14 +49,19 @@ def _tensors_in(held: Any) -> Iterator[Tensor]:
             yield from _tensors_in(value)
 
 
+def set_eval_mode(model: nn.Module) -> None:
+    """Puts a model into eval mode, if it has modes: what torch.export made stays in the one that it was exported in."""
+    with suppress(NotImplementedError):
+        model.eval()
+
+
 @contextmanager
 def eval_mode(model: nn.Module) -> Iterator[None]:
     """The model in eval mode, every part of it restored afterwards."""
     check_kind("model", model, nn.Module, "a torch module")
     # Frozen TorchScript has no mode.
     modes = {module: module.training for module in model.modules() if hasattr(module, "training")}
-    with suppress(NotImplementedError):  # what torch.export made has the mode in which it was exported
-        model.eval()
+    set_eval_mode(model)
     try:
         yield
     finally:

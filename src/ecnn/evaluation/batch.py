@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ecnn.asking import find_fixed_batch, read_model, undisturbed
+from ecnn.asking import InFixedBatches, find_fixed_batch, read_model, undisturbed
 from ecnn.attacks import Attack
 from ecnn.attacks.norms import NORMS
 from ecnn.checks import check_count, check_kind
@@ -59,6 +60,16 @@ def check_request(model: nn.Module, split: Split, limit: int | None, batch_size:
             f"{scores.shape[1] - 1}): {advice}."
         )
     return chosen
+
+
+def fill_batches(model: nn.Module, split: Split) -> nn.Module:
+    """The model; `InFixedBatches` of it if it takes so many images, no more and no fewer."""
+    first = place(model, split[:_FEW][0])
+    with suppress(Exception), undisturbed(model):
+        _first_scores(model, first)
+        return model
+    size = find_fixed_batch(model, first) if len(first) else None
+    return model if size is None else InFixedBatches(model, size)
 
 
 def _first_scores(model: nn.Module, images: Tensor) -> Tensor:

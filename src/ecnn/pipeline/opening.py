@@ -15,10 +15,12 @@ import torch
 from torch import Tensor, nn
 
 from ecnn import files, runs
+from ecnn.asking import InFixedBatches, set_eval_mode
 from ecnn.checks import did_you_mean
 from ecnn.data import NAMES, Split, load_data
 from ecnn.data.sources import note_on_order
 from ecnn.errors import InputError
+from ecnn.evaluation.batch import fill_batches
 from ecnn.pipeline.training import AnyPath, load_test_images
 from ecnn.spec import Spec
 
@@ -34,7 +36,7 @@ class Opened:
         split: the test images.
         class_names: in the order of the scores.
         device: where the model is.
-        note: what the user should know of the classes, if anything.
+        note: what the user should know of the classes and the model, if anything.
     """
 
     model: nn.Module
@@ -95,10 +97,14 @@ def open_model(
         return Opened(model, load_test_images(spec, root, data, names), names, place)
     if data is None:
         raise InputError("a module of your own needs --data: the name of a dataset or a folder of images.")
-    model = load_module(str(module)).to(place).eval()
+    model = load_module(str(module)).to(place)
+    set_eval_mode(model)
     found = load_data(data, root, image_size=None if data in NAMES else image_size)
-    note = None if found.folder is None else note_on_order(found.class_names)
-    return Opened(model, found.test, found.class_names, place, note)
+    notes = [None if found.folder is None else note_on_order(found.class_names)]
+    model = fill_batches(model, found.test)
+    if isinstance(model, InFixedBatches):
+        notes.append(f"The model takes {model.size} images at a time: smaller batches are filled up.")
+    return Opened(model, found.test, found.class_names, place, "\n".join(filter(None, notes)) or None)
 
 
 class _Answers(nn.Module):
