@@ -374,6 +374,18 @@ def test_an_extreme_is_compared_as_each_value(extreme: Any, each: Any) -> None:
     assert torch.equal(said, wanted)
 
 
+def test_the_largest_of_decisions_is_that_of_what_is_held() -> None:
+    """What is decided may be a number by then, and an argument may have a name."""
+    for decide in (
+        lambda values: (values[:, :2] > 0.5).float().amax(dim=1),
+        lambda values: torch.max(values * 0, (values > 0.5).float())[:, 0],
+        lambda values: torch.max(input=(values[:, :2] > 0.5).int(), dim=1).values,
+    ):
+        _, said = held(decide, CLEAN, MOVED.clone())
+        assert said.tolist() == [0, 1]
+    assert note(lambda values: torch.max(input=values, dim=1), CLEAN).said == []
+
+
 def test_a_choice_among_the_classes_is_an_answer_and_no_decision() -> None:
     for name in ("argmax", "max"):
         noted = note(lambda values, name=name: getattr(torch, name)(values, 1), CLEAN, num_classes=4)

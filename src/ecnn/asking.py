@@ -176,9 +176,9 @@ _MOST_PIXELS = 2**24  # values of the images of one question, so that large ones
 
 
 def find_fixed_batch(model: nn.Module, images: Tensor) -> int | None:
-    """How many images a model takes that does not take any number of them: of usual numbers, the one that it takes.
+    """The size of batch that a model needs: the only one of the usual sizes that it takes.
 
-    None if it takes none of these, or several, so that something else is the matter.
+    None if it takes none of these or several: then something else is the matter with it.
     """
     taken = []
     for size in (size for size in _SIZES if size * images[0].numel() <= _MOST_PIXELS):

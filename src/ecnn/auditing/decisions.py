@@ -127,7 +127,7 @@ class Choice:
     costs: Tensor
 
     def of(self, options: Tensor) -> Costs:
-        """That one of these is chosen: (option,) which of them."""
+        """What it costs that one of these options is chosen, and that none is; `options` is (option,) true or false."""
         yes, no = (
             self.costs[..., which].amin(dim=-1)
             if bool(which.any())
@@ -190,7 +190,9 @@ class Decisions(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         name = plain_name(getattr(func, "__name__", ""))
-        if name in _EXTREMES or name in _CHOICES:
+        involved = [value for value in _tensors((*args, *kwargs.values())) if _has_costs(value)]
+        is_extreme = name in _EXTREMES or name in _CHOICES
+        if is_extreme and not involved and args and is_followed(args[0]):
             return self._find_extreme(name, func, args, kwargs)
         if (name in COMPARISONS or name in EQUALITIES) and len(args) == 2:
             for compare in (self._compare_count, self._compare_choice, self._compare_extreme):
@@ -198,9 +200,8 @@ class Decisions(TorchFunctionMode):
                     return made
             if any(is_followed(value) or Soft.of(value) is not None for value in args):
                 return self._compare(name, func, args)
-        involved = [value for value in _tensors((*args, *kwargs.values())) if _has_costs(value)]
         if involved and name not in _ASIDE:
-            if (made := self._combine(name, func, args, kwargs)) is not None:
+            if args and (made := self._combine(name, func, args, kwargs)) is not None:
                 return made
             for value in involved:
                 self._hold(value)
@@ -236,7 +237,7 @@ class Decisions(TorchFunctionMode):
         made = func(*args, **kwargs)
         if name in _CHOICES and (dim := self._options(args, kwargs)) is not None:
             self._choose(name, made, args[0], dim)
-        dims = _dims_of(args, kwargs) if name in _EXTREMES and is_followed(args[0]) else ()
+        dims = _dims_of(args, kwargs) if name in _EXTREMES else ()
         if dims and 0 not in dims:
             values = made if isinstance(made, Tensor) else made.values
             setattr(values, _EXTREME, Extreme(args[0], dims, values.ndim == args[0].ndim, _EXTREMES[name]))
@@ -257,7 +258,7 @@ class Decisions(TorchFunctionMode):
     def _options(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
         """The axis along which an image's largest value is chosen among a few; None where that is no such choice."""
         first, dim = args[0], kwargs.get("dim", args[1] if len(args) > 1 else None)
-        if not isinstance(first, Tensor) or type(dim) is not int or not is_followed(first):
+        if type(dim) is not int:
             return None
         dim %= first.ndim
         is_one_of_few = 1 < first.shape[dim] <= _MOST_OPTIONS and first.shape[dim] != self.num_classes

@@ -136,7 +136,6 @@ class Deployment:
         company: not None if every image is asked about by itself, beside these clean ones, which may be none.
         isolated: it gets copies of images, and its scores are copied.
         is_vectorised: images that are asked about one at a time go through in one pass, each as if it were alone.
-        fixed: not None if the model takes so many images at a time; then `pristine` fills up batches.
         is_swayed: its batch changes its scores a little; it is attacked in batches, and judged one image at a time.
     """
 
@@ -147,13 +146,17 @@ class Deployment:
     company: Tensor | None = None
     isolated: bool = False
     is_vectorised: bool = False
-    fixed: int | None = None
     is_swayed: bool = False
 
     @property
     def is_wrapped(self) -> bool:
         """Whether `fresh` gives something else than a copy."""
         return self.forgets or self.company is not None or self.isolated or self.fixed is not None
+
+    @property
+    def fixed(self) -> int | None:
+        """How many images the model takes, no more and no fewer; None if it takes any number."""
+        return self.pristine.size if isinstance(self.pristine, InFixedBatches) else None
 
     @property
     def given(self) -> nn.Module:
@@ -203,9 +206,9 @@ def take_copy(model: nn.Module) -> Deployment:
 def meet(taken: Deployment, images: Tensor) -> Deployment:
     """How the model can be asked at all, from the first questions to copies of it.
 
-    A model that takes one image but not several is asked about each by itself; batches for one that takes another fixed
-    number of images are filled up. One that writes into the images that it
-    is given, or into scores that it gave before, gets copies and is copied from.
+    A model that takes one image but not several is asked about each by itself. Where it takes another number, no more
+    and no fewer, batches are filled up. One that writes into the images that it is given, or into scores that it gave
+    before, gets copies and is copied from.
 
     Args:
         images: a few, not changed here whatever the model does to what it is given.
@@ -218,7 +221,7 @@ def meet(taken: Deployment, images: Tensor) -> Deployment:
     size = find_fixed_batch(taken.fresh(), images)
     if size is None:
         return taken
-    filled = dataclasses.replace(taken, pristine=InFixedBatches(taken.pristine, size), fixed=size)
+    filled = dataclasses.replace(taken, pristine=InFixedBatches(taken.pristine, size))
     return dataclasses.replace(filled, isolated=_writes(filled.fresh(), images))
 
 
