@@ -36,6 +36,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "member_cw": {"steps": 12, "search_steps": 3, "initial_constant": 1.0, "lr": 0.05},
     "blindspot": {"steps": 12, "search_steps": 3, "initial_constant": 1.0, "lr": 0.05},
     "jsma": {"max_pixel_fraction": 0.3},
+    "sparse_pgd": {"max_pixel_fraction": 0.3, "steps": 4, "step_size": 0.3, "restarts": 2, "targets": 2},
     "deepfool": {"norm": "l2", "steps": 5},
     "fmn": {"norm": "l2", "steps": 8},
     "hopskipjump": {"norm": "l2", "steps": 2, "samples": 8},
@@ -134,6 +135,9 @@ def test_what_comes_back(name: str) -> None:
 
 
 def assert_in_the_ball(attack: Any, points: Tensor, images: Tensor, slack: float = 1e-12) -> None:
+    if hasattr(attack, "max_pixel_fraction"):
+        changed = (points != images).flatten(1).sum(dim=1)
+        assert changed.max() <= attack.max_pixel_fraction * images[0].numel()
     if hasattr(attack, "eps"):
         assert distance(points, images, attack.norm).max() <= attack.eps + slack
 
@@ -148,7 +152,11 @@ def test_what_comes_back_in_float32_of_a_whole_search(name: str, change: dict[st
             return  # they have no last iterate
         change = {
             **change,
-            **({"targets": 0, "restarts": 1} if name.startswith(("pgd", "apgd", "estimated_pgd")) else {}),
+            **(
+                {"targets": 0, "restarts": 1}
+                if name.startswith(("pgd", "apgd", "estimated_pgd", "sparse_pgd"))
+                else {}
+            ),
         }
     model, (images, labels) = coded_model().float(), batch()
     images, attack = images.float(), make(name, **change)
@@ -523,6 +531,7 @@ BAD_VALUES: dict[str, dict[str, tuple[Any, ...]]] = {
         "max_pairs": (0,),
         "keep": ("none",),
     },
+    "sparse_pgd": {"max_pixel_fraction": (1.2, -0.1, math.nan), "steps": (-1,), "step_size": ("x",)},
     "hopskipjump": {
         "steps": (-1,),
         "samples": (1,),

@@ -20,7 +20,7 @@ from ecnn.cli import app
 from ecnn.data import Split
 from ecnn.errors import InputError
 from ecnn.evaluation import OwnAttack, evaluate
-from ecnn.spec import make_attack, needed_options
+from ecnn.spec import attack_options, make_attack, needed_options
 
 pytestmark = pytest.mark.usefixtures("one_thread", "short_lessons")
 
@@ -269,7 +269,7 @@ def test_every_attack_has_a_preset_in_every_norm(attack: str, norm: str) -> None
     assert {*needed_options(attack)} <= {*preset.options}
     if (attack, norm) != ("hopskipjump", "l1"):
         made = make_attack({"kind": attack, **preset.options})
-        assert getattr(made, "norm", norm) == norm
+        assert "norm" not in attack_options(attack) or made.norm == norm  # type: ignore[attr-defined]
     assert str(preset).startswith(f"{attack}: preset {preset.name}: ")
 
 

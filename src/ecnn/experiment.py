@@ -5,7 +5,8 @@
     rows = ["clean", "pgd", "cw"]            # what the table prints: names of attacks, and "clean"
 
     [spec]                                   # a `Spec` that all arms share
-    [audited]                                # row -> "audit", or the attacks whose worst case is printed beside it
+    [audited]                                # row -> "audit", or the attacks (those that an arm makes) whose worst case
+                                             # is printed beside it
     [[arms]]                                 # name, title, seeds, paper = { row = per cent, parameters = count }
     [arms.spec]                              # what the arm changes, table by table
 
@@ -93,7 +94,8 @@ class Experiment:
         title: of the table.
         paper: the paper's label.
         rows: what the table prints, in order: "clean" and names of attacks.
-        audited: row -> names of attacks whose worst case is the audited value; ("audit",) for the audit's.
+        audited: row -> names of attacks whose worst case is the audited value; ("audit",) for the audit's. An arm that
+            does not make one of them goes without it.
         arms: columns.
         note: what the reader must know of all of them.
         remarks: paragraphs on what the numbers say, such as why they differ from the paper's.
@@ -114,6 +116,11 @@ class Experiment:
             raise InputError(f"the experiment {self.name!r} needs arms, each with a name of its own.")
         for arm in self.arms:
             self._check(arm)
+        check_options("[audited]", self.audited, self.rows)
+        made = {name: None for arm in self.arms for name in arm.spec.attacks}
+        for row, sources in self.audited.items():
+            for source in sources if row in made else ():
+                check_choice(f"audited.{row}", source, [AUDIT, *made])
 
     def _check(self, arm: Arm) -> None:
         owner = f"the arm {arm.name!r}"
@@ -128,10 +135,10 @@ class Experiment:
                 )
         for row in (row for row in arm.paper if row != PARAMETERS):
             check_choice(f"{owner}: a row with a value", row, known)
-        check_options("[audited]", self.audited, self.rows)
-        for row, sources in self.audited.items():
-            for source in sources if row in arm.spec.attacks else ():
-                check_choice(f"audited.{row}", source, [AUDIT, *arm.spec.attacks])
+
+    def audited_by(self, row: str, arm: Arm) -> tuple[str, ...]:
+        """What the audited value of a row is made of in this arm."""
+        return tuple(name for name in self.audited.get(row, ()) if name == AUDIT or name in arm.spec.attacks)
 
     def arm(self, name: str) -> Arm:
         """The arm of that name."""

@@ -14,6 +14,7 @@ from ecnn.attacks.minimal import FMN, DeepFool
 from ecnn.attacks.norms import NORMS
 from ecnn.attacks.race import Race
 from ecnn.attacks.rays import Neighbours, RaySearch
+from ecnn.attacks.sparse import SparsePGD
 from ecnn.attacks.square import Square
 from ecnn.attacks.transformed import TransformedPGD
 from ecnn.attacks.views import VIEWS, Accepted, Aim, Averaged, Look, ScoreView, View, WeakestBit
@@ -32,6 +33,7 @@ ATTACKS: dict[str, type[Attack]] = {
     "member_cw": MemberCarliniWagner,
     "blindspot": BlindSpot,
     "jsma": JSMA,
+    "sparse_pgd": SparsePGD,
     "deepfool": DeepFool,
     "fmn": FMN,
     "hopskipjump": HopSkipJump,
@@ -73,6 +75,7 @@ __all__ = [
     "RandomNoise",
     "RaySearch",
     "ScoreView",
+    "SparsePGD",
     "Square",
     "Transfer",
     "TransformedPGD",

@@ -129,9 +129,13 @@ class PGD(ClimbingAttack):
         return points
 
     def _move(self, points: Tensor, gradient: Tensor, images: Tensor, step: int) -> Tensor:
-        length = parse_eps(self.step_size) * _SCHEDULES[self.schedule](step / max(1, self.steps))
         norm = NORMS[self.norm]
-        return norm.project(points + length * norm.step(gradient, points), images, self.radius)
+        moved = points + self.step_length(step) * norm.step(gradient, points)
+        return norm.project(moved, images, self.radius)
+
+    def step_length(self, step: int) -> float:
+        """How long a step is, by its number from 0 up."""
+        return parse_eps(self.step_size) * _SCHEDULES[self.schedule](step / max(1, self.steps))
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -91,3 +92,8 @@ def add_up(values: Tensor) -> Tensor:
         halves = values[:, :half] + values[:, half : 2 * half]
         values = halves if count % 2 == 0 else torch.cat([halves, values[:, -1:]], dim=1)
     return values.squeeze(1)
+
+
+def count_features(images: Tensor, fraction: float) -> int:
+    """How many values of an image are that share of them, rounded down; 0.29 of 100 are 29, not 28.999..."""
+    return math.floor(fraction * math.prod(images.shape[1:]) + 1e-6)

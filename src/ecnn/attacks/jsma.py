@@ -12,7 +12,7 @@ from torch import Tensor
 from ecnn.attacks.attempts import Attempts
 from ecnn.attacks.base import Attack, Target, gradient_of
 from ecnn.attacks.draws import Draws
-from ecnn.attacks.images import per_image
+from ecnn.attacks.images import count_features, per_image
 from ecnn.attacks.views import View, find_score_view
 from ecnn.checks import check_choice, check_count, check_number
 from ecnn.errors import InputError
@@ -121,9 +121,7 @@ class JSMA(Attack):
         return points, kept, broken
 
     def _moves(self, images: Tensor) -> int:
-        features, together = math.prod(images.shape[1:]), 2 if self.pixels == "pair" else 1
-        # 0.29 of 100 features are 29, not 28.999...
-        return math.floor(self.max_pixel_fraction * features / together + 1e-6)
+        return count_features(images, self.max_pixel_fraction) // (2 if self.pixels == "pair" else 1)
 
     def _slopes(self, target: Target, points: Tensor, goals: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """(batch,) the model's classes; (batch, feature) how a move pushes the goal up, and the others down."""

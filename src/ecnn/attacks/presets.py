@@ -27,6 +27,10 @@ _SETTINGS: dict[str, tuple[dict[str, Any], str]] = {
     "member_cw": (_CW, "as cw"),
     "blindspot": ({**_CW, "shrink": 0.8}, "as cw, on images of less contrast"),
     "jsma": ({"max_pixel_fraction": 0.145}, "Papernot et al. 2016"),
+    "sparse_pgd": (
+        {"max_pixel_fraction": 0.145, "steps": 100, "step_size": 10, "schedule": "cosine"},
+        "Croce & Hein 2019, with JSMA's share of the pixels",
+    ),
     "deepfool": ({"steps": 50}, "Moosavi-Dezfooli et al. 2016"),
     "fmn": ({"steps": 1000}, "Pintor et al. 2021"),
     "hopskipjump": ({"steps": 64, "samples": 100}, "Chen et al. 2020"),
@@ -40,7 +44,7 @@ _SETTINGS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "none": ({}, "nothing to set"),
 }
-_WITHOUT_NORM = ("cw", "member_cw", "blindspot", "jsma", "none")
+_WITHOUT_NORM = ("cw", "member_cw", "blindspot", "jsma", "sparse_pgd", "none")
 _WITHOUT_EPS = (*_WITHOUT_NORM, "deepfool", "fmn", "hopskipjump")
 _WITH_STEP_SIZE = ("bim", "pgd", "transformed_pgd", "estimated_pgd")
 

@@ -64,7 +64,7 @@ def read_cells(experiment: Experiment, out: Path) -> list[Cell]:
             if row != CLEAN and row not in arm.spec.attacks:
                 continue
             rates = [rate for records in found if (rate := records.rate(row)) is not None]
-            sources = experiment.audited.get(row, ())
+            sources = experiment.audited_by(row, arm)
             truths = [truth for records in found if (truth := records.truth(sources)) is not None]
             audits = [records.audit for records in found if AUDIT in sources and records.audit]
             own = [source for source in sources if arm.spec.attacks.get(source, {}).get("kind") == "cw"]

@@ -46,8 +46,12 @@ def plot_bars(
             names.append(name)
             place += 1.0
     axes.set(yticks=places, yticklabels=names, xlim=(0, 108), ylim=(place - 0.4, -0.5), xlabel="accuracy, %")
-    for name, colour in zip(("the paper", "ours, same protocol", "audited"), _THREE, strict=True):
-        axes.barh(0, 0, color=colour, label=name)
+    drawn = [any(bar[kind] is not None for bars in groups.values() for bar in bars) for kind in (1, 2, 3)]
+    for name, colour, is_drawn in zip(
+        ("the paper", "ours, same protocol", "audited"), _THREE, drawn, strict=True
+    ):
+        if is_drawn:
+            axes.barh(0, 0, color=colour, label=name)
     axes.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=3, frameon=False, fontsize=8.5, borderpad=0)
     tidy(axes)
     return save_figure(figure, path)
