@@ -1,4 +1,4 @@
-"""Puts a finished run among the shipped models, its weights in float16 if that changes no answer.
+"""Puts a finished run among the shipped models, weights in float16 where that changes no answer.
 
 Run: python tools/make_zoo.py RUN NAME "what it is, in a sentence"; data/ holds the images.
 """
@@ -22,6 +22,7 @@ from ecnn.training.loop import BEST, LOG
 ROOT = Path(__file__).parents[1]
 KEPT = (runs.SPEC, runs.CODE, runs.CLASSES, runs.ENVIRONMENT, LOG)
 ATTACKED = 100  # images
+TRIED = 4  # weights that are rounded to float16 by themselves where not all can be
 
 
 def answers(folder: Path, split: Split) -> torch.Tensor:
@@ -32,7 +33,7 @@ def answers(folder: Path, split: Split) -> torch.Tensor:
 
 
 def main(run: Path, name: str, what: str) -> None:
-    """Weights that would change an answer in float16 stay float32; the card says what was measured here."""
+    """The card says what was measured here."""
     spec = runs.read_spec(run)
     split = load_data(spec.data.name, ROOT / "data").test
     folder = ROOT / "src/ecnn/zoo" / name
@@ -45,15 +46,27 @@ def main(run: Path, name: str, what: str) -> None:
         result = runs.read_results(run)
         files.write_json(made / runs.RESULTS, {name: result[name] for name in ("test_accuracy", "images")})
         before = answers(run, split)
-        save_halved(made / BEST, run / BEST)
-        differ = int((answers(made, split) != before).sum())
-        print(f"{differ} of {len(split):,} answers differ in float16")
-        if differ:
-            shutil.copyfile(run / BEST, made / BEST)
+        halve(made, run / BEST, split, before)
         write_card(made, name, what, split, before)
         runs.finish_run(made)
         shutil.rmtree(folder, ignore_errors=True)
         shutil.copytree(made, folder)
+
+
+def halve(made: Path, source: Path, split: Split, before: torch.Tensor) -> None:
+    """Rounds all weights, or else as many of the largest as change no answer."""
+    tensors, _ = load_checkpoint(source)
+    largest = sorted(tensors, key=lambda name: -tensors[name].numel())[:TRIED]
+    rounded: list[str] = []
+    for only in (None, *largest):
+        tried = None if only is None else [*rounded, only]
+        save_halved(made / BEST, source, only=tried)
+        differ = int((answers(made, split) != before).sum())
+        print(f"{differ} of {len(split):,} answers differ with {only or 'all weights'} in float16")
+        if not differ and tried is None:
+            return
+        rounded = rounded if differ or tried is None else tried
+    save_halved(made / BEST, source, only=rounded)
 
 
 def write_card(folder: Path, name: str, what: str, split: Split, answered: torch.Tensor) -> None:

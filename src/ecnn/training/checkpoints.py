@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Container
 from pathlib import Path
 from typing import Any
 
@@ -80,13 +81,19 @@ def load_checkpoint(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     return tensors, facts
 
 
-def save_halved(path: Path, source: Path) -> None:
-    """The checkpoint of a finished run once more, its weights rounded to float16; other tensors stay as they are."""
+def save_halved(path: Path, source: Path, *, only: Container[str] | None = None) -> None:
+    """The checkpoint of a finished run once more, its weights rounded to float16; other tensors stay as they are.
+
+    Args:
+        only: names of the weights to round; None for all.
+    """
     tensors, facts = load_checkpoint(source)
-    halved = {
-        key: value.half() if value.dtype == torch.float32 and key.endswith((".weight", ".bias")) else value
-        for key, value in tensors.items()
-    }
+
+    def is_rounded(key: str) -> bool:
+        is_weight = tensors[key].dtype == torch.float32 and key.endswith((".weight", ".bias"))
+        return is_weight and (only is None or key in only)
+
+    halved = {key: value.half() if is_rounded(key) else value for key, value in tensors.items()}
     if not all(bool(value.isfinite().all()) for value in halved.values()):
         raise InputError(f"{source} has weights that float16 cannot hold.")
     save_checkpoint(path, halved, {**facts, STORED_AS: "float16"})
