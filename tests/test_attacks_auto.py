@@ -428,7 +428,7 @@ def test_square_nears_the_optimum_of_a_linear_model(norm: Norm, eps: float) -> N
     assert gained.max() <= 1 + 1e-12
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_published_l2_squares_end_far_from_the_optimum() -> None:
     """However many queries they have: they only concentrate the perturbation."""
     model, images, labels = linear_case()

@@ -305,7 +305,7 @@ def test_what_a_search_costs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_aborting_saves_passes_and_hardly_lengthens_the_way() -> None:
-    model, images = tiny_ecnn().double(), near_gray(batch=16, spread=0.5)
+    model, images = tiny_ecnn().double(), near_gray(batch=8, spread=0.5)
     labels = model(images).argmax(1)
     patient = carlini(steps=200, abort_early=False).run(model, images, labels)
     hasty = carlini(steps=200).run(model, images, labels)

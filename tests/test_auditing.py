@@ -378,7 +378,7 @@ def without_times(found: Audit) -> Audit:
 
 
 @pytest.mark.usefixtures("_no_diagnostics")
-@pytest.mark.parametrize("kind", ["steady", pytest.param("random", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", ["steady", pytest.param("random", marks=pytest.mark.full)])
 def test_a_killed_audit_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     model = Linear() if kind == "steady" else Flicker(0.2)
     split = make_split(60)

@@ -366,9 +366,11 @@ def test_proven_claims_hold_at_random_points(name: str) -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        "rounded_pixels",
         "decoy",
-        *(pytest.param(name, marks=pytest.mark.full) for name in ("q2_hinge", "scaled_logits")),
+        *(
+            pytest.param(name, marks=pytest.mark.full)
+            for name in ("rounded_pixels", "q2_hinge", "scaled_logits")
+        ),
     ],
 )
 def test_false_claims_are_flagged(name: str) -> None:

@@ -108,8 +108,15 @@ VIEWS: dict[str, tuple[Any, ...]] = {
 }
 
 
+#: Committees of many networks: each is trained for an epoch by the quick forms of experiments, or by tests of its own.
+LONGEST = ("specialists", "independent_ecoc")
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize(
+    "kind",
+    [pytest.param(kind, marks=[pytest.mark.full] * (kind in LONGEST)) for kind in MODELS],
+)
 def test_every_model_learns_digits_by_name(kind: str, digits: Dataset, tmp_path: Path) -> None:
     """At least 90 % of the test digits after four epochs, the same scores from its folder, and PGD breaks it."""
     run = train_small(small(kind), tmp_path)

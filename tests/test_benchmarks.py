@@ -16,7 +16,11 @@ BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 @pytest.mark.slow
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize(
-    "name", ["annealing", "attacks", "baselines", "estimators", "fast", "scale", "training"]
+    "name",
+    [
+        *("annealing", "attacks", "estimators", "fast", "scale"),
+        *(pytest.param(name, marks=pytest.mark.full) for name in ("baselines", "training")),
+    ],
 )
 def test_quick_form(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of the audit and of serving take longest and are left to `make bench`; other tests run their parts."""

@@ -96,6 +96,7 @@ def test_from_three_hundred_pictures_to_a_named_one(tmp_path: Path, monkeypatch:
         assert answer["predictions"][0]["guesses"][0]["name"] == "steps"
 
 
+@pytest.mark.full
 def test_make_install_and_activate_give_the_command(tmp_path: Path) -> None:
     """The first command of the README as it stands there, in a copy of the project, and then the second.
 
