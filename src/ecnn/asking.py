@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+import functools
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +14,28 @@ from torch.utils import checkpoint as checkpoints
 
 from ecnn.checks import check_count, check_kind
 from ecnn.errors import InputError
+
+Parameters = ParamSpec("Parameters")
+Result = TypeVar("Result")
+
+
+def in_usual_state(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
+    """The function, run as torch starts: gradients on, no inference mode, float32 as the default.
+
+    Whatever the caller has switched off comes back afterwards, also if a model changes it.
+    """
+
+    @functools.wraps(function)
+    def run(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
+        default = torch.get_default_dtype()
+        with torch.inference_mode(False), torch.enable_grad():
+            torch.set_default_dtype(torch.float32)
+            try:
+                return function(*args, **kwargs)
+            finally:
+                torch.set_default_dtype(default)
+
+    return run
 
 
 def full_precision(values: Tensor) -> Tensor:

@@ -36,8 +36,8 @@ _SENTENCES: dict[DoubtKind, str] = {
     "which do not saturate.",
     "dynamic": "The model takes gradients while it classifies (a dynamic defence): these attacks do not see through "
     "that, so attack the defence itself.",
-    "no_gradient": "No gradient reaches the pixels: the model is not differentiable, so that only Square has attacked "
-    "it.",
+    "no_gradient": "No gradient reaches the pixels: the model is not differentiable, so that of "
+    "AutoAttack's attacks only Square has attacked it.",
     "zero_gradient": "The gradient is exactly zero for {:.1%} of the images: gradient attacks are blind there; look "
     "before the layer that saturates or quantises.",
     "few_classes": "The targeted DLR loss needs 4 classes and the model has {}: APGD-T raised the margin, whose "

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ecnn import files
-from ecnn.asking import read_model, undisturbed, without_tf32
+from ecnn.asking import in_usual_state, read_model, undisturbed, without_tf32
 from ecnn.attacks.deadlines import OutOfTimeError, time_is_over, until
 from ecnn.attacks.draws import forked_generators
 from ecnn.attacks.images import at_most, together
@@ -28,6 +28,7 @@ from ecnn.auditing.deployed import (
     Late,
     batch_dependent,
     examine,
+    largest_batch,
     meet,
     named,
     stateful,
@@ -71,6 +72,7 @@ _FEW = 8  # images by which a model is met, before anything else is asked
 _TOGETHER = 2**16  # pixel values of the attempts at a few images that are made at once
 
 
+@in_usual_state
 def audit(
     model: nn.Module,
     split: Images,
@@ -147,7 +149,15 @@ def audit(
     split = read_images(split, limit + MOST_EXAMPLES, classes=classes, progress=progress)
     deployment = meet(deployment, place(model, split[:_FEW][0]))
     chosen = check_request(deployment.fresh(), split, limit, batch_size or BATCH_SIZE)
-    check_reading(deployment.fresh(), chosen, batch_size=batch_size or BATCH_SIZE)
+    try:
+        check_reading(deployment.fresh(), chosen, batch_size=batch_size or BATCH_SIZE)
+    except InputError:
+        raise
+    except Exception:  # one that takes fewer at once, or none at all
+        batch_size = largest_batch(deployment.fresh(), place(model, chosen[:BATCH_SIZE][0]), least=_FEW)
+        if batch_size is None:
+            raise
+        check_reading(deployment.fresh(), chosen, batch_size=batch_size)
     if minutes is not None and batch_size is None:
         batch_size = _batch_in_time(deployment.fresh(), place(model, chosen[:_FEW][0]), 60 * minutes)
     folder = None if run_dir is None else Path(run_dir) / FOLDER

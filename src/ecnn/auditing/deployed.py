@@ -225,6 +225,25 @@ def meet(taken: Deployment, images: Tensor) -> Deployment:
     return dataclasses.replace(filled, isolated=_writes(filled.fresh(), images))
 
 
+def largest_batch(model: nn.Module, images: Tensor, *, least: int) -> int | None:
+    """How many of the images a model takes at once, found by halving; None for all of them.
+
+    One that refuses even the least says why when it is asked in earnest.
+    """
+    size = len(images)
+    while size >= least:
+        try:
+            with undisturbed(model), forked_generators(images.device, 0):
+                read_model(model, images[:size])
+        except torch.cuda.OutOfMemoryError:  # attacks take smaller batches by themselves
+            return None
+        except Exception:  # whatever a model throws that is made for fewer
+            size //= 2
+        else:
+            return None if size == len(images) else size
+    return None
+
+
 def _writes(model: nn.Module, images: Tensor) -> bool:
     """Whether a model changes what it is given, or what it has answered."""
     with undisturbed(model), torch.no_grad():

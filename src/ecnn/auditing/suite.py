@@ -35,6 +35,7 @@ from ecnn.auditing.alone import OneAtATime
 from ecnn.auditing.bpda import Passing
 from ecnn.auditing.budgets import Budget, resolve_budget
 from ecnn.auditing.holding import Holding
+from ecnn.auditing.levels import OnBytes, RoundedScores, whole_levels
 from ecnn.auditing.search import search
 from ecnn.auditing.subject import Subject
 from ecnn.auditing.surrogates import (
@@ -283,7 +284,22 @@ class Maker:
             attacks["straight-through-targets"] = PGD(on=view, targets=self.targets, **self.walk)
         if traits.blind and traits.can_be_double:
             attacks["float64"] = InDouble(attack=APGD(loss="margin", **self.auto), **self.ball)
-        return attacks
+        return attacks | self.on_bytes()
+
+    def on_bytes(self) -> dict[str, Attack]:
+        """Attacks that never leave whole grey levels, where the model goes by these."""
+        eps = whole_levels(self.subject.eps)
+        if not (self.traits.knows_bytes and eps):
+            return {}
+        ball: dict[str, Any] = {"norm": self.subject.norm, "eps": eps}
+        walk = {**self.walk, **ball, "step_size": eps / 4, "on": RoundedScores()}
+        inner: dict[str, Attack] = {
+            "on-bytes": PGD(**walk),
+            "on-bytes-targets": PGD(targets=self.targets, **walk),
+        }
+        if self.subject.norm == "linf":  # its points are whole levels of themselves
+            inner["on-bytes-square"] = replace(self.square(), eps=eps)
+        return {name: OnBytes(attack=attack, **ball) for name, attack in inner.items()}
 
     def on_members(self) -> dict[str, Attack]:
         """Attacks on what the members say, before any decoder; the first is enough for most."""
@@ -398,7 +414,7 @@ class Maker:
     def _standard(self) -> dict[str, Attack]:
         return AutoAttack(**self.ball).members(self.num_classes) if self.budget.autoattack else {}
 
-    def square(self) -> Attack:
+    def square(self) -> Square:
         return Square(queries=max(1, self.budget.queries), l2_moves="turns", **self.ball)
 
     def averaged_square(self) -> Attack:

@@ -23,10 +23,14 @@ from ecnn.auditing.adaptive import (
     last_layers,
 )
 from ecnn.auditing.bpda import can_pass_through
+from ecnn.auditing.levels import is_on_bytes
 
 _RANDOM = 1e-4  # difference of two passes, relative to the length of the scores
 _TINY = 1e-30  # gradients this short are near the end of float32
 _PROBED = 64
+_HARDLY = 1e-4  # a change of pixels that no network notices, a fortieth of a grey level
+_MUCH = 0.02  # a change of scores, relative to their length
+_SOME = 0.1  # of the images
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +44,8 @@ class Traits:
         hides_derivatives: it rounds, compares, casts or detaches somewhere, and `straight_through` finds a way.
         hides_scores: its last layer with one output per class says something other than the scores.
         can_be_double: a copy in float64 answers.
+        knows_bytes: noise of a fortieth of a grey level changes its scores at once: it tells images of whole levels,
+            as files hold them, from others.
         has_members, has_votes, has_features: what the attacks on members, on votes and on features ask for is there.
     """
 
@@ -49,6 +55,7 @@ class Traits:
     hides_derivatives: bool
     hides_scores: bool
     can_be_double: bool
+    knows_bytes: bool
     has_members: bool
     has_votes: bool
     has_features: bool
@@ -76,6 +83,7 @@ def find_traits(model: nn.Module, images: Tensor, num_classes: int) -> Traits:
             hides_derivatives=not is_random and can_pass_through(model, images[:4]),
             hides_scores=_hides_scores(model, images[:4], num_classes),
             can_be_double=_answers(lambda: _ask_in_double(model, images[:4])),
+            knows_bytes=not is_random and _knows_bytes(model, images, scores),
             has_members=isinstance(model, Coded)
             and _answers(lambda: _ask(CheapestBits(), model, images[:4])),
             has_votes=isinstance(model, Voting) and _answers(lambda: _ask(MeanMembers(), model, images[:4])),
@@ -92,6 +100,7 @@ def unseen_traits(model: nn.Module) -> Traits:
         hides_derivatives=False,
         hides_scores=False,
         can_be_double=False,
+        knows_bytes=False,
         has_members=isinstance(model, Coded),
         has_votes=isinstance(model, Voting),
         has_features=False,
@@ -119,6 +128,19 @@ def _ask(view: View, model: nn.Module, images: Tensor) -> None:
 
 def _ask_in_double(model: nn.Module, images: Tensor) -> None:
     copy_model(model).double()(images.double())
+
+
+def _knows_bytes(model: nn.Module, images: Tensor, scores: Tensor) -> bool:
+    """Whether hardly anything, added to images of whole grey levels, changes the scores of some of them much."""
+    if not is_on_bytes(images):
+        return False
+    signs = torch.where(images < 0.5, _HARDLY, -_HARDLY)
+    try:
+        with torch.no_grad():
+            moved = torch.cat([full_precision(model(part)).double() for part in _pieces(images + signs)])
+    except Exception:  # a model may refuse other images than such
+        return True
+    return float((passes_apart(scores, moved) > _MUCH).double().mean()) >= _SOME
 
 
 def _hides_scores(model: nn.Module, images: Tensor, num_classes: int) -> bool:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ecnn import files
-from ecnn.asking import read_model, undisturbed, without_tf32
+from ecnn.asking import in_usual_state, read_model, undisturbed, without_tf32
 from ecnn.attacks import NORMS, Attack
 from ecnn.attacks.deadlines import NO_TIME, OutOfTimeError, time_is_over
 from ecnn.attacks.draws import forked_generators
@@ -51,6 +51,7 @@ _HOPELESS = 8
 Watcher = Callable[[Outcomes, Tensor], None]
 
 
+@in_usual_state
 def evaluate(
     model: nn.Module,
     split: Images,
