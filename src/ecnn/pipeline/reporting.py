@@ -61,9 +61,12 @@ def _overview(found: Mapping[str, Sequence[Cell]]) -> str:
     """How many of the paper's numbers are measured, and the best that an attack of its tables and of ours leave."""
     printed = {name: [cell for cell in cells if cell.paper is not None] for name, cells in found.items()}
     every = [cell for cells in printed.values() for cell in cells]
+    count = _measured(every)
+    how_many = f"Of the paper's {len(every)} accuracies {count} are measured."
+    if count == len(every):
+        how_many = f"All {count} accuracies of the paper are measured."
     lines = [
-        f"Of the paper's {len(every)} accuracies {_measured(every)} are measured. The best of each table under attack, "
-        "in per cent:",
+        f"{how_many} The best of each table under attack, in per cent:",
         "",
         _row(("table", "measured", "paper", "ours", "audited")),
         "|---" + 4 * "|---:" + "|",
