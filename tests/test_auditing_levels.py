@@ -23,9 +23,9 @@ EPS = 0.1
 
 
 class ByBytes(nn.Module):
-    """Images of whole levels are classified by the mean of one half against the other's, all others as what they were.
+    """Which half is brighter: by its mean in images of whole levels, by votes of pixels in all others.
 
-    The check is NumPy's: nothing in torch shows it. A step of any size that leaves whole levels changes no answer.
+    Small moves change the mean, and no vote. The check for whole levels is NumPy's: nothing in torch shows it.
     """
 
     def __init__(self) -> None:
@@ -37,7 +37,6 @@ class ByBytes(nn.Module):
         fragile = self.scale * torch.stack([left - right, right - left], dim=1)
         levels = images.detach().numpy() * 255
         whole = np.abs(levels - levels.round()).reshape(len(images), -1).max(axis=1) < 1e-3
-        # The robust way: which half is brighter once each pixel is rounded to black or white.
         votes = (images > 0.5).float()
         left, right = (part.mean(dim=(1, 2, 3)) for part in votes.tensor_split(2, dim=3))
         robust = 10 * torch.stack([left - right, right - left], dim=1) + 0 * fragile
@@ -45,7 +44,7 @@ class ByBytes(nn.Module):
 
 
 def halves(count: int = 40) -> Split:
-    """Images of whole levels: one half nearly white, the other nearly black, but for a few pixels that tip the mean."""
+    """Images of whole levels: one half a little brighter than mid-grey, the other a little darker."""
     draws = np.random.default_rng(0)
     images = np.full((count, 1, 4, 4), 128, dtype=np.uint8)
     labels = draws.integers(0, 2, count)

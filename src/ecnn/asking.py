@@ -15,18 +15,18 @@ from torch.utils import checkpoint as checkpoints
 from ecnn.checks import check_count, check_kind
 from ecnn.errors import InputError
 
-Parameters = ParamSpec("Parameters")
-Result = TypeVar("Result")
+_Parameters = ParamSpec("_Parameters")
+_Result = TypeVar("_Result")
 
 
-def in_usual_state(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
+def in_usual_state(function: Callable[_Parameters, _Result]) -> Callable[_Parameters, _Result]:
     """The function, run as torch starts: gradients on, no inference mode, float32 as the default.
 
     Whatever the caller has switched off comes back afterwards, also if a model changes it.
     """
 
     @functools.wraps(function)
-    def run(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
+    def run(*args: _Parameters.args, **kwargs: _Parameters.kwargs) -> _Result:
         default = torch.get_default_dtype()
         with torch.inference_mode(False), torch.enable_grad():
             torch.set_default_dtype(torch.float32)

@@ -21,7 +21,7 @@ _SMALLEST = 1e-30
 class SparsePGD(PGD):
     """PGD that changes at most a share of an image's values, anywhere in [0, 1] (PGD0 of Croce & Hein 2019).
 
-    The worst case within the budget that JSMA has: JSMA never takes a move back, and stops where no feature is salient.
+    Looks for the worst case within JSMA's budget: JSMA takes no move back, and stops where no feature is salient.
     A feature is one value of the image, so a coloured pixel has three. Each step goes up the gradient with a length in
     L1, then to the nearest point that changes no more features than allowed.
 

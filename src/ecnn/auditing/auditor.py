@@ -154,7 +154,8 @@ def audit(
     except InputError:
         raise
     except Exception:  # one that takes fewer at once, or none at all
-        batch_size = largest_batch(deployment.fresh(), place(model, chosen[:BATCH_SIZE][0]), least=_FEW)
+        some = place(model, chosen[: batch_size or BATCH_SIZE][0])
+        batch_size = largest_batch(deployment.fresh(), some, least=_FEW)
         if batch_size is None:
             raise
         check_reading(deployment.fresh(), chosen, batch_size=batch_size)

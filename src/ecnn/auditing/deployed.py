@@ -226,9 +226,9 @@ def meet(taken: Deployment, images: Tensor) -> Deployment:
 
 
 def largest_batch(model: nn.Module, images: Tensor, *, least: int) -> int | None:
-    """How many of the images a model takes at once, found by halving; None for all of them.
+    """How many of the images a model takes at once, found by halving.
 
-    One that refuses even the least says why when it is asked in earnest.
+    None where that is all of them, and where it takes not even the least: then their number is not what it minds.
     """
     size = len(images)
     while size >= least:
