@@ -117,10 +117,16 @@ def train(model: nn.Module, split: Split, minutes: float, attack_steps: int, dev
             loss = F.cross_entropy(model(crafted), labels[rows])
         optimiser.zero_grad(set_to_none=True)
         torch.autograd.backward(loss)
-        optimiser.step()
+        # A deep network without warm-up of its own diverges otherwise: WRN-28-10 did, within 200 batches.
+        if torch.isfinite(nn.utils.clip_grad_norm_(model.parameters(), 1.0)):
+            optimiser.step()
         batches += 1
         if batches % 100 == 0:
-            sys.stderr.write(f"batch {batches}, {100 * share:.0f} % of the time, loss {float(loss):.3f}\n")
+            sys.stderr.write(
+                f"batch {batches}, {100 * share:.0f} % of the time, loss {float(loss.detach()):.3f}\n"
+            )
+    if not all(value.isfinite().all() for value in model.state_dict().values()):
+        raise SystemExit("the training diverged: its weights are no numbers")
     return batches
 
 
