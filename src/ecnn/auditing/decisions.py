@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from ecnn.attacks.images import per_image
 from ecnn.auditing.bpda import is_followed, plain_name
+from ecnn.auditing.order import ORDERED, Slopes, with_slopes
 from ecnn.auditing.soft_calls import CASTS, COMPARISONS, EQUALITIES, SHAPES, as_floats
 from ecnn.auditing.soft_values import Soft
 
@@ -174,6 +175,7 @@ class Decisions(TorchFunctionMode):
         scales: (batch,) how far from its threshold each comparison was, or how far ahead what was chosen, on average
             over an image.
         cost: (batch,) what it costs to have the images decided upon as they are held to.
+        slopes: that backward passes take through the largest of many values, and the like.
     """
 
     def __init__(
@@ -184,6 +186,7 @@ class Decisions(TorchFunctionMode):
         self.said: list[Tensor] = []
         self.scales: list[Tensor] = []
         self.cost: Tensor = torch.zeros(batch)
+        self.slopes = Slopes()
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -191,8 +194,7 @@ class Decisions(TorchFunctionMode):
         kwargs = kwargs or {}
         name = plain_name(getattr(func, "__name__", ""))
         involved = [value for value in _tensors((*args, *kwargs.values())) if _has_costs(value)]
-        is_extreme = name in _EXTREMES or name in _CHOICES
-        if is_extreme and not involved and args and is_followed(args[0]):
+        if (name in ORDERED or name in _CHOICES) and not involved and args and is_followed(args[0]):
             return self._find_extreme(name, func, args, kwargs)
         if (name in COMPARISONS or name in EQUALITIES) and len(args) == 2:
             for compare in (self._compare_count, self._compare_choice, self._compare_extreme):
@@ -235,6 +237,8 @@ class Decisions(TorchFunctionMode):
     def _find_extreme(self, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The largest or smallest value and its place, which know what they were found among."""
         made = func(*args, **kwargs)
+        if name in ORDERED and args[0].numel():
+            made = with_slopes(name, made, args, kwargs, self.slopes)
         if name in _CHOICES and (dim := self._options(args, kwargs)) is not None:
             self._choose(name, made, args[0], dim)
         dims = _dims_of(args, kwargs) if name in _EXTREMES else ()
@@ -246,9 +250,13 @@ class Decisions(TorchFunctionMode):
     def _compare_extreme(self, name: str, func: Any, args: tuple[Any, ...]) -> Tensor | None:
         """The largest or smallest of some values, compared with a number: as each of them compared with it."""
         extreme, limit = getattr(args[0], _EXTREME, None), args[1]
-        is_number = not isinstance(limit, Tensor) or (limit.numel() == 1 and not is_followed(limit))
-        if not isinstance(extreme, Extreme) or name not in COMPARISONS or not is_number:
+        if not isinstance(extreme, Extreme) or name not in COMPARISONS:
             return None
+        if isinstance(limit, Tensor) and limit.numel() > 1:
+            if limit.shape != args[0].shape:
+                return None
+            for dim in () if extreme.keepdim else sorted(extreme.dims):
+                limit = limit.unsqueeze(dim)
         costs: Costs = getattr(self._compare(name, func, (extreme.values, limit)), _COSTS)
         needs_all = extreme.is_largest == (COMPARISONS[name] < 0)
         costs = costs if needs_all else costs.inverted()

@@ -145,7 +145,9 @@ class Holding(BallAttack):
         with torch.enable_grad():
             scores, is_rounded = _read(target.model, points, decisions)
             losses = score_loss(scores, labels, "margin")
-            up, amiss = gradient_of(losses, points, again=True), gradient_of(decisions.cost, points)
+            up = gradient_of(losses, points, again=True)
+            decisions.slopes.are_spread = True
+            amiss = gradient_of(decisions.cost, points)
         target.count(1, 1)
         if is_rounded:
             amiss = self._own_slope(target, points, noted, otherwise=amiss)
@@ -169,6 +171,7 @@ class Holding(BallAttack):
         )
         with torch.enable_grad():
             _read(target.model, points, decisions, stays_flat=True)
+            decisions.slopes.are_spread = True
             own = gradient_of(decisions.cost, points)
         target.count(1, 1)
         return torch.where(per_image(own.flatten(1).any(dim=1), own), own, otherwise)
