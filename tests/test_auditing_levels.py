@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import ecnn
 from ecnn.asking import in_usual_state
 from ecnn.attacks import PGD
-from ecnn.auditing.deployed import largest_batch
+from ecnn.auditing.deployed import filled_up, largest_batch
 from ecnn.auditing.levels import OnBytes, RoundedScores, is_on_bytes, whole_levels
 from ecnn.auditing.traits import find_traits
 from ecnn.data import Split
@@ -155,5 +155,10 @@ def test_models_that_take_so_many_images_at_once() -> None:
     assert largest_batch(AtMost(60), images, least=8) == 50
     assert largest_batch(AtMost(12), images, least=8) == 12
     assert largest_batch(AtMost(4), images, least=8) is None
-    model = AtMost(30)
-    assert ecnn.audit(model, halves(64), norm="linf", eps=0.01, budget="quick", limit=64).images == 64
+    assert len(filled_up(images[:40], 256)) == 256
+    assert torch.equal(filled_up(images[:40], 256)[40:80], images[:40])
+    assert len(filled_up(torch.zeros(3, 3, 224, 224), 256)) == 6
+    # The second takes all images at once, and not what attacks make of them.
+    for most, limit in ((30, 64), (50, 40)):
+        found = ecnn.audit(AtMost(most), halves(64), norm="linf", eps=0.01, budget="quick", limit=limit)
+        assert found.images == limit

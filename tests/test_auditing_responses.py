@@ -158,6 +158,12 @@ def test_capture_and_recapture() -> None:
     assert make_power(alone=4).agrees
     assert make_power(alone=20, found_again=36).agrees
     assert not make_power(alone=20, found_again=35).agrees
+    assert make_power(alone=20, retried=16, found_again=14).agrees
+    assert not make_power(alone=20, retried=16, found_again=13).agrees
+    few = make_power(alone=20, retried=3, found_again=1)
+    assert few.agrees
+    assert few.missed is not None
+    assert few.missed > 0.05
     assert not make_power(alone=20, retried=0, found_again=0).agrees
     figures = [make_power(found_again=again).missed for again in (40, 30, 20, 10, 2)]
     assert figures == sorted(figures, key=lambda figure: figure or 0)

@@ -28,6 +28,7 @@ from ecnn.auditing.deployed import (
     Late,
     batch_dependent,
     examine,
+    filled_up,
     largest_batch,
     meet,
     named,
@@ -108,10 +109,11 @@ def audit(
 
     A model whose passes differ is judged by the mean over passes: of each image the point is taken at which it is
     wrong most often, and the share of new passes that are right there is its part in the accuracy. Counting an image
-    as broken by one unlucky pass in hundreds would condemn every random model. Its randomness must come from torch.
+    as broken by one unlucky pass in hundreds would condemn every random model. A finding says so where its randomness
+    follows no seed of torch, NumPy or Python.
 
     Args:
-        model: pixels in [0, 1] to scores (batch, class), 2 to 1,000 classes, on any device; left as it was.
+        model: pixels in [0, 1] to scores (batch, class), of two classes or more, on any device; left as it was.
         split: as `evaluate` takes it: a Split, (images, labels), a torch Dataset or a DataLoader. Of what follows the
             audited images up to 1,000 serve to train surrogates.
         norm, eps: of the ball it is said to be robust in.
@@ -149,16 +151,10 @@ def audit(
     split = read_images(split, limit + MOST_EXAMPLES, classes=classes, progress=progress)
     deployment = meet(deployment, place(model, split[:_FEW][0]))
     chosen = check_request(deployment.fresh(), split, limit, batch_size or BATCH_SIZE)
-    try:
-        check_reading(deployment.fresh(), chosen, batch_size=batch_size or BATCH_SIZE)
-    except InputError:
-        raise
-    except Exception:  # one that takes fewer at once, or none at all
-        some = place(model, chosen[: batch_size or BATCH_SIZE][0])
-        batch_size = largest_batch(deployment.fresh(), some, least=_FEW)
-        if batch_size is None:
-            raise
-        check_reading(deployment.fresh(), chosen, batch_size=batch_size)
+    most = batch_size or BATCH_SIZE
+    some = place(model, chosen[:most][0])
+    batch_size = largest_batch(deployment.fresh(), filled_up(some, most), least=_FEW) or batch_size
+    check_reading(deployment.fresh(), chosen, batch_size=batch_size or BATCH_SIZE)
     if minutes is not None and batch_size is None:
         batch_size = _batch_in_time(deployment.fresh(), place(model, chosen[:_FEW][0]), 60 * minutes)
     folder = None if run_dir is None else Path(run_dir) / FOLDER

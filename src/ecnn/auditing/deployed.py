@@ -45,6 +45,8 @@ _APART, _APART_IN_HALF = 1e-3, 3e-2
 #: Of the same spread: a batch that changes scores by less moves the border a little, and is no other model.
 _LITTLE = 0.05
 _STREAM = 53
+#: Pixel values of a batch that costs little: 256 images of CIFAR's size.
+_MANY = 2**20
 _SOURCE = "deployment: a fresh copy, one image at a time"
 
 Late = Literal["stateful", "batch_dependent"]
@@ -242,6 +244,15 @@ def largest_batch(model: nn.Module, images: Tensor, *, least: int) -> int | None
         else:
             return None if size == len(images) else size
     return None
+
+
+def filled_up(images: Tensor, size: int) -> Tensor:
+    """The images, again and again until they are so many, but no more pixel values than a small network takes at once.
+
+    Attacks ask about several points of an image together, so that few images do not mean small batches.
+    """
+    size = max(len(images), min(size, _MANY // images[0].numel()))
+    return images[torch.arange(size, device=images.device) % len(images)]
 
 
 def _writes(model: nn.Module, images: Tensor) -> bool:

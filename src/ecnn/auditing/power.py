@@ -88,10 +88,12 @@ class Power:
         """Whether one family sees nearly all that the other sees.
 
         Gradients broke nearly all that fell; or, of a model that gives none, answers alone break nearly all that
-        surrogates' gradients broke. What neither sees is `missed`.
+        surrogates' gradients broke, where two that it does not break are chance. What neither sees is `missed`, which
+        few images leave open.
         """
         by_gradients = self.alone <= max(1.0, _UNSEEN * self.broken)
-        return by_gradients or (self.retried > 0 and self.found_again >= (1 - _UNSEEN) * self.retried)
+        unseen = self.retried - self.found_again
+        return by_gradients or (self.retried > 0 and unseen <= max(2.0, _UNSEEN * self.retried))
 
     def sentence(self) -> str:
         """What was measured, for a person."""
