@@ -21,7 +21,7 @@ from toys import Wrapped
 import ecnn
 from ecnn.attacks import PGD
 from ecnn.auditing.budgets import BUDGETS, Budget
-from ecnn.auditing.deployed import FreshEachTime
+from ecnn.auditing.deployment import FreshEachTime
 from ecnn.auditing.diagnostics import CHECKS, count_questions, diagnose, read_evidence
 from ecnn.auditing.diagnostics.binarization import find_features, plant
 from ecnn.auditing.diagnostics.probes import Walk, probe_of

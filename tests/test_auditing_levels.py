@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import ecnn
 from ecnn.asking import in_usual_state
 from ecnn.attacks import PGD
-from ecnn.auditing.deployed import filled_up, largest_batch
+from ecnn.auditing.deployment import filled_up, largest_batch
 from ecnn.auditing.levels import OnBytes, RoundedScores, is_on_bytes, whole_levels
 from ecnn.auditing.traits import find_traits
 from ecnn.data import Split

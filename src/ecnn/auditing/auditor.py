@@ -23,19 +23,9 @@ from ecnn.attacks.images import at_most, together
 from ecnn.attacks.norms import NORMS, Norm
 from ecnn.auditing.budgets import Budget, resolve_budget
 from ecnn.auditing.certificates import Certificate, certify
-from ecnn.auditing.deployed import (
-    Deployment,
-    Late,
-    batch_dependent,
-    examine,
-    filled_up,
-    largest_batch,
-    meet,
-    named,
-    stateful,
-    take_copy,
-)
+from ecnn.auditing.deployment import Deployment, filled_up, largest_batch, meet, take_copy
 from ecnn.auditing.diagnostics import CHECKS, diagnose, read_evidence
+from ecnn.auditing.examination import Late, batch_dependent, examine, named, stateful
 from ecnn.auditing.findings import Finding, alarm
 from ecnn.auditing.own import AnyAttack, join_own, notes_on_request, own_attacks
 from ecnn.auditing.power import Power

@@ -16,8 +16,9 @@ from ecnn.attacks.draws import forked_generators
 from ecnn.attacks.images import at_once
 from ecnn.attacks.norms import NORMS, round_to_bytes
 from ecnn.attacks.rays import Neighbours, RaySearch
-from ecnn.auditing.deployed import PROBED, Deployment, Late, find_different, noisy_points, spread_of
+from ecnn.auditing.deployment import Deployment
 from ecnn.auditing.diagnostics.statistics import TOLERANCE, exceeds
+from ecnn.auditing.examination import PROBED, Late, find_different, noisy_points, spread_of
 from ecnn.auditing.subject import Subject
 from ecnn.objectives import predicted_classes, score_margin
 

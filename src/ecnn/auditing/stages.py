@@ -21,9 +21,10 @@ from ecnn.attacks.deadlines import OutOfTimeError, time_is_over
 from ecnn.attacks.draws import forked_generators
 from ecnn.attacks.images import at_once, per_image
 from ecnn.auditing.confirming import confirm
-from ecnn.auditing.deployed import Deployment, Late, named
+from ecnn.auditing.deployment import Deployment
 from ecnn.auditing.diagnostics.evidence import asks_answers_alone
 from ecnn.auditing.diagnostics.statistics import TOLERANCE, exceeds
+from ecnn.auditing.examination import Late, named
 from ecnn.auditing.findings import Finding, note, ok
 from ecnn.auditing.power import Power, Turns
 from ecnn.auditing.report import Stage

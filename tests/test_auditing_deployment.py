@@ -24,7 +24,8 @@ from ecnn.attacks.norms import NORMS, round_to_bytes
 from ecnn.auditing import Audit, Subject, audit
 from ecnn.auditing.alone import OneAtATime
 from ecnn.auditing.confirming import confirm
-from ecnn.auditing.deployed import Deployment, FreshEachTime, examine, take_copy
+from ecnn.auditing.deployment import Deployment, FreshEachTime, take_copy
+from ecnn.auditing.examination import examine
 from ecnn.auditing.traits import find_traits
 from ecnn.data import Split
 from ecnn.objectives import score_margin
