@@ -223,19 +223,6 @@ def test_state_and_sources_of_randomness_are_recognised(
     assert not any(finding.is_open for finding in findings)
 
 
-def test_state_outside_of_the_model_is_an_open_alarm() -> None:
-    class Outside(toys.LinearOfThree):
-        calls: list[int] = []  # noqa: RUF012 shared on purpose: a copy has the same
-
-        def forward(self, images: Tensor) -> Tensor:
-            self.calls.append(1)
-            return super().forward(images if len(self.calls) < 20 else images.round())
-
-    model = Outside()
-    _, (finding,) = examine(take_copy(model), make_subject(model))
-    assert (finding.name, finding.kind, finding.is_open) == ("stateful", "outside", True)
-
-
 @pytest.mark.parametrize("model", [Remembering(), Tiring(20), Tiring(90)], ids=["near", "soon", "late"])
 def test_a_model_that_remembers_is_judged_by_fresh_copies(model: nn.Module, honest: float) -> None:
     found = run_audit(model, claim=0.95)

@@ -25,7 +25,7 @@ from ecnn.auditing.budgets import Budget, resolve_budget
 from ecnn.auditing.certificates import Certificate, certify
 from ecnn.auditing.deployment import Deployment, filled_up, largest_batch, meet, take_copy
 from ecnn.auditing.diagnostics import CHECKS, diagnose, read_evidence
-from ecnn.auditing.examination import Late, batch_dependent, examine, named, stateful
+from ecnn.auditing.examination import Late, batch_dependent, examine, named, outside, stateful
 from ecnn.auditing.findings import Finding, alarm
 from ecnn.auditing.own import AnyAttack, join_own, notes_on_request, own_attacks
 from ecnn.auditing.power import Power
@@ -285,6 +285,10 @@ def _read(subject: Subject, staged: Staged, is_random: bool) -> list[Finding]:
 def _ask_otherwise(deployment: Deployment, late: Late, subject: Subject) -> tuple[Deployment, Finding]:
     """How to ask a model of which only the attacks have shown that it remembers, or that company decides."""
     evidence = {"shown_by": "the points that attacks found"}
+    if late == "outside":
+        changed = deployment.surroundings.changed()
+        other = dataclasses.replace(deployment, surroundings=changed, puts_back=True, is_vectorised=False)
+        return other, named(outside({**evidence, "kept_in": list(changed.names)}), "stateful")
     if late == "stateful":
         fresh = dataclasses.replace(deployment, forgets=True, in_buffers=False, is_vectorised=False)
         return fresh, named(stateful(evidence), late)

@@ -18,7 +18,7 @@ from ecnn.attacks.norms import NORMS, round_to_bytes
 from ecnn.attacks.rays import Neighbours, RaySearch
 from ecnn.auditing.deployment import Deployment
 from ecnn.auditing.diagnostics.statistics import TOLERANCE, exceeds
-from ecnn.auditing.examination import PROBED, Late, find_different, noisy_points, spread_of
+from ecnn.auditing.examination import PROBED, Late, find_different, noisy_points, spread_of, what_decides
 from ecnn.auditing.subject import Subject
 from ecnn.objectives import predicted_classes, score_margin
 
@@ -74,7 +74,7 @@ def confirm(
         full = np.zeros(len(points), dtype=bool)
         full[order.numpy()] = _is_broken(_scores(deployment, subject, points[order]), labels[order])
         rounded = _broken_when_rounded(deployment, subject, points, rows, labels) if are_bytes else None
-        late = None if deployment.trouble else _what_came_late(deployment, subject, holds, full)
+        late = _what_came_late(deployment, subject, holds, full)
     return Confirmation(holds=holds, full=full, rounded=rounded, late=late)
 
 
@@ -145,9 +145,14 @@ def _broken_when_rounded(
 def _what_came_late(
     deployment: Deployment, subject: Subject, holds: np.ndarray, full: np.ndarray
 ) -> Late | None:
+    images = subject.images[:PROBED]
+    asked = images, noisy_points(subject, images, 3)
+    if what_decides(deployment, asked, subject.seed) is not None:
+        return "outside"
+    if deployment.trouble:
+        return None
     if not deployment.forgets or deployment.in_buffers:
-        images = subject.images[:PROBED]
-        for points in (images, noisy_points(subject, images, 3)):
+        for points in asked:
             used, fresh = (
                 _scores_of(model, subject, points) for model in (subject.model, deployment.fresh())
             )

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from ecnn.asking import InFixedBatches, copy_model, find_fixed_batch, read_model, undisturbed
 from ecnn.attacks.draws import forked_generators
 from ecnn.auditing.alone import OneAtATime, can_be_vectorised
+from ecnn.auditing.surroundings import PutBack, Surroundings
 
 #: Pixel values of a batch that costs little: 256 images of CIFAR's size.
 _MANY = 2**20
@@ -110,6 +111,8 @@ class Deployment:
         company: not None if every image is asked about by itself, beside these clean ones, which may be none.
         isolated: it gets copies of images, and its scores are copied.
         is_vectorised: images that are asked about one at a time go through in one pass, each as if it were alone.
+        surroundings: what the model's code keeps outside of it, as it was when the copy was made.
+        puts_back: that is put back for every question.
         is_swayed: its batch changes its scores a little; it is attacked in batches, and judged one image at a time.
     """
 
@@ -120,12 +123,15 @@ class Deployment:
     company: Tensor | None = None
     isolated: bool = False
     is_vectorised: bool = False
+    surroundings: Surroundings = field(default_factory=Surroundings)
+    puts_back: bool = False
     is_swayed: bool = False
 
     @property
     def is_wrapped(self) -> bool:
         """Whether `fresh` gives something else than a copy."""
-        return self.forgets or self.company is not None or self.isolated or self.fixed is not None
+        is_filtered = self.isolated or self.fixed is not None
+        return self.forgets or self.puts_back or self.company is not None or is_filtered
 
     @property
     def fixed(self) -> int | None:
@@ -139,19 +145,20 @@ class Deployment:
 
     def fresh(self) -> nn.Module:
         """A copy that nobody has asked, or the model itself where there is no copy."""
-        if self.trouble:
-            return Isolated(self.pristine) if self.isolated else self.pristine
         model = self._bare()
-        if self.company is None:
+        if self.company is None or self.trouble:
             return model
         return OneAtATime(model, self.company, is_vectorised=self.is_vectorised)
 
     def _bare(self) -> nn.Module:
-        if self.forgets and not self.in_buffers:
-            model: nn.Module = FreshEachTime(self.pristine)
+        if self.trouble:
+            model = self.pristine
+        elif self.forgets and not self.in_buffers:
+            model = FreshEachTime(self.pristine)
         else:
             model = copy_model(self.pristine)
             model = FreshBuffers(model) if self.forgets else model
+        model = PutBack(model, self.surroundings) if self.puts_back else model
         return Isolated(model) if self.isolated else model
 
     def sped_up(self, images: Tensor, seed: int) -> Deployment:
@@ -171,10 +178,10 @@ class Deployment:
 def take_copy(model: nn.Module) -> Deployment:
     """The model as it is now; call it before anything is asked."""
     try:
-        return Deployment(pristine=copy_model(model))
+        return Deployment(pristine=copy_model(model), surroundings=Surroundings(model))
     except Exception as error:  # whatever a model holds: locks, handles, tensors with a history
         trouble = (str(error).splitlines() or [type(error).__name__])[0][:200]
-        return Deployment(pristine=model, trouble=trouble)
+        return Deployment(pristine=model, trouble=trouble, surroundings=Surroundings(model, itself=True))
 
 
 def meet(taken: Deployment, images: Tensor) -> Deployment:

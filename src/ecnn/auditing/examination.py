@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext, suppress
 from typing import Any, Literal
 
 import torch
@@ -17,6 +18,7 @@ from ecnn.auditing.deployment import Deployment
 from ecnn.auditing.diagnostics.statistics import TOLERANCE, exceeds
 from ecnn.auditing.findings import Finding, alarm, note
 from ecnn.auditing.subject import Subject
+from ecnn.auditing.surroundings import Surroundings
 from ecnn.objectives import predicted_classes
 
 #: Images that the first questions are about, and how many of them are asked about one by one.
@@ -32,7 +34,7 @@ _LITTLE = 0.05
 _STREAM = 53
 _SOURCE = "deployment: a fresh copy, one image at a time"
 
-Late = Literal["stateful", "batch_dependent"]
+Late = Literal["stateful", "outside", "batch_dependent"]
 
 
 def examine(taken: Deployment, subject: Subject) -> tuple[Deployment, list[Finding]]:
@@ -87,7 +89,8 @@ class _Examination:
             claim = f"The model takes {taken.fixed} images at a time: smaller batches are filled up with copies of one."
             evidence = {"images": len(self.images), "size": taken.fixed}
             self._find(note(claim, evidence, kind="fixed"), "batch_dependent")
-        first, again = (self.ask(taken.fresh(), self.images, self.seed) for _ in range(2))
+        taken = self._look_outside()
+        first, again = (ask(taken.fresh(), self.images, self.seed) for _ in range(2))
         is_loose = bool(find_different(first, again).any()) and not taken.trouble
         if is_loose:
             self._find(
@@ -108,8 +111,27 @@ class _Examination:
         return taken, self.findings
 
     def _is_random(self, taken: Deployment) -> bool:
-        one, other = (self.ask(taken.fresh(), self.images, seed) for seed in (self.seed, self.seed + 1))
+        one, other = (ask(taken.fresh(), self.images, seed) for seed in (self.seed, self.seed + 1))
         return bool(find_different(one, other).any())
+
+    def _look_outside(self) -> Deployment:
+        """Whether what the model's code keeps outside of it decides answers: then it is put back for each question."""
+        for questions in (0, _QUESTIONS):
+            with suppress(Exception):  # one that refuses is told by what it is like when all is put back
+                self._ask_often(ask, self.taken.fresh(), questions)
+            if not self.taken.surroundings.changed():
+                break
+            found = what_decides(self.taken, (self.images, self.noisy[2]), self.seed)
+            if found is not None:
+                self.taken = dataclasses.replace(self.taken, surroundings=found, puts_back=True)
+                evidence = {
+                    "images": len(self.images),
+                    "questions": questions + 3,
+                    "kept_in": list(found.names),
+                }
+                self._find(outside(evidence), "stateful")
+                break
+        return self.taken
 
     def _look_for_state(self, first: Tensor) -> Deployment:
         """Whether a copy that was asked many questions answers like a fresh one."""
@@ -123,13 +145,13 @@ class _Examination:
         except Exception as error:  # a model that refuses after some questions has changed, too
             evidence["error"] = (str(error).splitlines() or [type(error).__name__])[0][:200]
             differ = torch.ones(len(first), dtype=torch.bool)
-        outside = not taken.trouble and bool(
-            find_different(self.ask(taken.fresh(), self.images, self.seed), first).any()
+        is_outside = not taken.trouble and bool(
+            find_different(ask(taken.fresh(), self.images, self.seed), first).any()
         )
         evidence["differ"] = int(differ.sum())
         if taken.trouble and bool(differ.any()):
             self._find(_unforgotten("It cannot be copied", evidence, "remembers"), "stateful")
-        elif outside:
+        elif is_outside:
             self._find(_unforgotten("Fresh copies remember too", evidence, "outside"), "stateful")
         elif bool(differ.any()):
             taken = dataclasses.replace(taken, forgets=True, in_buffers=in_buffers)
@@ -144,30 +166,36 @@ class _Examination:
         """
         used = self.taken.fresh()
         with undisturbed(used) if buffers else nullcontext():
-            ask = self._ask_as_it_is if buffers else self.ask
-            for points in (self.images, *self.noisy[:2]):
-                ask(used, points, self.seed)
-            for number in range(_QUESTIONS):
-                same = self.images[number % len(self.images)][None].expand_as(self.images[:2])
-                ask(used, same.contiguous(), self.seed)  # as images are otherwise
-            differ = find_different(ask(used, self.images, self.seed), first)
+            put = _ask_as_it_is if buffers else ask
+            self._ask_often(put, used, _QUESTIONS)
+            differ = find_different(put(used, self.images, self.seed), first)
             if not self.taken.trouble:
-                wanted = self.ask(self.taken.fresh(), self.noisy[2], self.seed)
-                differ |= find_different(ask(used, self.noisy[2], self.seed), wanted)
+                wanted = ask(self.taken.fresh(), self.noisy[2], self.seed)
+                differ |= find_different(put(used, self.noisy[2], self.seed), wanted)
         return differ
+
+    def _ask_often(
+        self, put: Callable[[nn.Module, Tensor, int], Tensor], used: nn.Module, number: int
+    ) -> None:
+        """Asks about images and points near them, and so many times about one of the images."""
+        for points in (self.images, *self.noisy[:2]):
+            put(used, points, self.seed)
+        for count in range(number):
+            same = self.images[count % len(self.images)][None].expand_as(self.images[:2])
+            put(used, same.contiguous(), self.seed)  # as images are otherwise
 
     def _look_for_company(self, taken: Deployment, first: Tensor) -> Deployment:
         """Whether the answer for an image is another in another batch."""
         order = torch.randperm(len(self.images), generator=torch.Generator().manual_seed(self.seed))
         order = order.to(self.images.device)
-        shuffled = self.ask(taken.fresh(), self.images[order], self.seed)
+        shuffled = ask(taken.fresh(), self.images[order], self.seed)
         differ = torch.zeros(len(first), dtype=torch.bool)
         differ[order.cpu()] = find_different(shuffled, first[order])
         few = slice(min(_ALONE, len(self.images)))
         evidence: dict[str, Any] = {"images": len(self.images), "differ_in_another_order": int(differ.sum())}
         single = taken.alone()
         try:
-            lonely = self.ask(single.fresh(), self.images[few], self.seed)
+            lonely = ask(single.fresh(), self.images[few], self.seed)
             evidence["differ_alone"] = int(find_different(lonely, first[few]).sum())
             lost = self._right(first[few], few) - self._right(lonely, few)
             needs_company = 4 * lost > len(lonely)
@@ -199,17 +227,43 @@ class _Examination:
     def _right(self, scores: Tensor, part: slice) -> int:
         return int((predicted_classes(scores) == self.labels[part]).sum())
 
-    def ask(self, model: nn.Module, images: Tensor, seed: int) -> Tensor:
-        """Scores in eval mode; the model's buffers are restored afterwards."""
-        with undisturbed(model):
-            return self._ask_as_it_is(model, images, seed)
-
-    def _ask_as_it_is(self, model: nn.Module, images: Tensor, seed: int) -> Tensor:
-        with forked_generators(images.device, seed):
-            return read_model(model, images)
-
     def _find(self, finding: Finding, name: str) -> None:
         self.findings.append(named(finding, name))
+
+
+def ask(model: nn.Module, images: Tensor, seed: int) -> Tensor:
+    """Scores in eval mode; the model's buffers are restored afterwards."""
+    with undisturbed(model):
+        return _ask_as_it_is(model, images, seed)
+
+
+def _ask_as_it_is(model: nn.Module, images: Tensor, seed: int) -> Tensor:
+    with forked_generators(images.device, seed):
+        return read_model(model, images)
+
+
+def what_decides(deployment: Deployment, points: Iterable[Tensor], seed: int) -> Surroundings | None:
+    """What the model's code keeps outside of it, if it has changed and the model answers otherwise when it is put back.
+
+    None if it answers the same, or otherwise each time.
+    """
+    changed = deployment.surroundings.changed()
+    if not changed or deployment.puts_back:
+        return None
+
+    def ask_before(images: Tensor) -> Tensor:
+        with changed.as_they_were():
+            return ask(deployment.fresh(), images, seed)
+
+    for some in points:
+        try:
+            now = ask(deployment.fresh(), some, seed)
+        except Exception:  # one that refuses after so many questions
+            now = torch.full_like(ask_before(some), torch.nan)
+        one, other = ask_before(some), ask_before(some)
+        if find_different(one, now).any() and not find_different(one, other).any():
+            return changed
+    return None
 
 
 def noisy_points(subject: Subject, images: Tensor, number: int) -> Tensor:
@@ -247,6 +301,16 @@ def stateful(evidence: dict[str, Any]) -> Finding:
     )
     advice = "A claim about it holds only for the object that it was measured on: measure on fresh copies."
     return alarm(claim, {**evidence, "answered": True}, advice)
+
+
+def outside(evidence: dict[str, Any]) -> Finding:
+    """An alarm with its answer: what the model's code keeps outside of it was put back for every question."""
+    claim = (
+        "The model remembers what it was asked, outside of itself: fresh copies answer otherwise, too. What its code "
+        "keeps there is put back for every question."
+    )
+    advice = "A claim about it holds only until somebody asks: measure in a new process, one question each."
+    return alarm(claim, {**evidence, "answered": True}, advice, kind="put_back")
 
 
 def own_generator(evidence: dict[str, Any]) -> Finding:
