@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import re
 import shutil
 import signal
@@ -121,6 +122,20 @@ def test_every_shipped_experiment_counts_what_the_paper_counts(name: str) -> Non
         (("rows",), 3, "rows must be a list, not 3"),
         (("arms",), {"a": 1}, "arms must be a list"),
         (("spec", "attacks", "pgd", "source"), "aa", r"attacks\.pgd\.source must be .* did you mean 'a'"),
+        (("spec", "attacks", "pgd", "limit"), 0, r"attacks\.pgd\.limit must be a whole number from 1"),
+        (("spec", "attacks", "pgd", "limit"), "x", r"attacks\.pgd\.limit must be a whole number from 1"),
+        (("spec", "attacks", "pgd", "members"), "x", r"attacks\.pgd\.members must be a whole number from 1"),
+        (("spec", "attacks", "pgd", "eps"), [0.1, 0.2], "each radius is an attack, and a row, of its own"),
+        (("spec", "attacks", "../x"), {"kind": "cw"}, "an attack's name must be letters"),
+        (("spec", "attacks", "pgd", "norm"), "l3", "norm must be"),
+        (("spec", "seed"), 5, r"give the arm seeds = \[...\]"),
+        (("arms", 0, "seeds"), [], "needs seeds, each once"),
+        (("arms", 0, "seeds"), [1, 1], "needs seeds, each once"),
+        (("arms", 0, "name"), "../../elsewhere", "it names a folder"),
+        (("arms", 0, "name"), "", "it names a folder"),
+        (("arms", 0, "name"), "C", "each with a name of its own"),
+        (("arms", 0, "paper", "clean"), 250.0, "paper.clean must be a number from 0 to 100"),
+        (("rows",), ["clean", "pgd", "cw", "pdg"], "a row must be .* did you mean 'pgd'"),
     ],
 )
 def test_what_is_wrong_is_named(path: tuple[Any, ...], value: Any, sentence: str) -> None:
@@ -131,6 +146,29 @@ def test_what_is_wrong_is_named(path: tuple[Any, ...], value: Any, sentence: str
     inner[path[-1]] = value
     with pytest.raises(InputError, match=sentence):
         from_tables("tiny", tables)
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "sentence"),
+    [
+        (("train", "optimizer"), "adamm", "did you mean 'adam'"),
+        (("train", "objective"), "hing", "not by 'hing'|objective must be"),
+        (("train", "lr"), -1.0, "lr must be a number above 0"),
+        (("train", "objective_options"), {"margni": 1.0}, "did you mean 'margin'"),
+        (("attacks", "pgd", "data"), "optprojtrann", "did you mean 'optprojtran'"),
+        (("audit", "data"), "optproj", "data must be"),
+    ],
+)
+def test_what_would_end_a_training_is_told_before_it(
+    path: tuple[str, ...], value: Any, sentence: str
+) -> None:
+    tables = json.loads(json.dumps(TINY))
+    inner = tables["spec"]
+    for key in path[:-1]:
+        inner = inner[key]
+    inner[path[-1]] = value
+    with pytest.raises(InputError, match=sentence):
+        estimate_tasks(tasks_of(from_tables("tiny", tables), Path("nowhere")))
 
 
 def test_an_unknown_name_is_guessed() -> None:
@@ -316,6 +354,128 @@ def unaudited(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return path, out
 
 
+@pytest.mark.parametrize(
+    ("changes", "rows"),
+    [
+        ({"attacks": {"pgd": {"eps": 0.05}}}, {"pgd"}),
+        ({"attacks": {"pgd": {"limit": 20}}}, {"pgd"}),
+        ({"attacks": {"strong": {"limit": 9}}}, {"cw"}),
+        ({"train": {"epochs": 2}}, {"clean", "pgd", "cw"}),
+        ({"audit": {"eps": 0.002}}, {"pgd"}),
+    ],
+)
+def test_numbers_of_other_settings_are_neither_printed_nor_replaced(
+    tmp_path: Path, finished: Path, changes: dict[str, Any], rows: set[str]
+) -> None:
+    shutil.copytree(finished, tmp_path, dirs_exist_ok=True)
+    own = from_tables("tiny", TINY)
+    assert not any(cell.is_of_other_settings for cell in read_cells(own, tmp_path))
+    arms = [{"name": "a", "title": "A", "spec": changes}]
+    other = from_tables("tiny", {**TINY, "arms": arms})
+    cells = {cell.row: cell for cell in read_cells(other, tmp_path)}
+    assert {row for row, cell in cells.items() if "of other settings" in cell.flags} == rows
+    assert "of other settings" in table_text(other, list(cells.values()))
+    if "audit" in changes:
+        assert (cells["pgd"].ours is None, cells["pgd"].truth) == (False, None)
+    elif "strong" not in changes.get("attacks", {}):
+        assert all(cells[row].ours is None for row in rows)
+    before = (tmp_path / "tiny" / "a" / "0" / "record.json").read_bytes()
+    with pytest.raises(InputError, match="holds numbers of other settings"):
+        run_task(tasks_of(other, tmp_path)[0], device="cpu")
+    assert (tmp_path / "tiny" / "a" / "0" / "record.json").read_bytes() == before
+
+
+def test_an_attack_that_is_asked_for_later_is_added(tmp_path: Path, finished: Path) -> None:
+    """That is no other setting of what is there: its numbers stay."""
+    shutil.copytree(finished, tmp_path, dirs_exist_ok=True)
+    more = {"kind": "fgsm", "norm": "linf", "eps": 0.1, "limit": 5}
+    tables = {**TINY, "arms": [{"name": "a", "title": "A", "spec": {"attacks": {"more": more}}}]}
+    (task,) = tasks_of(from_tables("tiny", tables), tmp_path)
+    before = facts_of(task.folder)
+    run_task(task, device="cpu")
+    after = facts_of(task.folder)
+    assert set(after["attacks"]) == {*before["attacks"], "more"}
+    assert before["outcomes"].items() <= after["outcomes"].items()
+    assert (before["test"], before["audits"]) == (after["test"], after["audits"])
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]"])
+def test_a_damaged_record_is_written_again_when_it_is_gone(
+    tmp_path: Path, finished: Path, content: bytes
+) -> None:
+    shutil.copytree(finished, tmp_path, dirs_exist_ok=True)
+    task = tasks_of(from_tables("tiny", TINY), tmp_path)[0]
+    before = facts_of(task.folder)
+    for name in ("record.json", "outcomes.npz"):
+        (task.folder / name).write_bytes(content)
+        with pytest.raises(InputError, match=r"Delete record\.json there"):
+            run_task(task, device="cpu")
+        (task.folder / "record.json").unlink()
+        (task.folder / "times.json").write_bytes(content)  # on which no number hangs
+        run_task(task, device="cpu")
+        assert facts_of(task.folder) == before
+
+
+def test_outcomes_belong_to_their_record(tmp_path: Path, finished: Path) -> None:
+    """Those of another run are refused; others beside them are what a kill before the next record leaves."""
+    shutil.copytree(finished, tmp_path, dirs_exist_ok=True)
+    folder = tasks_of(from_tables("tiny", TINY), tmp_path)[0].folder
+    arrays, head = files.read_arrays(folder / "outcomes.npz")
+    more = {f"more.{column}": arrays[f"strong.{column}"] for column in ("prediction", "l2")}
+    files.write_arrays(folder / "outcomes.npz", {**arrays, **more}, head)
+    record = read_record(folder)
+    assert record is not None
+    assert record.rate("more") == record.rate("strong")
+    changed = arrays["pgd.prediction"].copy()
+    changed[0] += 1
+    files.write_arrays(folder / "outcomes.npz", {**arrays, "pgd.prediction": changed}, head)
+    with pytest.raises(InputError, match="is of another record than"):
+        read_record(folder)
+
+
+def test_one_arm_that_fails_does_not_stop_the_others(tmp_path: Path) -> None:
+    spec = {name: table for name, table in TINY["spec"].items() if name not in ("audit", "attacks")}
+    quick = {"title": "T", "paper": "tab:none", "rows": ["clean"], "spec": spec}
+    arms = [
+        {"name": "diverges", "title": "A", "spec": {"train": {"lr": 1e6, "epochs": 2}}},
+        {"name": "good", "title": "B"},
+    ]
+    write_experiment(tmp_path / "tiny.toml", {**quick, "arms": arms})
+    (tmp_path / "sub").mkdir()
+    write_experiment(tmp_path / "sub" / "tiny.toml", {**quick, "arms": arms[1:]})
+    words = ["reproduce", str(tmp_path / "tiny.toml"), "--out", str(tmp_path / "out"), "--device", "cpu"]
+    made = CliRunner().invoke(app, words)
+    assert made.exit_code == 4
+    assert "tiny/diverges seed 0: " in made.stderr
+    assert (tmp_path / "out" / "tiny" / "good" / "0" / "record.json").exists()
+    again = CliRunner().invoke(app, [*words, "--seed", "7"])
+    assert again.exit_code == 2
+    assert "no arm that is asked for has the seed 7" in again.stderr
+    twice = CliRunner().invoke(app, [*words[:2], str(tmp_path / "sub" / "tiny.toml"), *words[2:]])
+    assert twice.exit_code == 2
+    assert "are called 'tiny'" in twice.stderr
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_whoever_ends_several_processes_ends_them_all(tmp_path: Path, number: signal.Signals) -> None:
+    told = "import os, pathlib, sys, time; pathlib.Path(sys.argv[1]).write_text(str(os.getpid())); time.sleep(60)"
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import sys\nfrom ecnn.pipeline.spreading import _run_here\n"
+        f"_run_here([[sys.executable, '-c', {told!r}, path] for path in sys.argv[1:]], 2)\n"
+    )
+    paths = [tmp_path / name for name in ("first", "second", "third")]
+    started = start(*map(str, paths), program=program)
+    for path in paths[:2]:
+        wait_for(path)
+    os.kill(started.pid, number)
+    assert started.wait().returncode != 0
+    for path in paths[:2]:
+        with pytest.raises(ProcessLookupError):
+            os.kill(int(path.read_text() or 0), 0)
+    assert not paths[2].exists()
+
+
 def test_costs_are_those_of_what_is_left(tmp_path: Path, finished: Path) -> None:
     """Images and passes as they are counted while running; what two arms share, or what is done, costs nothing more."""
     experiment = from_tables("tiny", {**TINY, "arms": TINY["arms"][:2]})
@@ -391,7 +551,8 @@ def test_a_record_of_the_same_network_will_do(
     task = tasks_of(from_tables("tiny", TINY), tmp_path)[0]
     for name in ("record.json", "outcomes.npz"):
         files.copy(finished / task.folder.relative_to(tmp_path) / name, task.folder / name)
-    other = {**TINY, "arms": [{"name": "again", "title": "A", "spec": {"attacks": {"cw": False}}}]}
+    arms = [{"name": "again", "title": "A", "spec": {"attacks": {"cw": False}}}]
+    other = {**TINY, "rows": ["clean", "pgd"], "audited": {"pgd": "audit"}, "arms": arms}
     twin = tasks_of(from_tables("other", other), tmp_path)[0]
     run_task(twin, device="cpu")
     assert twin.is_done()
@@ -411,7 +572,9 @@ def test_a_record_of_the_same_network_will_do(
     assert not audit_again(twin, device="cpu")  # no audit finds less than nothing
 
 
-def test_transfer_between_members_is_measured_recorded_and_drawn(tmp_path: Path) -> None:
+def test_transfer_between_members_is_measured_recorded_and_drawn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A small network in the place of the shipped experiment's: its matrix is that of `member_transfer`."""
     attack = {"kind": "pgd", "members": 3, **ball(0.2)}
     spec = {name: table for name, table in TINY["spec"].items() if name != "audit"}
@@ -428,9 +591,13 @@ def test_transfer_between_members_is_measured_recorded_and_drawn(tmp_path: Path)
     again = member_transfer(model, split, make_attack(attack), limit=30, seed=0, members=range(3))
     assert np.array_equal(found.counts, again.counts)
     assert np.array_equal(found.clean_counts, again.clean_counts)
+    shipped = {name: load_experiment(name) for name in experiments()}
+    monkeypatch.setattr(
+        "ecnn.pipeline.reporting.load_experiment", {**shipped, "member_transfer": experiment}.__getitem__
+    )
     page = results_page(tmp_path, figures="images")
     assert f"| member 1 | {100 * found.accuracy[1, 0]:.1f} |" in page
-    assert "![Transfer between members](images/member_transfer.png)" in page
+    assert "![T](images/member_transfer.png)" in page
     assert [path.name for path in draw_results(tmp_path, tmp_path / "images")] == ["member_transfer.png"]
 
 

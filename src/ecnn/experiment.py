@@ -18,6 +18,8 @@ Files that come with the package are known by their names (`experiments`).
 from __future__ import annotations
 
 import dataclasses
+import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib import resources
@@ -25,11 +27,21 @@ from pathlib import Path
 from typing import Any
 
 from ecnn import files
-from ecnn.checks import build, check_choice, check_count, check_entries, check_options, did_you_mean
+from ecnn.checks import (
+    build,
+    check_choice,
+    check_count,
+    check_entries,
+    check_number,
+    check_options,
+    did_you_mean,
+    shown,
+)
 from ecnn.codes import load_code
 from ecnn.errors import InputError
+from ecnn.evaluation.records import check_names
 from ecnn.models import find_kind
-from ecnn.spec import Spec
+from ecnn.spec import Spec, make_attack
 
 # What entries of a file must be, where they are given.
 _TEXT_KINDS: dict[str, Any] = dict.fromkeys(("name", "title", "note"), str | None)
@@ -43,6 +55,7 @@ _EXPERIMENT_KINDS = {
     "audited": dict[str, str | list[str]] | None,
 }
 
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9 _.,+=@-]*")
 CLEAN, AUDIT, PARAMETERS = "clean", "audit", "parameters"
 #: What `quick_form` makes of every spec: digits; networks of these sizes, where they have such options; one epoch;
 #: attacks on so few images, with no more than these steps; an audit of as few images.
@@ -112,12 +125,14 @@ class Experiment:
 
     def __post_init__(self) -> None:
         names = [arm.name for arm in self.arms]
-        if len(set(names)) != len(names) or not names:
+        if len({name.casefold() for name in names}) != len(names) or not names:
             raise InputError(f"the experiment {self.name!r} needs arms, each with a name of its own.")
         for arm in self.arms:
             self._check(arm)
         check_options("[audited]", self.audited, self.rows)
         made = {name: None for arm in self.arms for name in arm.spec.attacks}
+        for row in self.rows:
+            check_choice("a row", row, [CLEAN, *made])
         for row, sources in self.audited.items():
             for source in sources if row in made else ():
                 check_choice(f"audited.{row}", source, [AUDIT, *made])
@@ -125,9 +140,25 @@ class Experiment:
     def _check(self, arm: Arm) -> None:
         owner = f"the arm {arm.name!r}"
         known = [CLEAN, *arm.spec.attacks]
+        if not _NAME.fullmatch(arm.name):
+            raise InputError(
+                f"{owner} must have a name of letters, digits and any of _ . , + = @ -: it names a folder."
+            )
         for seed in arm.seeds:
             check_count(f"{owner}: a seed", seed, least=0)
+        if not arm.seeds or len(set(arm.seeds)) != len(arm.seeds):
+            raise InputError(f"{owner} needs seeds, each once, not {shown(list(arm.seeds))}.")
         check_options(f"{owner}: paper", arm.paper, [PARAMETERS, *self.rows])
+        for row, value in arm.paper.items():
+            check_number(f"{owner}: paper.{row}", value, most=math.inf if row == PARAMETERS else 100)
+        check_names(list(arm.spec.attacks))
+        for name, table in arm.spec.attacks.items():
+            if isinstance(table.get("eps"), list):
+                raise InputError(
+                    f"{owner}: attacks.{name}.eps is a list: in an experiment each radius is an attack, and a row, of "
+                    "its own."
+                )
+            make_attack({"kind": name, **table})
         for name, table in arm.spec.attacks.items():
             if "source" in table:
                 check_choice(
@@ -189,7 +220,10 @@ def from_tables(name: str, tables: Mapping[str, Any]) -> Experiment:
 def _arm(shared: Mapping[str, Any], table: Mapping[str, Any]) -> Arm:
     check_entries("an arm", table, _ARM_KINDS)
     own = dict(table)
-    spec = Spec.from_dict(merge(shared, own.pop("spec", {})))
+    merged = merge(shared, own.pop("spec", {}))
+    if "seed" in merged:
+        raise InputError("a spec of an experiment has no seed: give the arm seeds = [...].")
+    spec = Spec.from_dict(merged)
     if "seeds" in own:
         own["seeds"] = tuple(own["seeds"])
     return build(f"the arm {own.get('name', '')!r}", Arm, own, fixed={"spec": spec})

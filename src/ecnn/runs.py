@@ -45,7 +45,8 @@ def start_run(folder: Path, spec: Spec, code: CodeMatrix | None, class_names: Se
 
     A folder that holds another run is refused.
     """
-    if (folder / SPEC).exists() and not holds(folder, spec):
+    # A file that a fault of the disk has emptied says nothing.
+    if (folder / SPEC).exists() and _identity(folder) and not holds(folder, spec):
         raise InputError(
             f"{folder} holds a run with another spec.toml ({difference(_identity(folder), spec.identity)}): choose "
             "another folder."

@@ -275,6 +275,10 @@ def check_attack(owner: str, table: Any) -> None:
     check_choice(f"{owner}.kind", options.get("kind", "pgd"), ATTACKS)
     known = attack_options(options.get("kind", "pgd"))
     check_options(f"[{owner}]", options, [*_ATTACK_KEYS, *known])
+    for name in ("limit", "members"):
+        if name in options:
+            check_count(f"{owner}.{name}", options[name])
+    check_entries(f"[{owner}]", options, {"data": str | None, "source": str | None})
 
 
 def attack_options(kind: str) -> list[str]:

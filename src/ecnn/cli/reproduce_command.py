@@ -9,7 +9,7 @@ import typer
 
 import ecnn
 from ecnn.cli.options import Device, Root
-from ecnn.cli.statuses import FAULT
+from ecnn.cli.statuses import FAULT, failing_alone
 
 if TYPE_CHECKING:
     from ecnn import pipeline
@@ -66,8 +66,18 @@ def reproduce(
         check_choice("--cluster", cluster, pipeline.CLUSTERS)
     loaded = [load_experiment(source) for source in sources]
     found = [quick_form(one) for one in loaded] if quick else loaded
+    names = [one.name for one in found]
+    if len(set(names)) < len(names):
+        raise InputError(
+            f"two of these experiments are called {max(names, key=names.count)!r}, and so is a folder."
+        )
     tasks = [task for one in found for task in pipeline.tasks_of(one, out, arms=arm or (), seeds=seed or ())]
+    for number in seed or ():
+        if all(task.seed != number for task in tasks):
+            known = sorted({one_seed for one in found for column in one.arms for one_seed in column.seeds})
+            raise InputError(f"no arm that is asked for has the seed {number}; seeds are {known}.")
     failed: list[pipeline.Task] = []
+    status = 0
     if not table and not dry_run and not audit_again and all(task.is_done() for task in tasks):
         typer.echo(f"already finished: this is what {out} holds", err=True)
         table = True
@@ -84,19 +94,25 @@ def reproduce(
         named = {one.name: source for one, source in zip(found, sources, strict=True)}
         with runs.kept_in(out):
             failed = pipeline.run_tasks(tasks, named, jobs=jobs, arguments=arguments, cluster=cluster)
+            status = FAULT if failed else 0
     elif not table:
         for task in tasks:
-            with runs.kept_in(out), ecnn.progress_bar(task.name) as progress:
+            with (
+                failing_alone(task.name, len(tasks)) as ended,
+                runs.kept_in(out),
+                ecnn.progress_bar(task.name) as progress,
+            ):
                 if audit_again:
                     pipeline.audit_again(task, root=root, device=device, progress=progress)
                 else:
                     stages = stage or pipeline.STAGES
                     pipeline.run_task(task, root=root, device=device, stages=stages, progress=progress)
+            status = max(status, *ended, 0)
     for one in found:
         typer.echo(pipeline.table_text(one, pipeline.read_cells(one, out)))
     for task in failed:
         typer.echo(f"ecnn: {task.name} failed: {task.folder}/log.txt says why.", err=True)
-    return FAULT if failed else 0
+    return status
 
 
 def _say_what_is_absent(tasks: list[pipeline.Task], root: Path) -> None:

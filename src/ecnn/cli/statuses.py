@@ -17,7 +17,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ecnn.errors import InputError
+from ecnn.errors import DiskError, InputError
 
 #: A mistake in the request; a fault of the machine or the model; Ctrl-C; nobody reads what is printed.
 MISTAKE, FAULT, INTERRUPTED, UNREAD = 2, 4, 130, 141
@@ -63,6 +63,32 @@ def telling_if_finished(out: Path | None, result: str) -> Iterator[None]:
     yield
     if before is not None and before == read():
         _say(f"already finished: this is what {out} holds")
+
+
+@contextlib.contextmanager
+def failing_alone(name: str, count: int) -> Iterator[list[int]]:
+    """One of several pieces of work: what goes wrong with it is said, and the others go on.
+
+    A full disk, Ctrl-C and what goes wrong with a single one end the command as usual.
+
+    Args:
+        name: of the piece.
+        count: of all.
+
+    Yields:
+        A list that holds its exit status afterwards, if it failed.
+    """
+    statuses: list[int] = []
+    try:
+        yield statuses
+    except DiskError:
+        raise
+    except Exception as error:
+        if count == 1:
+            raise
+        status, sentence = _explain(error)
+        _say(f"ecnn: {name}: {sentence}")
+        statuses.append(status)
 
 
 @contextlib.contextmanager

@@ -185,7 +185,10 @@ def read_all(run_dir: str | os.PathLike[str]) -> dict[str, Outcomes]:
 def write_summary(run_dir: str | os.PathLike[str]) -> None:
     """Writes eval.json anew from the records; what others keep there stays."""
     path = Path(run_dir) / SUMMARY
-    before = files.read_json(path) if path.exists() else {}
+    try:
+        before = files.read_json(path) if path.exists() else {}
+    except InputError as error:
+        raise InputError(f"{error} Delete it: it is written again from the outcomes.") from error
     if not isinstance(before, dict):
         raise InputError(f"{path} is not a table: move it away.")
     every = read_all(run_dir)
@@ -225,7 +228,7 @@ def _check_origin(path: Path, outcomes: Outcomes, about: dict[str, Any], fingerp
             kept, wanted = _told_apart(kept), _told_apart(wanted)
         if kept != wanted:
             what = "order of attacks" if key == "after" else key
-            anew = "" if key == "model" else ", or resume=False (--no-resume) to replace them"
+            anew = "" if key == "model" else ", or resume=False (ecnn evaluate --no-resume) to replace them"
             raise InputError(
                 f"{path} holds outcomes of another {what} ({difference(kept, wanted)}): choose another folder "
                 f"(--out){anew}."

@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 
 from ecnn.evaluation import Rate
-from ecnn.experiment import AUDIT, CLEAN, Experiment
-from ecnn.pipeline.recording import read_record, version_of
+from ecnn.experiment import AUDIT, CLEAN, Arm, Experiment
+from ecnn.pipeline.recording import NETWORK, Record, made_otherwise, read_record, version_of
 
 
 @dataclass(frozen=True)
@@ -25,6 +25,8 @@ class Cell:
         audited: per seed, robust accuracy found with care, 0 to 1; empty where it is not defined or not yet there.
         verdicts: per seed, the audit's verdict, where the audited value is the audit's.
         versions: of the audits behind `audited`, each once.
+        audited_images: how many images these saw, where that is another number than of the row's.
+        is_of_other_settings: a record was left out, because it was made otherwise than the experiment says now.
         median_l2: how far C&W of our own moves an image to break it, in the middle, over seeds; None for other rows.
     """
 
@@ -35,13 +37,17 @@ class Cell:
     audited: tuple[float, ...]
     verdicts: tuple[str, ...] = ()
     versions: tuple[int, ...] = ()
+    audited_images: tuple[int, ...] = ()
+    is_of_other_settings: bool = False
     median_l2: float | None = None
 
     @property
     def flags(self) -> tuple[str, ...]:
         """What to know of the audited value: the version of the audit that made it, and whether it is sure."""
-        named = tuple(f"audit {version}" for version in self.versions)
-        return (*named, "inconclusive") if "inconclusive" in self.verdicts else named
+        named = [f"audit {version}" for version in self.versions]
+        named += [f"audited on {images:,}" for images in self.audited_images]
+        named += ["inconclusive"] if "inconclusive" in self.verdicts else []
+        return (*named, "of other settings") if self.is_of_other_settings else tuple(named)
 
     @property
     def ours(self) -> float | None:
@@ -55,34 +61,47 @@ class Cell:
 
 
 def read_cells(experiment: Experiment, out: Path) -> list[Cell]:
-    """Every number of the table, from the records of the runs alone: no model, no images, no GPU."""
+    """Every number of the table, from the records of the runs alone: no model, no images, no GPU.
+
+    What was made otherwise than the experiment says now is left out.
+    """
     cells = []
     for arm in experiment.arms:
-        folders = [out / experiment.name / arm.name / str(seed) for seed in arm.seeds]
-        found = [record for folder in folders if (record := read_record(folder)) is not None]
-        for row in experiment.rows:
-            if row != CLEAN and row not in arm.spec.attacks:
-                continue
-            rates = [rate for records in found if (rate := records.rate(row)) is not None]
-            sources = experiment.audited_by(row, arm)
-            truths = [truth for records in found if (truth := records.truth(sources)) is not None]
-            audits = [records.audit for records in found if AUDIT in sources and records.audit]
-            own = [source for source in sources if arm.spec.attacks.get(source, {}).get("kind") == "cw"]
-            lengths = [records.median_l2(source) for records in found for source in own[-1:]]
-            known = [length for length in lengths if length is not None]
-            cells.append(
-                Cell(
-                    row,
-                    arm.name,
-                    tuple(rates),
-                    arm.paper.get(row),
-                    tuple(truths),
-                    tuple(audit["verdict"] for audit in audits),
-                    tuple(sorted({version_of(audit) for audit in audits})),
-                    float(np.median(known)) if known else None,
-                )
-            )
+        folders = {seed: out / experiment.name / arm.name / str(seed) for seed in arm.seeds}
+        found = [
+            (record, made_otherwise(record, arm.spec_for(seed)))
+            for seed, folder in folders.items()
+            if (record := read_record(folder)) is not None
+        ]
+        rows = [row for row in experiment.rows if row == CLEAN or row in arm.spec.attacks]
+        cells += [_cell(experiment, arm, row, found) for row in rows]
     return cells
+
+
+def _cell(experiment: Experiment, arm: Arm, row: str, found: Sequence[tuple[Record, Sequence[str]]]) -> Cell:
+    """One number, from records and what each of them holds that was made otherwise."""
+    sources = experiment.audited_by(row, arm)
+    records = [record for record, others in found if not {NETWORK, row} & set(others)]
+    rates = [rate for record in records if (rate := record.rate(row)) is not None]
+    trusted = [record for record, others in found if not {NETWORK, *sources} & set(others)]
+    truths = [truth for record in trusted if (truth := record.truth(sources)) is not None]
+    audits = [record.audit for record in trusted if AUDIT in sources and record.audit]
+    own = [source for source in sources if arm.spec.attacks.get(source, {}).get("kind") == "cw"]
+    lengths = [record.median_l2(source) for record in trusted for source in own[-1:]]
+    known = [length for length in lengths if length is not None]
+    images = {rate.n for rate in rates}
+    return Cell(
+        row,
+        arm.name,
+        tuple(rates),
+        arm.paper.get(row),
+        tuple(truths),
+        tuple(audit["verdict"] for audit in audits),
+        tuple(sorted({version_of(audit) for audit in audits})),
+        tuple(sorted({audit["images"] for audit in audits} - images)) if images else (),
+        len(records) < len(found) or len(trusted) < len(found),
+        float(np.median(known)) if known else None,
+    )
 
 
 def table_text(experiment: Experiment, cells: Sequence[Cell]) -> str:

@@ -11,13 +11,16 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from ecnn.auditing import estimate_cost, resolve_budget
+from ecnn.checks import check_choice
 from ecnn.codes import CodeMatrix, load_code
 from ecnn.constructions import random_code
+from ecnn.data import NAMES
+from ecnn.data.loading import find_folder, resolve_root
 from ecnn.data.sources import FORMS
 from ecnn.experiment import AUDIT
-from ecnn.models import build_model, find_kind, resolve_recipe
+from ecnn.models import build_model, find_kind
 from ecnn.pipeline.reproducing import Task
-from ecnn.pipeline.training import SIGNS, AnyPath, load_spec_data, training_attack
+from ecnn.pipeline.training import SIGNS, AnyPath, load_spec_data, recipe_for, training_attack
 from ecnn.spec import CodeTable, Spec, make_attack
 
 #: Operations a second on one H200, two to a multiplication, as measured for an ECNN of 30 members: 9 million training
@@ -191,9 +194,18 @@ def _parts(task: Task, sizes: Sizes) -> list[Part]:
     spec = task.spec
     classes, channels, size, train, test = sizes.form(spec)
     model, operations = sizes.model(spec)
-    suited = find_kind(spec.model["kind"]).suited_to(channels, size)
-    changes = {name: spec.train.get(name) for name in ("epochs", "adversarial_ratio")}
-    recipe = resolve_recipe(spec.train.get("recipe") or str(suited.recipe), **changes)
+    recipe = recipe_for(
+        spec,
+        in_channels=channels,
+        image_size=size,
+        num_images=train,
+        is_own=spec.data.name not in NAMES,
+        may_be_mirrored=True,
+    )
+    audited_on = None if spec.audit is None else spec.audit.data
+    for other in (audited_on, *(table.get("data") for table in spec.attacks.values())):
+        if other is not None and find_folder(other, resolve_root(sizes.root)) is None:
+            check_choice("data", other, [*NAMES, SIGNS])
     passes = float(_PASSES_PER_STEP)
     if spec.train.get("attack"):
         cost = make_attack(training_attack(spec.train["attack"])).cost(classes)

@@ -11,6 +11,7 @@ An audit is added to those before it with its version, so that a stronger one re
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,6 +33,7 @@ from ecnn.training.checkpoints import load_checkpoint
 from ecnn.training.loop import BEST
 
 RECORD, OUTCOMES = "record.json", "outcomes.npz"
+NETWORK = "network"
 FORMAT, VERSION = "ecnn-record", 1
 #: In a run folder: the audit, audits by later versions, transfer matrices, outcomes on other images.
 AUDITS, TRANSFERS, ELSEWHERE = "audits", "transfers", "on"
@@ -88,10 +90,24 @@ def write_record(folder: Path, *, arm: str, asked: Spec, times: dict[str, float]
 
 
 def save_record(folder: Path, record: Record) -> None:
-    """Writes both files, the one that is looked for last."""
+    """Writes both files, the one that is looked for last; it says which outcomes are its own."""
     arrays = _without_repeats(record.arrays)
     files.write_arrays(folder / OUTCOMES, arrays, {"what": "outcomes of attacks, image by image"})
-    files.write_json(folder / RECORD, record.facts)
+    files.write_json(folder / RECORD, {**record.facts, "outcomes": _digests(record.arrays)})
+
+
+def _digests(arrays: Mapping[str, np.ndarray]) -> dict[str, str]:
+    """A checksum of the outcomes of every attack.
+
+    One for each, so that a record still fits outcomes to which a kill before the next record has added others.
+    """
+    names = sorted({name.rpartition(".")[0] for name in arrays})
+    return {
+        name: hashlib.sha256(
+            b"".join(arrays[f"{name}.{column}"].tobytes() for column in _COLUMNS)
+        ).hexdigest()[:16]
+        for name in names
+    }
 
 
 def _without_repeats(arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -153,27 +169,42 @@ def covers(record: Record, asked: Spec) -> bool:
         return False
     if "asked" in record.facts:
         return bool(record.facts["asked"] == asked.content_hash)
-    return _was_asked(record, asked)
+    return None not in descriptions(asked).values() and not made_otherwise(record, asked)
 
 
-def _was_asked(record: Record, asked: Spec) -> bool:
-    """The same of a record that does not say what it was made for: whether all that is asked is in it."""
-    found = record.facts["spec"]
+def made_otherwise(record: Record, asked: Spec) -> list[str]:
+    """What the record holds that was made in another way than is asked: NETWORK, AUDIT, names of attacks."""
+    if record.facts.get("asked") == asked.content_hash:
+        return []
+    attacks, images = descriptions(asked), record.facts["test"]["images"]
+    found = [] if _holds(record.facts["spec"], _network_of(asked)) else [NETWORK]
+    for name, described in attacks.items():
+        table = asked.attacks[name]
+        limit, seen = table.get("limit", asked.data.test_limit), len(record.arrays.get(f"{name}.label", ()))
+        is_other = described is not None and record.facts["attacks"].get(name, described) != described
+        wanted = seen if "data" in table else images if limit is None else min(limit, images)
+        if is_other or seen not in (0, wanted):
+            found.append(name)
+    audit = asked.audit
+    if audit is not None and record.audit is not None:
+        seen = record.audit["images"]
+        is_elsewhere = audit.limit is None or audit.data is not None
+        found += (
+            []
+            if answers(record.audit, audit, seen if is_elsewhere else min(audit.limit or 0, images))
+            else [AUDIT]
+        )
+    return found
+
+
+def _network_of(asked: Spec) -> dict[str, Any]:
+    """What decides the network, as the spec of a run has it."""
     recipe = dataclasses.asdict(resolve_recipe(asked.train["recipe"])) if "recipe" in asked.train else {}
     train = {name: recipe[name] for name in ("epochs", "batch_size", "optimizer", "lr", "schedule") if recipe}
     given = asked.to_dict()
     given["train"] = {**train, **{key: value for key, value in asked.train.items() if key != "recipe"}}
     given["data"].pop("test_limit", None)
-    wanted = {name: given[name] for name in ("seed", "data", "code", "model", "train") if name in given}
-    attacks = descriptions(asked)
-    seen = {name: len(record.arrays[f"{name}.label"]) for name in attacks if f"{name}.label" in record.arrays}
-    limits = {name: asked.attacks[name].get("limit", asked.data.test_limit) for name in attacks}
-    return (
-        _holds(found, wanted)
-        and all(record.facts["attacks"].get(name) == found for name, found in attacks.items())
-        and all(limits[name] in (None, count) for name, count in seen.items())
-        and (asked.audit is None or answers(record.audit or {}, asked.audit, (record.audit or {})["images"]))
-    )
+    return {name: given[name] for name in ("seed", "data", "code", "model", "train") if name in given}
 
 
 def _holds(found: Any, wanted: Any) -> bool:
@@ -184,7 +215,7 @@ def _holds(found: Any, wanted: Any) -> bool:
 
 
 def descriptions(asked: Spec) -> dict[str, Any]:
-    """What records say of each attack; None, which no record says, where that depends on more than its table."""
+    """What records say of each attack; None where that depends on more than its table."""
     return {
         name: None
         if {"source", "data", "members"} & set(table)
@@ -256,6 +287,15 @@ def read_record(folder: Path) -> Record | None:
     """The record in a folder; None where there is none."""
     if not (folder / RECORD).exists():
         return None
+    try:
+        return _read_record(folder)
+    except InputError as error:
+        raise InputError(
+            f"{error} Delete {RECORD} there: if the run is still in the folder, the next start writes it again."
+        ) from error
+
+
+def _read_record(folder: Path) -> Record:
     facts = files.read_json(folder / RECORD)
     if not isinstance(facts, dict) or facts.get("format") != FORMAT or facts.get("version") != VERSION:
         raise InputError(f"{folder / RECORD} is no record of this version of ecnn.")
@@ -273,4 +313,13 @@ def read_record(folder: Path) -> Record | None:
             raise InputError(
                 f"{folder / OUTCOMES} is damaged: {name!r} is not a column of {dtype or 'outcomes'}."
             )
-    return Record(facts, _with_repeats(arrays))
+    whole = _with_repeats(arrays)
+    check_entries(owner, facts, {"outcomes": dict[str, str] | None})
+    known = facts.get("outcomes", {})
+    try:
+        is_own = known.items() <= _digests(whole).items()
+    except KeyError:
+        is_own = False
+    if not is_own:
+        raise InputError(f"{folder / OUTCOMES} is of another record than {folder / RECORD}.")
+    return Record(facts, whole)

@@ -14,6 +14,7 @@ from typing import Any
 from ecnn import files, runs
 from ecnn.auditing import AUDIT_VERSION, load_audit
 from ecnn.auditing.report import RESULT
+from ecnn.checks import check_entries
 from ecnn.errors import InputError
 from ecnn.evaluation import member_transfer
 from ecnn.evaluation.provenance import describe
@@ -27,6 +28,7 @@ from ecnn.pipeline.recording import (
     TRANSFERS,
     answers,
     covers,
+    made_otherwise,
     place_of,
     read_record,
     version_of,
@@ -119,6 +121,11 @@ def run_task(
     if task.is_done():
         files.tidy(task.folder)
         return
+    record = read_record(task.folder)
+    if record is not None and (others := made_otherwise(record, task.spec)):
+        raise InputError(
+            f"{task.folder} holds numbers of other settings ({', '.join(others)}): choose another folder (--out)."
+        )
     with files.locked(task.folder, "reproduction"):
         _run_stages(task, root, device, stages, progress)
 
@@ -154,7 +161,10 @@ def _run_stages(
 def _is_audited(folder: Path, table: AuditTable, images: int) -> bool:
     """Whether the folder holds that audit, by whatever version: a later one is no reason to change a number."""
     path = folder / RESULT
-    return path.exists() and answers(load_audit(path).to_dict(), table, images)
+    try:
+        return path.exists() and answers(load_audit(path).to_dict(), table, images)
+    except InputError as error:
+        raise InputError(f"{error} Delete it to have the run audited again.") from error
 
 
 def _attack(
@@ -231,13 +241,17 @@ def audit_again(
 
 
 def _write_record(task: Task) -> None:
-    times = task.folder / TIMES
-    write_record(
-        task.folder,
-        arm=task.arm.name,
-        asked=task.spec,
-        times=files.read_json(times) if times.exists() else {},
-    )
+    write_record(task.folder, arm=task.arm.name, asked=task.spec, times=_times(task.folder))
+
+
+def _times(folder: Path) -> dict[str, float]:
+    """Seconds by the name of what took them; none from a file that is damaged, since no number hangs on them."""
+    try:
+        times: dict[str, float] = files.read_json(folder / TIMES)
+        check_entries(TIMES, times, dict.fromkeys(times, float))
+    except (InputError, OSError, AttributeError, TypeError):
+        return {}
+    return times
 
 
 @contextmanager
@@ -250,6 +264,5 @@ def _timed(folder: Path, name: str) -> Iterator[None]:
 
 def _note_time(folder: Path, name: str, seconds: float) -> None:
     """Writes the seconds into the run's times.json; what is found finished takes a moment and hides nothing."""
-    path = folder / TIMES
-    known = files.read_json(path) if path.exists() else {}
+    path, known = folder / TIMES, _times(folder)
     files.write_json(path, {**known, name: max(round(seconds, 1), known.get(name, 0.0))})

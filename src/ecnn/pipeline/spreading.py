@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 
 import torch
 
@@ -80,18 +83,68 @@ def waves(tasks: Sequence[Task]) -> list[tuple[list[Task], list[str]]]:
 
 def run_command(command: Sequence[str], gpu: int | None = None) -> tuple[int, str]:
     """Exit status of a process, and all that it wrote; it sees that GPU alone, if one is given."""
+    return _finish(start_command(command, gpu))
+
+
+def start_command(command: Sequence[str], gpu: int | None = None) -> subprocess.Popen[str]:
+    """A process that runs a command, and sees that GPU alone, if one is given."""
     chosen = {} if gpu is None else {"CUDA_VISIBLE_DEVICES": str(gpu)}
-    done = subprocess.run(  # noqa: S603 our own command
-        list(command), capture_output=True, text=True, check=False, env={**os.environ, **chosen}
+    return subprocess.Popen(  # noqa: S603 our own command
+        list(command),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, **chosen},
     )
-    return done.returncode, done.stdout + done.stderr
+
+
+def _finish(process: subprocess.Popen[str]) -> tuple[int, str]:
+    said, complained = process.communicate()
+    return process.returncode, said + complained
 
 
 def _run_here(commands: Sequence[Sequence[str]], jobs: int) -> list[tuple[int, str]]:
+    """Runs commands, so many at a time; whatever ends this process but a kill ends those that run."""
     gpus = torch.cuda.device_count()
-    chosen = [number % gpus if gpus > 1 else None for number in range(len(commands))]
-    with ThreadPoolExecutor(jobs) as pool:
-        return list(pool.map(run_command, commands, chosen))
+    running: list[subprocess.Popen[str]] = []
+    guard = threading.Lock()
+    is_over = False
+
+    def run_one(command: Sequence[str], number: int) -> tuple[int, str]:
+        with guard:
+            if is_over:
+                return 1, ""
+            running.append(start_command(command, number % gpus if gpus > 1 else None))
+            process = running[-1]
+        return _finish(process)
+
+    with ThreadPoolExecutor(jobs) as pool, _ending_when_asked():
+        try:
+            return list(pool.map(run_one, commands, range(len(commands))))
+        except BaseException:
+            with guard:
+                is_over = True
+                for process in running:
+                    process.terminate()
+            raise
+
+
+@contextmanager
+def _ending_when_asked() -> Iterator[None]:
+    """SIGTERM ends this process as Ctrl-C does, so that it can end others first."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def end(number: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _ray_runner(jobs: int) -> Runner:

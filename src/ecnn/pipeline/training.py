@@ -93,7 +93,14 @@ def plan(spec: Spec, data: Dataset) -> Plan:
     given = {name: value for name, value in spec.model.items() if name != "kind"}
     suited = kind.suited_to(data.in_channels, data.image_size)
     code, code_table = _code_for(spec, kind, data)
-    recipe = _recipe_for(spec, kind, data)
+    recipe = recipe_for(
+        spec,
+        in_channels=data.in_channels,
+        image_size=data.image_size,
+        num_images=len(data.train),
+        is_own=data.folder is not None,
+        may_be_mirrored=data.may_be_mirrored,
+    )
     attack, val_attack = _attacks_for(spec, recipe)
     torch.manual_seed(spec.seed)
     model = build_model(
@@ -130,16 +137,32 @@ def try_plan(spec: Spec, *, root: AnyPath = "data", device: str = "auto") -> Pla
     return made
 
 
-def _recipe_for(spec: Spec, kind: ModelKind, data: Dataset) -> Recipe:
-    """The recipe with the objective that fits the model, every setting of which is spelled out."""
-    suited = kind.suited_to(data.in_channels, data.image_size)
+def recipe_for(
+    spec: Spec,
+    *,
+    in_channels: int,
+    image_size: tuple[int, int],
+    num_images: int,
+    is_own: bool,
+    may_be_mirrored: bool,
+) -> Recipe:
+    """The recipe with the objective that fits the model, every setting of which is spelled out.
+
+    Args:
+        in_channels, image_size: of the dataset.
+        num_images: that are trained on.
+        is_own: they are images of one's own, not a dataset with a name.
+        may_be_mirrored: whether an image mirrored is one of the same class.
+    """
+    kind = find_kind(spec.model.get("kind", "ecnn"))
+    suited = kind.suited_to(in_channels, image_size)
     changes = {
         name: value
         for name, value in spec.train.items()
         if name not in ("recipe", "attack", "val_attack", "objective_options")
     }
-    named = _recipe_name(spec, kind, data)
-    auto = auto_recipe(len(data.train), data.image_size) if named == AUTO else None
+    named = _recipe_name(spec, kind, str(suited.recipe), is_own=is_own)
+    auto = auto_recipe(num_images, image_size) if named == AUTO else None
     recipe = resolve_recipe(auto or named, **changes)
     own = kind.objectives[0]
     if "objective" in changes:
@@ -154,7 +177,7 @@ def _recipe_for(spec: Spec, kind: ModelKind, data: Dataset) -> Recipe:
             if changes.get(name, defaults[name]) != defaults[name]:
                 raise InputError(f"the objective {recipe.objective!r} has no {name}.")
         recipe = dataclasses.replace(recipe, diversity_weight=0.0)
-    if not data.may_be_mirrored and "flip" not in changes:
+    if not may_be_mirrored and "flip" not in changes:
         recipe = dataclasses.replace(recipe, flip=False)
     options = dict(recipe.objective_options)
     if recipe.objective == own and not options:
@@ -166,16 +189,16 @@ def _recipe_for(spec: Spec, kind: ModelKind, data: Dataset) -> Recipe:
     return spell_out(dataclasses.replace(recipe, objective_options=options))
 
 
-def _recipe_name(spec: Spec, kind: ModelKind, data: Dataset) -> str:
+def _recipe_name(spec: Spec, kind: ModelKind, suited: str, *, is_own: bool) -> str:
     """The recipe that the spec asks for; or its authors' one; or, for images of one's own, what suits their number."""
-    suited = str(kind.suited_to(data.in_channels, data.image_size).recipe)
-    untuned = data.folder is not None and suited not in kind.own_recipes
+    untuned = is_own and suited not in kind.own_recipes
     return str(spec.train.get("recipe") or (AUTO if untuned else suited))
 
 
 def _own_image_options(spec: Spec, kind: ModelKind, data: Dataset) -> dict[str, Any]:
     """With few images batch norm is worth five points (docs/own_images.md); the paper's network has none."""
-    is_auto = _recipe_name(spec, kind, data) == AUTO
+    suited = str(kind.suited_to(data.in_channels, data.image_size).recipe)
+    is_auto = _recipe_name(spec, kind, suited, is_own=data.folder is not None) == AUTO
     return {"batch_norm": True} if is_auto and "batch_norm" in kind.options else {}
 
 
