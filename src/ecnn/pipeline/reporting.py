@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
+from ecnn.auditing import AUDIT_VERSION
 from ecnn.evaluation import TransferMatrix
 from ecnn.experiment import CLEAN, PARAMETERS, Experiment, experiments, load_experiment
 from ecnn.pipeline.cells import Cell, number, read_cells
@@ -20,7 +21,7 @@ _CORNER = 4  # members that the paper's figure shows
 
 HEAD = """# Results: the paper's numbers, ours, and the audited ones
 
-Made by `tools/make_results.py` from the records in `results/`, one per trained network; `ecnn reproduce NAME` runs an
+Made by `tools/make_results.py` from the records in `results/`, one per column and seed; `ecnn reproduce NAME` runs an
 experiment again.
 
 - **ours** is measured as the paper says: its network, schedule, attack, loss, step, iterations and last iterate, with
@@ -81,7 +82,22 @@ def _overview(found: Mapping[str, Sequence[Cell]]) -> str:
             )
             measured = f"{_measured(cells)} of {len(cells)}"
             lines.append(_row((f"[{title}](#{_anchor(title)})", measured, *best)))
-    return "\n".join([*lines, ""])
+    return "\n".join([*lines, "", *_older(found), ""])
+
+
+def _older(found: Mapping[str, Sequence[Cell]]) -> list[str]:
+    """Which audited values a stronger audit may still lower: those above 0 that an older version has made."""
+    older = [
+        f"{number(cell.truth)} % ({experiment.title}, {experiment.arm(cell.arm).title}, {cell.row})"
+        for experiment, cells in ((load_experiment(name), cells) for name, cells in found.items())
+        for cell in cells
+        if cell.truth and cell.versions and min(cell.versions) < AUDIT_VERSION
+    ]
+    return (
+        [f"Audited by an older version than {AUDIT_VERSION} and above 0: {', '.join(older)}."]
+        if older
+        else []
+    )
 
 
 def _measured(cells: Sequence[Cell]) -> int:
