@@ -15,9 +15,11 @@ from torch import Tensor, nn
 from ecnn import files
 from ecnn.auditing import CHECKS, Audit, Subject, audit, diagnose, load_audit
 from ecnn.auditing.power import Power, read_power
+from ecnn.auditing.remarks import luck_of
 from ecnn.auditing.responses import RESPONSES, Responses, enlarged, settle, take_turns
 from ecnn.auditing.stages import base_name
 from ecnn.auditing.surrogates import Examples
+from ecnn.auditing.verdicts import judge
 from ecnn.data import Split
 
 EPS = 0.04
@@ -248,7 +250,7 @@ def test_effort_is_doubled_and_every_check_has_a_response(split: Split, response
         enlarged(BUDGET, 8).eot == 2 * BUDGET.eot
     )  # each step makes all passes: eight times both would be 64
     assert (twice.answers, twice.searched > 10**6) == (2 * BUDGET.answers, True)  # on all that stand
-    assert set(RESPONSES) <= set(CHECKS) | {"black_box_suite", "nan_gradients", "attacks_not_made"}
+    assert set(RESPONSES) <= set(CHECKS) | {"black_box_suite", "nan_gradients", "attacks_not_made", "luck"}
     unknown = responses.attacks(["a check of tomorrow"], 2)
     assert "square-x2" in unknown
     assert {"rays-x2", "rays-long-x2"} & set(unknown) == {"rays-x2"}
@@ -275,3 +277,51 @@ def test_noise_is_not_taken_for_masking(split: Split) -> None:
     findings = diagnose(make_subject(Noisy(), split, eps=0.03))
     assert next(finding for finding in findings if finding.name == "randomness").level != "ok"
     assert not [finding.name for finding in findings if finding.is_open]
+
+
+class Scattered(toys.LinearOfThree):
+    """Wrong at one of so many patterns of grey levels, which no gradient leads to."""
+
+    def __init__(self, rate: int) -> None:
+        super().__init__()
+        self.rate = rate
+        self.key = torch.randint(1, 2**20, (36,), generator=torch.Generator().manual_seed(4))
+
+    def forward(self, images: Tensor) -> Tensor:
+        scores = super().forward(images)
+        mixed = ((images.flatten(1) * 255).round().long() * self.key).sum(dim=1) * 2654435761 % 2**31
+        return torch.where(((mixed // 64) % self.rate == 0)[:, None], scores.roll(1, 1), scores)
+
+
+def test_what_falls_by_luck_is_looked_for_until_nothing_falls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each attack meets some of the scattered points; nearly all images fall once thousands of points are tried."""
+    auditor = sys.modules["ecnn.auditing.auditor"]
+    monkeypatch.setattr(auditor, "diagnose", lambda subject, progress=None: [])
+    images = torch.randint(256, (60, 1, 6, 6), generator=torch.Generator().manual_seed(7), dtype=torch.uint8)
+    split = Split(images, toys.LinearOfThree()(images.float() / 255).argmax(dim=1))
+    changes: dict[str, Any] = {"steps": 20, "queries": 40, "targets": 1, "answers": 300, "turns": 3}
+    budget = dataclasses.replace(toys.TINY, images=60, **changes)
+    settings: dict[str, Any] = {"norm": "linf", "eps": 0.01, "budget": budget}
+    found = audit(Scattered(300), split, **settings)
+    (luck,) = [finding for finding in found.findings if finding.name == "luck"]
+    assert luck.level == "alarm"
+    assert found.accuracy <= 0.05
+    monkeypatch.setattr(auditor, "luck_of", lambda power: [])
+    assert audit(Scattered(300), split, **settings).accuracy >= 0.3
+
+
+def test_luck_is_where_two_kinds_of_attacks_break_other_images() -> None:
+    assert [finding.kind for finding in luck_of(make_power(alone=20))] == ["luck"]
+    assert not luck_of(make_power(alone=4))
+    assert not luck_of(make_power(alone=20, found_again=38))
+    assert not luck_of(make_power(alone=20, standing=0.0))
+    assert not luck_of(make_power(alone=20, retried=0, found_again=0))
+
+
+@pytest.mark.parametrize(("asked", "accuracy", "images"), [(0.6, 0.58, 100), (0.8, 0.79, 30), (0.5, 0.5, 1)])
+def test_more_images_are_asked_for_than_were_audited(asked: float, accuracy: float, images: int) -> None:
+    verdict, reason = judge(accuracy, images, [], claim=asked)
+    assert verdict == "inconclusive"
+    wanted = int(reason.split(" less. ")[1].split(" ")[0].replace(",", ""))
+    assert wanted > images
+    assert judge(accuracy, wanted, [], claim=asked)[0] != "inconclusive"

@@ -35,6 +35,7 @@ from ecnn.auditing.remarks import (
     failed_attacks,
     flags_of,
     half_precision,
+    luck_of,
     nan_gradients_of,
     wide_ball,
 )
@@ -251,6 +252,10 @@ def _audit(subject: Subject, deployment: Deployment, request: _Request) -> _Foun
             responses = Responses(subject, num_classes, is_random, examples, request.folder, request.resume)
             turns = take_turns(responses, stages, doubts)
             power = stages.power(turns)
+            if not doubts and (luck := luck_of(power)):
+                found += luck
+                turns = take_turns(responses, stages, [finding.name for finding in luck], start=turns.effort)
+                power = stages.power(turns)
         staged = stages.result()
         if staged.late is not None:
             return _Found(staged, is_random, [])

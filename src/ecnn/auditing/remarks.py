@@ -16,6 +16,7 @@ from ecnn.attacks.images import at_once
 from ecnn.auditing.diagnostics import CHECKS
 from ecnn.auditing.diagnostics.sanity import grey_radius
 from ecnn.auditing.findings import Finding, alarm, note
+from ecnn.auditing.power import Power
 from ecnn.auditing.stages import Staged
 from ecnn.auditing.subject import Subject
 
@@ -108,12 +109,30 @@ def nan_gradients_of(staged: Staged) -> list[Finding]:
     if not spoiled:
         return []
     taken = sum(int(found.backwards.clip(min=0).sum()) for found in outcomes)
-    claim = f"{spoiled:,} of {taken:,} gradients have entries that are not numbers: pixels that attacks cannot follow."
+    claim = (
+        f"{spoiled:,} of {taken:,} gradients, of the scores or of what else attacks climb, have entries that are not "
+        "numbers: pixels that stood still."
+    )
     evidence = {"nan_gradients": spoiled, "gradients": taken, "answered": not bool((staged.right > 0).any())}
     advice = "Find the operation whose derivative is infinite or undefined, such as a root or logarithm at 0."
     say = alarm if spoiled >= _SPOILED * taken else note
     found = say(claim, evidence, advice)
     return [dataclasses.replace(found, name="nan_gradients", kind="nan_gradients", source="the suite")]
+
+
+def luck_of(power: Power) -> list[Finding]:
+    """An alarm where attacks that know nothing of each other break other images: more of the same finds more."""
+    if power.standing <= 0 or not power.retried or power.agrees:
+        return []
+    claim = (
+        f"Of {power.retried} images that gradients broke, attacks by answers alone break {power.found_again}, and "
+        f"{power.alone} that no gradient broke: which images fall is a matter of luck."
+    )
+    advice = (
+        "Ask for many more points: wrong answers lie scattered in the balls, and gradients do not lead there."
+    )
+    found = alarm(claim, power.to_dict(), advice)
+    return [dataclasses.replace(found, name="luck", kind="luck", source="the suite")]
 
 
 def half_precision(subject: Subject) -> list[Finding]:

@@ -25,9 +25,8 @@ _UNFINISHED = ("proven", "climbs", "relays", "answers")
 #: From the name of an alarm to the groups of attacks that answer it, in their order; any other gets the first.
 RESPONSES: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("differentiable", "zero_gradients", "loss_path", "nan_gradients", "saturation"), _BLIND),
-    **dict.fromkeys(
-        ("gradient_direction", "black_box", "black_box_suite", "noise", "one_step", "border"), _WRONG
-    ),
+    **dict.fromkeys(("gradient_direction", "black_box", "black_box_suite", "one_step", "border"), _WRONG),
+    **dict.fromkeys(("noise", "luck"), ("scattered", *_WRONG)),
     **dict.fromkeys(("steps", "restarts", "last_iterate", "unstable_loss", "attacks_not_made"), _UNFINISHED),
 }
 _SHORT, _LONG = "rays", "rays-long"
@@ -144,6 +143,7 @@ class Responses:
             "climbs": lambda: _named(maker.on_scores(), "apgd-margin"),
             "answers": lambda: {"square": maker.square()} | maker.by_classes(self._surrogates, imitate=True),
             "relays": maker.relays,
+            "scattered": maker.scattered,
             # Of these only what has proven itself is made again.
             "scores": maker.on_scores,
             "targets": lambda: layers() | maker.automatic(),
@@ -181,15 +181,16 @@ def enlarged(budget: Budget, effort: int) -> Budget:
     )
 
 
-def take_turns(responses: Responses, stages: Stages, doubts: Iterable[str]) -> Turns:
+def take_turns(responses: Responses, stages: Stages, doubts: Iterable[str], *, start: int = 0) -> Turns:
     """Doubles the effort on what stands, until a turn breaks next to nothing or the budget's turns are over.
 
     What broke nothing in one turn is not made again in the next.
 
     Args:
         doubts: names of the open alarms; if there are none, one attack is made once more.
+        start: how often the effort was doubled before.
     """
-    images, broken, turn = len(responses.subject.images), None, 0
+    images, broken, turn = len(responses.subject.images), None, start
     useful: set[str] = set()
     doubts = list(doubts)
     while turn < responses.subject.budget.turns and stages.standing() > 0 and not time_is_over():

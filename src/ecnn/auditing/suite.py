@@ -13,7 +13,19 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from ecnn.attacks import APGD, PGD, Attack, AutoAttack, Cost, Neighbours, Race, RaySearch, Square, Transfer
+from ecnn.attacks import (
+    APGD,
+    PGD,
+    Attack,
+    AutoAttack,
+    Cost,
+    Neighbours,
+    Race,
+    RandomNoise,
+    RaySearch,
+    Square,
+    Transfer,
+)
 from ecnn.attacks.draws import forked_generators
 from ecnn.attacks.norms import Norm
 from ecnn.attacks.views import Averaged, View, WeakestBit, find_view
@@ -417,6 +429,18 @@ class Maker:
     def square(self) -> Square:
         return Square(queries=max(1, self.budget.queries), l2_moves="turns", **self.ball)
 
+    def scattered(self) -> dict[str, Attack]:
+        """Random points, as many as a long search asks about: for wrong answers that lie scattered in the ball."""
+        few, most = self._questions
+        alone = isinstance(self.subject.model, OneAtATime)
+        return {"scattered": RandomNoise(samples=few if alone else most, **self.ball)}
+
+    @property
+    def _questions(self) -> tuple[int, int]:
+        """How many a short search by answers asks, and a long one."""
+        most = max(self.budget.answers, self.budget.queries)
+        return min(most, max(_FEW_ANSWERS, most // 10)), most
+
     def averaged_square(self) -> Attack:
         """On the mean over a few passes, and on when it is wrong: what only just breaks these breaks no others."""
         passes, square = max(4, self.budget.eot // 4), replace(self.square(), early_exit=False)
@@ -441,8 +465,7 @@ class Maker:
         student = surrogates.student() if surrogates is not None and imitate else None
         if student is not None:
             known["starts"] = (Transfer(source=student, attack=self._craft()),)
-        most = max(self.budget.answers, self.budget.queries)
-        few = min(most, max(_FEW_ANSWERS, most // 10))
+        few, most = self._questions
         if isinstance(self.subject.model, OneAtATime):  # each question costs a pass of its own
             most = few
         attacks: dict[str, Attack] = {"rays": RaySearch(queries=few, **known, **self.ball)}

@@ -53,7 +53,7 @@ def judge(
         return "inconclusive", (
             f"{said}: too few images to tell whether it is {_percent(asked)} "
             f"or {100 * _resolution(asked, accuracy):.0f} points less. "
-            f"{_images_to_tell(asked, accuracy):,} images would do if they go the same way."
+            f"{_images_to_tell(asked, accuracy, more_than=images):,} images would do if they go the same way."
         )
     why = "nothing says that the attacks were fooled"
     if answered:
@@ -61,9 +61,13 @@ def judge(
     return "trustworthy" if claim is None else "believable", f"{said}, and {why}."
 
 
-def _images_to_tell(asked: float, accuracy: float) -> int:
-    """How many images with that share of robust ones settle whether a claimed, or asked, accuracy is true."""
-    for images in itertools.count(1):
+def _images_to_tell(asked: float, accuracy: float, *, more_than: int) -> int:
+    """How many images with that share of robust ones settle whether a claimed, or asked, accuracy is true.
+
+    Args:
+        more_than: images that have not.
+    """
+    for images in itertools.count(more_than + 1):
         is_refuted = asked - accuracy > SLACK and asked > interval_of(accuracy, images)[1]
         if is_refuted or _rules_out_less(asked, accuracy, images):
             return images

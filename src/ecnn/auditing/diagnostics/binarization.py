@@ -93,7 +93,7 @@ def check_binarization(probe: Probe) -> Finding:
     n = len(planted.rows)
     evidence |= {"planted": n, "on": place}
     if 2 * n < planted.tried:
-        claim = f"A weakness could be planted in {percent(n, planted.tried)} only: features hardly move in the ball."
+        claim = f"A weakness could be planted in {percent(n, planted.tried)} only: {place} hardly move in other balls."
         return note(claim, evidence, "The test says nothing here.", kind="not_planted")
     zeros = torch.zeros(n, dtype=torch.int64, device=planted.rows.device)
     broken = probe.walk(planted.view_of, planted.rows, labels=zeros).broken
