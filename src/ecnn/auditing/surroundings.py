@@ -87,8 +87,9 @@ class Surroundings:
         self._kept: tuple[_Kept, ...] = ()
         if model is not None:
             search = _Search()
-            with contextlib.suppress(Exception):  # whatever a model's code does when somebody looks at it
+            with contextlib.suppress(Exception):
                 search.look_into_parts(model, keeps=itself)
+            search.run()
             self._kept = tuple(_keep(search.places))
 
     @property
@@ -158,11 +159,20 @@ class _Search:
     Attributes:
         places: found so far.
         seen: by their id, what was gone through, and places that were noted.
+        waiting: values that are still to be gone through, and how deep within others they lie.
     """
 
     def __init__(self) -> None:
         self.places: list[_Place] = []
         self.seen: set[Any] = set()
+        self.waiting: deque[tuple[Any, int]] = deque()
+
+    def run(self) -> None:
+        """Goes on until nothing is waiting, or so much was seen that this is somebody's library."""
+        while self.waiting and len(self.seen) < _MOST:
+            value, depth = self.waiting.popleft()
+            with contextlib.suppress(Exception):  # whatever a model's code does when somebody looks at it
+                self._look_into(value, depth)
 
     def look_into_parts(self, model: nn.Module, *, keeps: bool) -> None:
         """All modules of a network; what they hold are places only if that is to be kept."""
@@ -182,7 +192,10 @@ class _Search:
                     self._note_item(held, name, f"{type(part).__name__}.{name}")
 
     def look_into(self, value: Any, depth: int = 0) -> None:
-        """What a value leads to."""
+        """What a value leads to, when its turn comes."""
+        self.waiting.append((value, depth))
+
+    def _look_into(self, value: Any, depth: int) -> None:
         if isinstance(value, (*_PLAIN, Tensor, np.ndarray)) or depth > _DEEPEST or id(value) in self.seen:
             return
         if isinstance(value, nn.Module):
@@ -296,7 +309,7 @@ def _is_data(value: Any) -> bool:
     is_code = isinstance(value, type | types.ModuleType | nn.Module | _GENERATORS) or callable(value)
     if is_code or hasattr(type(value), "__get__"):
         return False
-    return _is_counter(value) or (not _is_library(type(value)) and hasattr(value, "__dict__"))
+    return _is_counter(value) or (not _is_installed(type(value)) and hasattr(value, "__dict__"))
 
 
 def _is_counter(value: Any) -> bool:
@@ -375,6 +388,13 @@ def _is_same(one: Any, other: Any) -> bool:
 def _numbers(values: Tensor) -> Tensor:
     """These, with a number in place of what is none."""
     return torch.nan_to_num(values.detach()) if values.is_floating_point() else values.detach()
+
+
+def _is_installed(kind: type) -> bool:
+    """Whether a class comes from a package: what its objects hold is theirs to copy, and may be large."""
+    root = kind.__module__.partition(".")[0]
+    place = str(getattr(sys.modules.get(root), "__file__", None) or "")
+    return _is_library(kind) or any(part in place for part in ("site-packages", "dist-packages"))
 
 
 def _is_library(value: Any) -> bool:
