@@ -216,6 +216,7 @@ class Counter:
         ([5, 0], ["steps"], 2, 0),
         ([5, 4], ["noise"], 2, 4),
         ([0], [], 1, 0),
+        ([-2.5], [], 1, 0),  # as of a random model, of which more images' worth may stand than before
     ],
 )
 def test_turns_go_on_until_nothing_moves(

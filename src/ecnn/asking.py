@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any, ParamSpec, TypeVar
@@ -61,6 +62,13 @@ def copy_model(model: nn.Module, memo: dict[int, Any] | None = None) -> nn.Modul
     if not set(copied.modules()).isdisjoint(model.modules()):
         raise TypeError("a deep copy of it shares modules with it")
     return copied
+
+
+def copy_in_double(model: nn.Module) -> nn.Module:
+    """A deep copy that computes in float64. What torch says of parameters that are no leaves is not repeated here."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
+        return copy_model(model).double()
 
 
 def _tensors_in(held: Any) -> Iterator[Tensor]:

@@ -15,7 +15,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
-from ecnn.asking import copy_model, full_precision, undisturbed
+from ecnn.asking import copy_in_double, full_precision, undisturbed
 from ecnn.attacks import NORMS, PGD, Attack, Draws, Transfer
 from ecnn.attacks.base import BallAttack, Cost, Target, raw_gradient
 from ecnn.attacks.images import copies_at_once, per_image
@@ -390,7 +390,7 @@ class InDouble(BallAttack):
 
     def search(self, target: Target, images: Tensor, labels: Tensor, draws: Draws) -> Tensor:
         part = target.narrow(torch.arange(len(images)))
-        part.model = copy_model(target.judge).double()
+        part.model = copy_in_double(target.judge)
         points = self.attack.search(part, images.double(), labels, draws)
         return NORMS[self.norm].project(points.to(images.dtype), images, self.radius)
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from ecnn.asking import copy_model, full_precision, undisturbed, without_tf32
+from ecnn.asking import copy_in_double, full_precision, undisturbed, without_tf32
 from ecnn.attacks.auto import passes_apart
 from ecnn.attacks.images import at_once
 from ecnn.attacks.views import Aim, View
@@ -127,7 +127,7 @@ def _ask(view: View, model: nn.Module, images: Tensor) -> None:
 
 
 def _ask_in_double(model: nn.Module, images: Tensor) -> None:
-    copy_model(model).double()(images.double())
+    copy_in_double(model)(images.double())
 
 
 def _knows_bytes(model: nn.Module, images: Tensor, scores: Tensor) -> bool:

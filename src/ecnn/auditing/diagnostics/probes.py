@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from ecnn.asking import copy_model, full_precision, undisturbed, without_tf32
+from ecnn.asking import copy_in_double, full_precision, undisturbed, without_tf32
 from ecnn.attacks.auto import passes_apart
 from ecnn.attacks.base import Attack, Target
 from ecnn.attacks.draws import Draws, forked_generators
@@ -175,7 +175,7 @@ class Probe:
     def double_model(self) -> nn.Module | None:
         """A float64 copy of the model, or None if it cannot be had or does not compute there."""
         try:
-            double = copy_model(self.model).double()
+            double = copy_in_double(self.model)
             with torch.no_grad():
                 answer = double(self.images[:1].double())
         except Exception:
