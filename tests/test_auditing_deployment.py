@@ -617,3 +617,17 @@ def test_a_model_that_cannot_be_copied_is_audited_all_the_same(honest: float) ->
     found = run_audit(Locked())
     assert found.accuracy == honest
     assert Deployment(pristine=Locked(), trouble="lock").fresh() is not None
+
+
+class Widening(toys.LinearOfThree):
+    """Turns itself to float64 when it is asked."""
+
+    def forward(self, images: Tensor) -> Tensor:
+        self.double()
+        return super().forward(images.double())
+
+
+def test_a_model_that_changes_its_precision_is_audited() -> None:
+    split = make_split(toys.LinearOfThree(), 180)
+    found, usual = (run_audit(model, split, limit=60) for model in (Widening(), toys.LinearOfThree()))
+    assert abs(found.accuracy - usual.accuracy) <= 0.05

@@ -24,7 +24,6 @@ from ecnn.attacks.norms import Norm
 from ecnn.auditing.adaptive import features_of
 from ecnn.data import Split
 from ecnn.errors import InputError
-from ecnn.evaluation.batch import place
 
 #: Clean images that surrogates are made of, at most.
 MOST_EXAMPLES = 1000
@@ -71,7 +70,7 @@ def choose_examples(model: nn.Module, split: Split, audited: Tensor) -> Examples
         images = audited[:MOST_EXAMPLES]
         return Examples(images, give_answers(model, images), are_true=False)
     images, labels = split[len(audited) : len(audited) + rest]
-    images = place(model, images)
+    images = images.to(audited)  # a model may change its precision when it is first asked
     return Examples(images, labels.to(images.device), are_true=True)
 
 
