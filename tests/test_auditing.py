@@ -231,7 +231,7 @@ def alarm(subject: Any, progress: Any = None) -> list[Finding]:
 
 def test_findings_come_from_the_diagnostics(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(HALL, "diagnose", alarm)
-    found = audit(Linear(), make_split(40), claim=0.2, budget=TINY, run_dir=tmp_path, **BALL)
+    found = audit(Linear(), make_split(40), budget=TINY, run_dir=tmp_path, **BALL)
     assert found.verdict == "inconclusive"
     assert found.exit_code == 3
     assert "siren" in found.reason
@@ -242,8 +242,8 @@ def test_findings_come_from_the_diagnostics(monkeypatch: pytest.MonkeyPatch, tmp
     assert load_audit(tmp_path) == found
     # Diagnostics that came to an end are not made again, unless all is to begin anew.
     monkeypatch.setattr(HALL, "diagnose", lambda subject, progress=None: [])
-    assert audit(Linear(), make_split(40), claim=0.2, budget=TINY, run_dir=tmp_path, **BALL) == found
-    fresh = audit(Linear(), make_split(40), claim=0.2, budget=TINY, run_dir=tmp_path, resume=False, **BALL)
+    assert audit(Linear(), make_split(40), budget=TINY, run_dir=tmp_path, **BALL) == found
+    fresh = audit(Linear(), make_split(40), budget=TINY, run_dir=tmp_path, resume=False, **BALL)
     assert "siren" not in [finding.name for finding in fresh.findings]
 
 

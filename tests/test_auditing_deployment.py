@@ -278,6 +278,13 @@ class WritesImages(toys.LinearOfThree):
         return images.sub_(0.5).flatten(1) @ self.weight.T
 
 
+class WritesTheSame(toys.LinearOfThree):
+    """Clamps images where they lie, which changes none of them."""
+
+    def forward(self, images: Tensor) -> Tensor:
+        return super().forward(images.clamp_(0, 1))
+
+
 class WritesScores(toys.LinearOfThree):
     """Gives the same tensor every time."""
 
@@ -314,6 +321,7 @@ class SaysYesOrNo(toys.LinearOfThree):
     ("model", "name", "kind"),
     [
         (WritesImages(), "copies", "writes"),
+        (WritesTheSame(), "copies", "writes"),
         (WritesScores(), "copies", "writes"),
         (TakesOne(), "batch_dependent", "single"),
         (TakesTen(), "batch_dependent", "fixed"),

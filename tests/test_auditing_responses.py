@@ -326,3 +326,16 @@ def test_more_images_are_asked_for_than_were_audited(asked: float, accuracy: flo
     wanted = int(reason.split(" less. ")[1].split(" ")[0].replace(",", ""))
     assert wanted > images
     assert judge(accuracy, wanted, [], claim=asked)[0] != "inconclusive"
+
+
+def test_no_sign_outweighs_a_proof() -> None:
+    alarms = ["out_of_time"]
+    assert judge(0.9, 200, alarms, claim=0.8)[0] == "inconclusive"
+    verdict, reason = judge(0.9, 200, alarms, claim=0.8, certified=0.8)
+    assert verdict == "believable"
+    assert "80.0 % are proven" in reason
+    assert judge(0.9, 200, alarms, claim=0.81, certified=0.8)[0] == "inconclusive"
+    assert (
+        judge(0.9, 200, alarms, certified=0.8)[0] == "inconclusive"
+    )  # of the number itself nothing is proven
+    assert judge(0.6, 200, [], claim=0.8, certified=0.5)[0] == "not believable"

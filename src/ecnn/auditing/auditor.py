@@ -59,6 +59,8 @@ from ecnn.evaluation.readings import check_reading
 from ecnn.progress import Progress
 
 FOLDER, PAGE = "audit", "audit.md"
+#: Alarms beside which a proof says little: it is of another object than the one deployed, or an attack refutes it.
+_NOT_PROVEN = {"stateful", "copies", "certificate_contradicted"}
 _QUESTIONS, _PART_OF_TIME = 200, 0.1
 _FEW = 8  # images by which a model is met, before anything else is asked
 _TOGETHER = 2**16  # pixel values of the attempts at a few images that are made at once
@@ -377,8 +379,15 @@ def _conclude(
     accuracy, images = float(staged.right.mean()), len(staged.right)
     alarms = [finding.name for finding in findings if finding.is_open]
     answered = [finding.name for finding in findings if "converged" in finding.evidence]
+    is_sure = found.certified is not None and not set(alarms) & _NOT_PROVEN
     verdict, reason = judge(
-        accuracy, images, alarms, claim=claim, min_accuracy=min_accuracy, answered=answered
+        accuracy,
+        images,
+        alarms,
+        claim=claim,
+        min_accuracy=min_accuracy,
+        answered=answered,
+        certified=found.certified.accuracy if found.certified is not None and is_sure else 0.0,
     )
     if found.power is not None:
         reason = f"{reason} {found.power.sentence()}"

@@ -238,8 +238,11 @@ def _writes(model: nn.Module, images: Tensor) -> bool:
     """Whether a model changes what it is given, or what it has answered."""
     with undisturbed(model), torch.no_grad():
         given = [images.clone(), 1 - images]
+        versions = [part._version for part in given]
         first = model(given[0])
         kept = first.clone()
         model(given[1])
-    is_untouched = torch.equal(given[0], images) and torch.equal(given[1], 1 - images)
+    # Also what leaves these values as they are, such as a clamp in place: attacks could not follow it.
+    is_untouched = [part._version for part in given] == versions
+    is_untouched &= torch.equal(given[0], images) and torch.equal(given[1], 1 - images)
     return not (is_untouched and torch.equal(first.nan_to_num(), kept.nan_to_num()))

@@ -26,6 +26,7 @@ def judge(
     claim: float | None = None,
     min_accuracy: float | None = None,
     answered: Sequence[str] = (),
+    certified: float = 0.0,
 ) -> tuple[Verdict, str]:
     """The verdict on what an audit found, and a sentence that says why.
 
@@ -35,6 +36,7 @@ def judge(
             a claim of nothing cannot be too high.
         claim, min_accuracy: as `audit` takes them.
         answered: names of findings that said so, until the attacks made for them had converged.
+        certified: share of the images that is proven robust; no sign outweighs a proof.
     """
     low, high = interval_of(accuracy, images)
     found = f"the audit finds {_percent(accuracy)} (95 %: {_percent(low)} to {_percent(high)})"
@@ -44,7 +46,8 @@ def judge(
     if min_accuracy is not None and accuracy < min_accuracy:
         return "below minimum", f"{said}; the least that is asked for is {_percent(min_accuracy)}."
     asked = max((share for share in (claim, min_accuracy) if share is not None), default=None)
-    if alarms and accuracy > 0 and (asked is None or asked > SLACK):
+    is_proven = asked is not None and asked <= certified + 1e-9
+    if alarms and accuracy > 0 and not is_proven and (asked is None or asked > SLACK):
         return "inconclusive", (
             f"{said}; but there are signs that attacks fail for another reason than robustness "
             f"({', '.join(alarms)}), so that the truth may be lower."
@@ -56,7 +59,9 @@ def judge(
             f"{_images_to_tell(asked, accuracy, more_than=images):,} images would do if they go the same way."
         )
     why = "nothing says that the attacks were fooled"
-    if answered:
+    if alarms and is_proven:
+        why = f"{_percent(certified)} are proven"
+    elif answered:
         why = f"the attacks made for what was doubted ({', '.join(answered)}) have converged"
     return "trustworthy" if claim is None else "believable", f"{said}, and {why}."
 

@@ -163,6 +163,10 @@ def _loss_of(outcomes: Outcomes) -> str | None:
     on, loss = settings.get("on", _SCORES), settings.get("loss")
     if loss is None or _view_of(outcomes) != _SCORES or not (outcomes.backwards != 0).any():
         return None
+    if (
+        isinstance(on, dict) and "view" in on
+    ):  # looked at in another way, as straight through: not only the loss differs
+        return None
     return str(on["name"] if isinstance(on, dict) else loss)
 
 
