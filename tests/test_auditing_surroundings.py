@@ -382,3 +382,13 @@ def test_a_question_that_fails_leaves_nothing_behind() -> None:
     with pytest.raises(ValueError, match="no"):
         PutBack(model, Surroundings(model))(torch.rand(1, 1, 2, 2))
     assert asked == []
+
+
+def test_what_cannot_be_put_back_is_an_open_alarm_and_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(surroundings: Surroundings) -> None:
+        raise ValueError("a count only grows")
+
+    monkeypatch.setattr(Surroundings, "put_back", refuse)
+    model = by_closure(40)
+    _, (finding,) = examine(take_copy(model), make_subject(model))
+    assert (finding.name, finding.kind, finding.is_open) == ("stateful", "outside", True)

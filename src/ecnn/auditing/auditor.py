@@ -256,7 +256,8 @@ def _audit(subject: Subject, deployment: Deployment, request: _Request) -> _Foun
             power = stages.power(turns)
             if not doubts and (luck := luck_of(power)):
                 found += luck
-                turns = take_turns(responses, stages, [finding.name for finding in luck], start=turns.effort)
+                more = take_turns(responses, stages, [finding.name for finding in luck], start=turns.effort)
+                turns = more if more.effort > turns.effort else turns  # the budget may have no more turns
                 power = stages.power(turns)
         staged = stages.result()
         if staged.late is not None:

@@ -166,23 +166,23 @@ class _Examination:
         """
         used = self.taken.fresh()
         with undisturbed(used) if buffers else nullcontext():
-            put = _ask_as_it_is if buffers else ask
-            self._ask_often(put, used, _QUESTIONS)
-            differ = find_different(put(used, self.images, self.seed), first)
+            asking = _ask_as_it_is if buffers else ask
+            self._ask_often(asking, used, _QUESTIONS)
+            differ = find_different(asking(used, self.images, self.seed), first)
             if not self.taken.trouble:
                 wanted = ask(self.taken.fresh(), self.noisy[2], self.seed)
-                differ |= find_different(put(used, self.noisy[2], self.seed), wanted)
+                differ |= find_different(asking(used, self.noisy[2], self.seed), wanted)
         return differ
 
     def _ask_often(
-        self, put: Callable[[nn.Module, Tensor, int], Tensor], used: nn.Module, number: int
+        self, asking: Callable[[nn.Module, Tensor, int], Tensor], used: nn.Module, number: int
     ) -> None:
         """Asks about images and points near them, and so many times about one of the images."""
         for points in (self.images, *self.noisy[:2]):
-            put(used, points, self.seed)
+            asking(used, points, self.seed)
         for count in range(number):
             same = self.images[count % len(self.images)][None].expand_as(self.images[:2])
-            put(used, same.contiguous(), self.seed)  # as images are otherwise
+            asking(used, same.contiguous(), self.seed)  # as images are otherwise
 
     def _look_for_company(self, taken: Deployment, first: Tensor) -> Deployment:
         """Whether the answer for an image is another in another batch."""
@@ -245,11 +245,20 @@ def _ask_as_it_is(model: nn.Module, images: Tensor, seed: int) -> Tensor:
 def what_decides(deployment: Deployment, points: Iterable[Tensor], seed: int) -> Surroundings | None:
     """What the model's code keeps outside of it, if it has changed and the model answers otherwise when it is put back.
 
-    None if it answers the same, or otherwise each time.
+    None if it answers the same, or otherwise each time, or if something cannot be put back.
     """
     changed = deployment.surroundings.changed()
     if not changed or deployment.puts_back:
         return None
+    with suppress(Exception):  # whatever a model, or what lies beside it, does when it is put back
+        return changed if _is_decided_by(changed, deployment, points, seed) else None
+    return None
+
+
+def _is_decided_by(
+    changed: Surroundings, deployment: Deployment, points: Iterable[Tensor], seed: int
+) -> bool:
+    """Whether the model answers otherwise, and always the same, when these are as they were."""
 
     def ask_before(images: Tensor) -> Tensor:
         with changed.as_they_were():
@@ -262,8 +271,8 @@ def what_decides(deployment: Deployment, points: Iterable[Tensor], seed: int) ->
             now = torch.full_like(ask_before(some), torch.nan)
         one, other = ask_before(some), ask_before(some)
         if find_different(one, now).any() and not find_different(one, other).any():
-            return changed
-    return None
+            return True
+    return False
 
 
 def noisy_points(subject: Subject, images: Tensor, number: int) -> Tensor:

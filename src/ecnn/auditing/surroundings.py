@@ -27,7 +27,7 @@ _GENERATORS = torch.Generator | np.random.Generator | np.random.RandomState | ra
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, np.generic)
 _MUTABLE = (list, dict, set, deque, bytearray, Tensor, np.ndarray)
 _LARGEST = 2**22  # numbers of a tensor or array: what is larger is data, not memory
-_MOST = 10_000  # values within one container, likewise
+_MOST = 10_000  # values within one container, likewise; and what is looked through in all
 _DEEPEST = 6
 
 
@@ -50,6 +50,7 @@ class _Kept:
     """What a place held.
 
     Attributes:
+        place: where.
         value: the object itself, which others may hold too.
         copy: of what was in it.
     """
@@ -87,7 +88,7 @@ class Surroundings:
         self._kept: tuple[_Kept, ...] = ()
         if model is not None:
             search = _Search()
-            with contextlib.suppress(Exception):
+            with contextlib.suppress(Exception):  # as with modules that are no Python objects
                 search.look_into_parts(model, keeps=itself)
             search.run()
             self._kept = tuple(_keep(search.places))

@@ -107,7 +107,7 @@ def reproduce(
                 else:
                     stages = stage or pipeline.STAGES
                     pipeline.run_task(task, root=root, device=device, stages=stages, progress=progress)
-            status = max(status, *ended, 0)
+            status = max([status, *ended])
     for one in found:
         typer.echo(pipeline.table_text(one, pipeline.read_cells(one, out)))
     for task in failed:

@@ -91,16 +91,16 @@ def _cell(experiment: Experiment, arm: Arm, row: str, found: Sequence[tuple[Reco
     known = [length for length in lengths if length is not None]
     images = {rate.n for rate in rates}
     return Cell(
-        row,
-        arm.name,
-        tuple(rates),
-        arm.paper.get(row),
-        tuple(truths),
-        tuple(audit["verdict"] for audit in audits),
-        tuple(sorted({version_of(audit) for audit in audits})),
-        tuple(sorted({audit["images"] for audit in audits} - images)) if images else (),
-        len(records) < len(found) or len(trusted) < len(found),
-        float(np.median(known)) if known else None,
+        row=row,
+        arm=arm.name,
+        rates=tuple(rates),
+        paper=arm.paper.get(row),
+        audited=tuple(truths),
+        verdicts=tuple(audit["verdict"] for audit in audits),
+        versions=tuple(sorted({version_of(audit) for audit in audits})),
+        audited_images=tuple(sorted({audit["images"] for audit in audits} - images)) if images else (),
+        is_of_other_settings=len(records) < len(found) or len(trusted) < len(found),
+        median_l2=float(np.median(known)) if known else None,
     )
 
 

@@ -187,13 +187,9 @@ def made_otherwise(record: Record, asked: Spec) -> list[str]:
             found.append(name)
     audit = asked.audit
     if audit is not None and record.audit is not None:
-        seen = record.audit["images"]
-        is_elsewhere = audit.limit is None or audit.data is not None
-        found += (
-            []
-            if answers(record.audit, audit, seen if is_elsewhere else min(audit.limit or 0, images))
-            else [AUDIT]
-        )
+        limit = audit.limit if audit.data is None else None  # of other images the number is not known here
+        if not answers(record.audit, audit, record.audit["images"] if limit is None else min(limit, images)):
+            found.append(AUDIT)
     return found
 
 

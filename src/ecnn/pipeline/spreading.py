@@ -83,10 +83,10 @@ def waves(tasks: Sequence[Task]) -> list[tuple[list[Task], list[str]]]:
 
 def run_command(command: Sequence[str], gpu: int | None = None) -> tuple[int, str]:
     """Exit status of a process, and all that it wrote; it sees that GPU alone, if one is given."""
-    return _finish(start_command(command, gpu))
+    return _finish(_start(command, gpu))
 
 
-def start_command(command: Sequence[str], gpu: int | None = None) -> subprocess.Popen[str]:
+def _start(command: Sequence[str], gpu: int | None = None) -> subprocess.Popen[str]:
     """A process that runs a command, and sees that GPU alone, if one is given."""
     chosen = {} if gpu is None else {"CUDA_VISIBLE_DEVICES": str(gpu)}
     return subprocess.Popen(  # noqa: S603 our own command
@@ -115,7 +115,7 @@ def _run_here(commands: Sequence[Sequence[str]], jobs: int) -> list[tuple[int, s
         with guard:
             if is_over:
                 return 1, ""
-            running.append(start_command(command, number % gpus if gpus > 1 else None))
+            running.append(_start(command, number % gpus if gpus > 1 else None))
             process = running[-1]
         return _finish(process)
 
