@@ -89,7 +89,7 @@ class _Examination:
             claim = f"The model takes {taken.fixed} images at a time: smaller batches are filled up with copies of one."
             evidence = {"images": len(self.images), "size": taken.fixed}
             self._find(note(claim, evidence, kind="fixed"), "batch_dependent")
-        taken = self._look_outside()
+        taken = self._look_outside(0)
         first, again = (ask(taken.fresh(), self.images, self.seed) for _ in range(2))
         is_loose = bool(find_different(first, again).any()) and not taken.trouble
         if is_loose:
@@ -104,6 +104,8 @@ class _Examination:
                 "seeds",
             )
             return taken, self.findings
+        if self._look_outside(_QUESTIONS) is not taken:
+            first = ask(self.taken.fresh(), self.images, self.seed)
         taken = self._look_for_state(first)
         remembers_all_the_same = any(finding.is_open for finding in self.findings)
         if taken.company is None and not remembers_all_the_same and not self._is_random(taken):
@@ -114,23 +116,21 @@ class _Examination:
         one, other = (ask(taken.fresh(), self.images, seed) for seed in (self.seed, self.seed + 1))
         return bool(find_different(one, other).any())
 
-    def _look_outside(self) -> Deployment:
-        """Whether what the model's code keeps outside of it decides answers: then it is put back for each question."""
-        for questions in (0, _QUESTIONS):
-            with suppress(Exception):  # one that refuses is told by what it is like when all is put back
-                self._ask_often(ask, self.taken.fresh(), questions)
-            if not self.taken.surroundings.changed():
-                break
-            found = what_decides(self.taken, (self.images, self.noisy[2]), self.seed)
-            if found is not None:
-                self.taken = dataclasses.replace(self.taken, surroundings=found, puts_back=True)
-                evidence = {
-                    "images": len(self.images),
-                    "questions": questions + 3,
-                    "kept_in": list(found.names),
-                }
-                self._find(outside(evidence), "stateful")
-                break
+    def _look_outside(self, questions: int) -> Deployment:
+        """How the model is asked, with what its code keeps outside of it put back if that decides answers.
+
+        Args:
+            questions: to ask before; none if nothing outside has changed so far.
+        """
+        if questions and (self.taken.puts_back or not self.taken.surroundings.changed()):
+            return self.taken
+        with suppress(Exception):  # one that refuses is told by what it is like when all is put back
+            self._ask_often(ask, self.taken.fresh(), questions)
+        found = what_decides(self.taken, (self.images, self.noisy[2]), self.seed)
+        if found is not None:
+            self.taken = dataclasses.replace(self.taken, surroundings=found, puts_back=True)
+            evidence = {"images": len(self.images), "questions": questions + 3, "kept_in": list(found.names)}
+            self._find(outside(evidence), "stateful")
         return self.taken
 
     def _look_for_state(self, first: Tensor) -> Deployment:
