@@ -141,7 +141,8 @@ def craft(model: nn.Module, images: Tensor, labels: Tensor, steps: int, noise: t
     for _ in range(steps):
         points = points.clamp(0, 1).requires_grad_(True)
         (gradient,) = torch.autograd.grad(F.cross_entropy(model(points), labels, reduction="sum"), points)
-        points = points.detach() + step * gradient.sign()
+        # Early on the running statistics do not fit the weights, and scores overflow; NaN images would stay in them.
+        points = points.detach() + step * gradient.nan_to_num().sign()
         points = torch.minimum(torch.maximum(points, images - EPS), images + EPS)
     return points.clamp(0, 1)
 
