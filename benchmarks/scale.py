@@ -5,17 +5,20 @@ Run: python benchmarks/scale.py [--device cuda] [--networks resnet18 wrn28_10] [
 [--quick: tiny widths, random images, seconds, to out/quick]
 Each network is first trained adversarially (PGD of --steps at 8/255, bfloat16 on CUDA) for --minutes on the training
 images, or read from --weights/NAME.safetensors, which a training run leaves there. How far a few minutes go is printed
-with the clean accuracy: what is compared is two tools on the same network, not the network with published ones. A
-network that has not been trained says nothing, so that --minutes 0 without weights only times: its row is marked.
-Then: seconds, images forwarded and verdicts of the audit at each budget and of AutoAttack, memory at its peak. Writes
-scale.json and scale.md beside this file, or into --out; rows of networks that are not asked for stay.
+with the clean accuracy: what is compared is tools on the same network, not the network with published ones. A network
+that has not been trained says nothing, so that --minutes 0 without weights only times: its row is marked.
+Then: seconds, images forwarded and verdicts of AutoAttack, of the audit at each budget, and of pyautoattack where it is
+installed; memory at its peak. Writes scale.json and scale.md beside this file, or into --out. Rows of networks that are
+not asked for stay, and a tool's row is kept as soon as it is there, so that a killed run goes on.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import sys
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -178,35 +181,32 @@ def prepare(name: str, data: Dataset, options: argparse.Namespace) -> tuple[nn.M
     return model.eval(), words
 
 
-def examine(name: str, data: Dataset, options: argparse.Namespace) -> list[Row]:
-    """AutoAttack and the audits of one network."""
+def examine(name: str, data: Dataset, known: list[Row], options: argparse.Namespace) -> Iterator[list[Row]]:
+    """Rows of one network, after each tool: AutoAttack's first, which the others are compared with.
+
+    Args:
+        known: rows of this network that an earlier run left; tools that stand there are not asked again.
+    """
     model, training = prepare(name, data, options)
     images, labels = (part.to(options.device) for part in data.test[: options.images])
     with torch.no_grad(), without_tf32():
         clean = torch.cat([model(part).argmax(dim=1) for part in torch.split(images, 250)]) == labels
-    rows, stands = [], None
-    for tool in ("AutoAttack", *options.budget):
+    same = {"training": training, "images": len(labels), "clean": int(clean.sum())}
+    rows = [row for row in known if all(row[key] == value for key, value in same.items())]
+    for tool, ask in tools(data, options).items():
+        if any(row["tool"] == tool for row in rows):
+            continue
         if images.is_cuda:
             torch.cuda.reset_peak_memory_stats()
         started = time.perf_counter()
-        if tool == "AutoAttack":
-            version: Any = "apgd-ce" if options.quick else "standard"
-            attack = AutoAttack(norm="linf", eps=EPS, version=version, quick=True)
-            parts = [attack.run(model, *part, index=place) for place, part in batches(images, labels)]
-            own = np.concatenate([(~part.success).cpu().numpy() for part in parts])
-            forwarded, verdict = sum(int(part.forwards.sum()) for part in parts), ""
-        else:
-            with Count(model, images) as counted:
-                found = audit(model, data.test, norm="linf", eps=EPS, limit=len(labels), budget=tool)
-            own, forwarded, verdict = np.array(found.broken_by) == -1, counted.images, found.verdict
-        stands = own if stands is None else stands
+        own, forwarded, verdict = ask(model, images, labels)
+        own &= clean.cpu().numpy()
+        stands = np.array(rows[0]["stands"]) if rows else own
         row = {
             "network": name,
             "parameters": sum(parameter.numel() for parameter in model.parameters()),
-            "training": training,
-            "tool": tool if tool == "AutoAttack" else f"audit, {tool}",
-            "images": len(labels),
-            "clean": int(clean.sum()),
+            **same,
+            "tool": tool,
             "robust": int(own.sum()),
             "missed": int((own & ~stands).sum()),
             "gained": int((~own & stands).sum()),
@@ -214,10 +214,51 @@ def examine(name: str, data: Dataset, options: argparse.Namespace) -> list[Row]:
             "forwarded": forwarded,
             "seconds": time.perf_counter() - started,
             "gigabytes": torch.cuda.max_memory_allocated() / 2**30 if images.is_cuda else None,
+            "stands": [bool(value) for value in own],
         }
-        sys.stderr.write(f"{row}\n")
+        sys.stderr.write(f"{ {key: value for key, value in row.items() if key != 'stands'} }\n")
         rows.append(row)
-    return rows
+        yield rows
+
+
+#: From a network, images and labels to which images stand, how many were forwarded, and the verdict if there is one.
+Ask = Callable[[nn.Module, Tensor, Tensor], tuple[np.ndarray, int, str]]
+
+
+def tools(data: Dataset, options: argparse.Namespace) -> dict[str, Ask]:
+    """AutoAttack, the audit at each budget, and AutoAttack as its authors publish it where that is installed."""
+
+    def attack(model: nn.Module, images: Tensor, labels: Tensor) -> tuple[np.ndarray, int, str]:
+        version: Any = "apgd-ce" if options.quick else "standard"
+        ours = AutoAttack(norm="linf", eps=EPS, version=version, quick=True)
+        parts = [ours.run(model, *part, index=place) for place, part in batches(images, labels)]
+        stands = np.concatenate([(~part.success).cpu().numpy() for part in parts])
+        return stands, sum(int(part.forwards.sum()) for part in parts), ""  # recorded passes call no hook
+
+    def examined(budget: str) -> Ask:
+        def ask(model: nn.Module, images: Tensor, labels: Tensor) -> tuple[np.ndarray, int, str]:
+            with Count(model, images) as counted:
+                found = audit(model, data.test, norm="linf", eps=EPS, limit=len(labels), budget=budget)
+            return np.array(found.broken_by) == -1, counted.images, found.verdict
+
+        return ask
+
+    def original(model: nn.Module, images: Tensor, labels: Tensor) -> tuple[np.ndarray, int, str]:
+        program = importlib.import_module("pyautoattack")
+        suite = program.AutoAttack(
+            model, norm="Linf", eps=EPS, seed=0, version="standard", device=options.device
+        )
+        with Count(model, images) as counted:
+            points, _ = suite.run_standard_evaluation(images, labels, batch_size=min(500, len(labels)))
+        with torch.no_grad(), without_tf32():
+            right = [model(part).argmax(dim=1) for part in torch.split(points, 250)]
+        return (torch.cat(right) == labels).cpu().numpy(), counted.images, ""
+
+    found: dict[str, Ask] = {"AutoAttack": attack}
+    found |= {f"audit, {budget}": examined(budget) for budget in options.budget}
+    if importlib.util.find_spec("pyautoattack") and not options.quick:
+        found["AutoAttack (original)"] = original
+    return found
 
 
 def batches(images: Tensor, labels: Tensor) -> list[tuple[Tensor, tuple[Tensor, Tensor]]]:
@@ -282,10 +323,12 @@ def main() -> None:
     result["environment"] = runs.environment()
     data = read_data(options)
     for name in options.networks:
+        own = [row for row in result.get("rows", []) if row["network"] == name]
         others = [row for row in result.get("rows", []) if row["network"] != name]
-        result["rows"] = others + examine(name, data, options)
-        files.write_json(path, everything)
-    files.write_text(path.with_suffix(".md"), markdown(everything))
+        for rows in examine(name, data, own, options):
+            result["rows"] = others + rows
+            files.write_json(path, everything)
+            files.write_text(path.with_suffix(".md"), markdown(everything))
 
 
 if __name__ == "__main__":

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import sys
 import threading
 import time
+import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -49,6 +51,27 @@ class Tally:
         self.rows: list[list[int]] = [[]]
 
 
+class Counter:
+    """Counts when it is called; its count has a place that the class reserves."""
+
+    __slots__ = ("count",)
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __call__(self, most: int) -> bool:
+        self.count += 1
+        return self.count > most
+
+
+class Counting:
+    """Holds a network."""
+
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
+
+
+counter = Counter()
 variable = 0
 table: dict[str, list[int]] = {}
 tally = Tally()
@@ -193,7 +216,58 @@ def by_itself(most: int) -> nn.Module:
     return model  # type: ignore[no-any-return]
 
 
+def by_called_object(most: int) -> nn.Module:
+    """An object that can be called, in a global variable."""
+    return Tired(lambda: counter(most))
+
+
+def by_bound_method(most: int) -> nn.Module:
+    step = Counter().__call__
+
+    def is_tired() -> bool:
+        return step(most)
+
+    return Tired(is_tired)
+
+
+def by_given_argument(most: int) -> nn.Module:
+    def count(seen: list[int], *, most: int) -> bool:
+        seen.append(1)
+        return len(seen) > most
+
+    ask = functools.partial(count, [], most=most)
+
+    def is_tired() -> bool:
+        return ask()
+
+    return Tired(is_tired)
+
+
+def by_network_in_an_object(most: int) -> nn.Module:
+    held = types.SimpleNamespace(step=Counting(nn.BatchNorm1d(1)))
+
+    def is_tired() -> bool:
+        held.step.inner.running_mean += 1
+        return float(held.step.inner.running_mean) > most
+
+    return Tired(is_tired)
+
+
+def by_iterator(most: int) -> nn.Module:
+    answers = iter([False] * most + [True] * 10_000)
+
+    def is_tired() -> bool:
+        return next(answers)
+
+    return Tired(is_tired)
+
+
 PLACES: list[Callable[[int], nn.Module]] = [
+    by_called_object,
+    by_bound_method,
+    by_given_argument,
+    by_network_in_an_object,
+    by_iterator,
     by_closure,
     by_clock,
     by_default,
@@ -213,8 +287,8 @@ PLACES: list[Callable[[int], nn.Module]] = [
 @pytest.fixture(autouse=True)
 def _forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     """What earlier tests left in this module."""
-    global variable, tally, network
-    variable, tally, network = 0, Tally(), nn.BatchNorm1d(1)
+    global variable, tally, network, counter
+    variable, tally, network, counter = 0, Tally(), nn.BatchNorm1d(1), Counter()
     table.clear()
     monkeypatch.setattr(sys.modules["ecnn.auditing.auditor"], "diagnose", lambda subject, progress=None: [])
     toys.shorten_lessons(monkeypatch)

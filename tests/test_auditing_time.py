@@ -89,6 +89,7 @@ def test_no_time_at_all_leaves_the_clean_images(clock: Clock, split: Split) -> N
     evidence = of_time(found).evidence
     assert (evidence["attacks"], evidence["checks"], evidence["standing"]) == (0, 0, 60)
     assert of_time(found).is_open
+    assert "| plain attack alone | not made |" in found.markdown()
 
 
 def test_what_was_found_in_time_counts_and_the_next_audit_goes_on(

@@ -68,7 +68,7 @@ class AuditSummary:
         accuracy: share of the images that are right when clean and under every attack: the truth is not above it.
         interval: for that share, Wilson's at 95 %.
         clean_accuracy: without an attack.
-        plain_accuracy: under the plain attack alone, PGD on cross-entropy.
+        plain_accuracy: under the plain attack alone, PGD on cross-entropy; without an attack if it was not made.
         images: how many.
         norm, eps: of the ball.
         budget: how much effort was asked for.
@@ -196,7 +196,7 @@ class Audit(AuditSummary):
                 if self.missed is None
                 else [f"| may be lower by what was missed | {100 * self.missed:.1f} points |"]
             ),
-            f"| plain attack alone | {_percent(self.plain_accuracy)} |",
+            f"| plain attack alone | {_percent(self.plain_accuracy) if self.stages else 'not made'} |",
             f"| without an attack | {_percent(self.clean_accuracy)} |",
             "",
             f"{self.images} images, {self.norm} ball of radius {self.eps:.6g}, budget {self.budget}, seed {self.seed}."

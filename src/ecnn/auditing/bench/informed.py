@@ -54,9 +54,14 @@ def informed_accuracy(
 
 
 def share_right(model: nn.Module, images: Tensor, labels: Tensor) -> Tensor:
-    """(batch,) how often a fresh copy is right: in many passes if the first three differ."""
+    """(batch,) how often a fresh copy is right: in many passes if the first three differ.
+
+    One image at a time where a part of the model says `is_asked_alone`: its batch decides what it answers.
+    """
+    size = 1 if any(getattr(part, "is_asked_alone", False) for part in model.modules()) else len(images)
     passes: list[Tensor] = []
     while len(passes) < 3 or (len(passes) < _DRAWS and not all(part.equal(passes[0]) for part in passes)):
         with torch.no_grad():
-            passes.append(copy.deepcopy(model)(images))
+            fresh = copy.deepcopy(model)
+            passes.append(torch.cat([fresh(part) for part in torch.split(images, size)]))
     return torch.stack([predicted_classes(scores) == labels for scores in passes]).double().mean(dim=0)

@@ -84,6 +84,8 @@ class BatchNorm(Trick, nn.BatchNorm2d):
 class BatchResize(RandomResize):
     """Another size and place for every batch: always the same for the same batch."""
 
+    is_asked_alone = True
+
     def generator(self, images: Tensor) -> torch.Generator:
         seed = int(images.detach().double().sum().mul(1e6).round()) % 2**31
         return torch.Generator().manual_seed(seed)

@@ -1,0 +1,389 @@
+"""Values as they were: noted without copying the objects themselves, compared later, and put back in place.
+
+Whoever else holds a list, an array or an object sees it as it was, too: it stays the same object, and so does all that
+it held. A deep copy would put strangers in their place, and ends where something refuses to be copied.
+"""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import copy
+import functools
+import itertools
+import random
+import sys
+import types
+import warnings
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+#: Of random numbers: what they draw next is no memory.
+GENERATORS: tuple[type, ...] = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
+#: Values that nothing can change.
+CONSTANTS: tuple[type, ...] = (type(None), bool, int, float, complex, str, bytes, np.generic)
+#: What goes on when it is asked for the next: copies take its place.
+COUNTERS: tuple[type, ...] = (
+    *(itertools.count, itertools.cycle),
+    *(type(iter(few)) for few in (list[int](), (), range(0), "", b"")),
+)
+#: Numbers of a tensor or array; what is larger is data, not memory.
+LARGEST = 2**22
+_CODE: tuple[type, ...] = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, nn.Module)
+_LIBRARIES = {*sys.stdlib_module_names, "torch", "numpy", "scipy", "sklearn", "PIL", "cv2", "torchvision"}
+_LIBRARIES |= {"timm", "torchaudio", "triton", "numba", "tqdm", "ecnn"}
+_HOLDERS = {
+    "types",
+    "argparse",
+    "collections",
+    "queue",
+}  # whose objects are there to hold somebody else's values
+_MOST = 100_000  # values within one
+_DEEPEST = 100
+
+
+class TooLargeError(Exception):
+    """A value that holds too much to be noted."""
+
+
+class Snapshot(ABC):
+    """What a value was.
+
+    Attributes:
+        value: the object itself, which others may hold too.
+    """
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    @abstractmethod
+    def is_like(self, now: Any) -> bool:
+        """Whether a value says the same, by what is in it."""
+
+    @abstractmethod
+    def restored(self) -> Any:
+        """The object, and in it again what was there."""
+
+
+def take_snapshot(value: Any) -> Snapshot:
+    """What a value is now, and all that it holds: containers, objects, tensors, what methods are bound to.
+
+    Networks, code and generators of random numbers within it are noted as the objects that they are.
+    """
+    if isinstance(value, nn.Parameter):
+        return _Numbers(value)  # within something else it belongs to a network
+    return _Maker().make(value, 0)
+
+
+def is_library(value: Any) -> bool:
+    """Whether code or a class comes with Python, torch or what builds on them."""
+    return is_library_name(str(getattr(value, "__module__", None)))
+
+
+def is_library_name(name: str) -> bool:
+    return name.partition(".")[0] in _LIBRARIES
+
+
+def has_own_values(value: Any) -> bool:
+    """Whether it has attributes that are not a package's: what a package's objects hold is theirs, and may be large."""
+    if type(value).__module__ in _HOLDERS:
+        return hasattr(value, "__dict__")
+    return not _is_installed(type(value)) and (hasattr(value, "__dict__") or bool(_slots(type(value))))
+
+
+def _is_installed(kind: type) -> bool:
+    root = kind.__module__.partition(".")[0]
+    place = str(getattr(sys.modules.get(root), "__file__", None) or "")
+    return is_library(kind) or any(part in place for part in ("site-packages", "dist-packages"))
+
+
+def attributes(value: Any) -> dict[str, Any]:
+    """What an object holds, by name."""
+    found = {}
+    for name, slot in _slots(type(value)).items():
+        with contextlib.suppress(AttributeError):  # nothing is in it
+            found[name] = slot.__get__(value)
+    return {**found, **getattr(value, "__dict__", {})}
+
+
+def _slots(kind: type) -> dict[str, Any]:
+    """Descriptors of places that a class reserves, by the name that they have."""
+    owners = [vars(owner) for owner in kind.__mro__ if "__slots__" in vars(owner)]
+    return {
+        name: value
+        for owner in owners
+        for name, value in owner.items()
+        if isinstance(value, types.MemberDescriptorType)
+    }
+
+
+class _Maker:
+    """Makes snapshots of a value's parts; each object has one, however often it is met."""
+
+    def __init__(self) -> None:
+        self.made: dict[int, Snapshot] = {}
+        self.count = 0
+
+    def make(self, value: Any, depth: int) -> Snapshot:
+        if id(value) in self.made:
+            return self.made[id(value)]
+        self.count += 1
+        if self.count > _MOST or depth > _DEEPEST:
+            raise TooLargeError(f"more than {_MOST} values, or {_DEEPEST} within each other")
+        kind = next(kind for fits, kind in _KINDS if fits(value))
+        self.made[id(value)] = snapshot = kind(value)
+        if isinstance(snapshot, _Held):
+            snapshot.parts = {key: self.make(part, depth + 1) for key, part in snapshot.read(value).items()}
+        return snapshot
+
+
+class _Same(Snapshot):
+    """A value that is not looked into."""
+
+    def is_like(self, now: Any) -> bool:
+        if now is self.value:
+            return True
+        return isinstance(self.value, CONSTANTS) and type(now) is type(self.value) and bool(now == self.value)
+
+    def restored(self) -> Any:
+        return self.value
+
+
+class _Numbers(Snapshot):
+    """A tensor."""
+
+    def __init__(self, value: Tensor) -> None:
+        super().__init__(value)
+        self.kept = value.detach().clone()
+
+    def is_like(self, now: Any) -> bool:
+        if not isinstance(now, Tensor) or (now.shape, now.dtype) != (self.kept.shape, self.kept.dtype):
+            return False
+        return torch.equal(_without_nan(now), _without_nan(self.kept))
+
+    def restored(self) -> Any:
+        if not self.is_like(self.value):
+            self.value.data = self.kept.clone()  # not in place: a graph may hold what was there
+        return self.value
+
+
+class _Array(Snapshot):
+    """A NumPy array, whose objects are compared as objects."""
+
+    def __init__(self, value: np.ndarray) -> None:
+        super().__init__(value)
+        self.kept = value.copy()
+
+    def is_like(self, now: Any) -> bool:
+        is_alike = isinstance(now, np.ndarray) and (now.shape, now.dtype) == (
+            self.kept.shape,
+            self.kept.dtype,
+        )
+        return is_alike and bool(now.tobytes() == self.kept.tobytes())
+
+    def restored(self) -> Any:
+        if not self.is_like(self.value):
+            self.value[...] = self.kept
+        return self.value
+
+
+class _Bytes(Snapshot):
+    """Bytes or numbers of one kind, in a row."""
+
+    def __init__(self, value: bytearray | array.array[Any]) -> None:
+        super().__init__(value)
+        self.kept = copy.copy(value)
+
+    def is_like(self, now: Any) -> bool:
+        return type(now) is type(self.kept) and bool(now == self.kept)
+
+    def restored(self) -> Any:
+        if not self.is_like(self.value):
+            self.value[:] = self.kept
+        return self.value
+
+
+class _Counter(Snapshot):
+    """What only goes on, so that a copy takes its place."""
+
+    def __init__(self, value: Any) -> None:
+        super().__init__(value)
+        self.kept = _copy_counter(value)
+
+    def is_like(self, now: Any) -> bool:
+        return type(now) is type(self.kept) and _state_of(now) == _state_of(self.kept)
+
+    def restored(self) -> Any:
+        return _copy_counter(self.kept)
+
+
+def _copy_counter(value: Any) -> Any:
+    with (
+        warnings.catch_warnings()
+    ):  # itertools' lose it in Python 3.14, and are no memory then that could be put back
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return (
+            copy.deepcopy(value) if isinstance(value, itertools.cycle) else copy.copy(value)
+        )  # it holds another
+
+
+def _state_of(value: Any) -> str | tuple[Any, ...]:
+    """What tells how far a counter has come."""
+    if isinstance(value, tuple):
+        return tuple(map(_state_of, value))
+    if isinstance(value, itertools.count) or not isinstance(value, COUNTERS):
+        return repr(value)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return tuple(map(_state_of, value.__reduce__()[1:]))
+
+
+class _Held(Snapshot):
+    """Something that holds other values.
+
+    Attributes:
+        parts: snapshots of them by their place.
+    """
+
+    def __init__(self, value: Any) -> None:
+        super().__init__(value)
+        self.parts: dict[Any, Snapshot] = {}
+        self._busy = False
+
+    @abstractmethod
+    def read(self, value: Any) -> dict[Any, Any]:
+        """What such a value holds, by place."""
+
+    @abstractmethod
+    def fill(self, parts: dict[Any, Any]) -> None:
+        """Makes the value hold these again."""
+
+    def is_like(self, now: Any) -> bool:
+        if type(now) is not type(self.value):
+            return False
+        if self._busy:  # it holds itself
+            return now is self.value
+        self._busy = True
+        try:
+            held = self.read(now)
+            return [*held] == [*self.parts] and all(
+                part.is_like(held[key]) for key, part in self.parts.items()
+            )
+        finally:
+            self._busy = False
+
+    def restored(self) -> Any:
+        if not self._busy:
+            self._busy = True
+            try:
+                parts = {key: part.restored() for key, part in self.parts.items()}
+                held = self.read(self.value)
+                if [*held] != [*parts] or any(held[key] is not parts[key] for key in parts):
+                    self.fill(parts)
+            finally:
+                self._busy = False
+        return self.value
+
+
+class _List(_Held):
+    """A list or a deque."""
+
+    def read(self, value: Any) -> dict[Any, Any]:
+        return dict(enumerate(value))
+
+    def fill(self, parts: dict[Any, Any]) -> None:
+        self.value.clear()
+        self.value.extend(parts.values())
+
+
+class _Tuple(_List):
+    """Nothing can be put into it, only into what it holds."""
+
+    def fill(self, parts: dict[Any, Any]) -> None: ...
+
+
+class _Dict(_Held):
+    """Items in their order."""
+
+    def read(self, value: Any) -> dict[Any, Any]:
+        return dict(value)
+
+    def fill(self, parts: dict[Any, Any]) -> None:
+        self.value.clear()
+        self.value.update(parts)
+
+
+class _Set(_Held):
+    """What it holds cannot change."""
+
+    def read(self, value: Any) -> dict[Any, Any]:
+        return dict.fromkeys(sorted(value, key=hash))
+
+    def fill(self, parts: dict[Any, Any]) -> None:
+        self.value.clear()
+        self.value.update(parts)
+
+
+class _Bound(_Held):
+    """A method with the object that it belongs to, or a call with arguments that are given."""
+
+    def read(self, value: Any) -> dict[Any, Any]:
+        if isinstance(value, types.MethodType):
+            return {"function": value.__func__, "object": value.__self__}
+        return {"function": value.func, "arguments": value.args, "keywords": value.keywords}
+
+    def fill(self, parts: dict[Any, Any]) -> None: ...
+
+
+class _Object(_Held):
+    """What has attributes of its own."""
+
+    def read(self, value: Any) -> dict[Any, Any]:
+        return attributes(value)
+
+    def fill(self, parts: dict[Any, Any]) -> None:
+        slots = _slots(type(self.value))
+        for name, slot in slots.items():
+            if name in parts:
+                slot.__set__(self.value, parts[name])
+            else:
+                with contextlib.suppress(AttributeError):  # nothing is in it now either
+                    slot.__delete__(self.value)
+        if hasattr(self.value, "__dict__"):
+            vars(self.value).clear()
+            vars(self.value).update({name: part for name, part in parts.items() if name not in slots})
+
+
+def _is_fixed(value: Any) -> bool:
+    """Whether a value is plain, or code, or is put back by others, or is too large to be memory."""
+    if isinstance(value, Tensor | np.ndarray):
+        is_large = (value.numel() if isinstance(value, Tensor) else value.size) > LARGEST
+        return is_large or isinstance(value, nn.Parameter)
+    return isinstance(value, (*CONSTANTS, frozenset, *_CODE, *GENERATORS))
+
+
+_KINDS: list[tuple[Callable[[Any], bool], type[Snapshot]]] = [
+    (_is_fixed, _Same),
+    (lambda value: isinstance(value, Tensor), _Numbers),
+    (lambda value: isinstance(value, np.ndarray), _Array),
+    (lambda value: isinstance(value, COUNTERS), _Counter),
+    (lambda value: isinstance(value, bytearray | array.array), _Bytes),
+    (lambda value: isinstance(value, list | deque), _List),
+    (lambda value: isinstance(value, tuple), _Tuple),
+    (lambda value: isinstance(value, dict), _Dict),
+    (lambda value: isinstance(value, set), _Set),
+    (lambda value: isinstance(value, types.MethodType | functools.partial), _Bound),
+    (has_own_values, _Object),
+    (lambda value: True, _Same),
+]
+
+
+def _without_nan(values: Tensor) -> Tensor:
+    """These, with a number in place of what is none."""
+    return torch.nan_to_num(values.detach()) if values.is_floating_point() else values.detach()
