@@ -19,9 +19,10 @@ from ecnn.auditing.alone import OneAtATime
 from ecnn.auditing.bpda import Passing, can_pass_through, straight_through
 from ecnn.auditing.budgets import BUDGETS, Budget
 from ecnn.auditing.subject import Subject
-from ecnn.auditing.suite import Maker, Surrogates, estimate_cost, suite, without_repeats
+from ecnn.auditing.suite import Maker, estimate_cost, suite, without_repeats
 from ecnn.auditing.surrogates import (
     Examples,
+    Surrogates,
     all_features,
     class_means,
     own_state,
@@ -463,8 +464,8 @@ def test_what_falls_at_once_costs_no_search_and_no_surrogate(monkeypatch: pytest
     def refuse(*given: Any, **settings: Any) -> Any:
         raise AssertionError("nothing stands that this could help with")
 
-    for name in ("search", "train_student", "train_head"):
-        monkeypatch.setattr(f"ecnn.auditing.suite.{name}", refuse)
+    for name in ("suite.search", "surrogates.train_student", "surrogates.train_head"):
+        monkeypatch.setattr(f"ecnn.auditing.{name}", refuse)
     found = audit(model, (images, labels), norm="linf", eps=0.5, limit=len(images), budget=TINY)
     assert found.accuracy == 0
     assert {stage.name for stage in found.stages} <= {"pgd-ce", "apgd-ce", "apgd-margin", "scaled-ce"}

@@ -14,8 +14,8 @@ from ecnn.auditing.findings import Finding
 from ecnn.auditing.power import FLAT, Turns, has_flattened
 from ecnn.auditing.stages import Stages, base_name
 from ecnn.auditing.subject import Subject
-from ecnn.auditing.suite import Maker, Surrogates, find_places, without_repeats
-from ecnn.auditing.surrogates import Examples
+from ecnn.auditing.suite import Maker, find_places, without_repeats
+from ecnn.auditing.surrogates import Examples, Surrogates
 from ecnn.auditing.traits import Traits, find_traits
 from ecnn.auditing.trials import Found
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -52,3 +55,14 @@ class Subject:
         return replace(
             self, images=self.images[order], labels=self.labels[order], stood=stood.to(order.device)[order]
         )
+
+
+_MADE: WeakKeyDictionary[Subject, dict[str, Any]] = WeakKeyDictionary()
+
+
+def once(subject: Subject, name: str, make: Callable[[], Any]) -> Any:
+    """What is made of a subject, made when it is first asked for: the suite and answers to doubts share it."""
+    made = _MADE.setdefault(subject, {})
+    if name not in made:
+        made[name] = make()
+    return made[name]

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
 from pathlib import Path
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ecnn.attacks import (
     APGD,
@@ -19,14 +17,12 @@ from ecnn.attacks import (
     Attack,
     AutoAttack,
     Cost,
-    Neighbours,
     Race,
     RandomNoise,
     RaySearch,
     Square,
     Transfer,
 )
-from ecnn.attacks.draws import forked_generators
 from ecnn.attacks.norms import Norm
 from ecnn.attacks.views import Averaged, View, WeakestBit, find_view
 from ecnn.auditing.adaptive import (
@@ -49,22 +45,10 @@ from ecnn.auditing.budgets import Budget, resolve_budget
 from ecnn.auditing.holding import Holding
 from ecnn.auditing.levels import OnBytes, RoundedScores, whole_levels
 from ecnn.auditing.search import search
-from ecnn.auditing.subject import Subject
-from ecnn.auditing.surrogates import (
-    Examples,
-    all_features,
-    class_means,
-    give_answers,
-    keep_or_load,
-    own_state,
-    rebuild_head,
-    rebuild_student,
-    train_head,
-    train_student,
-)
+from ecnn.auditing.subject import Subject, once
+from ecnn.auditing.surrogates import Examples, Surrogates
 from ecnn.auditing.traits import Traits, find_traits, unseen_traits
 from ecnn.auditing.trials import Found
-from ecnn.errors import InputError
 
 PLAIN = "pgd-ce"  # what a usual evaluation would have run
 _BLIND = 0.01  # share of images without a usable gradient from which black-box attacks are worth their cost
@@ -74,7 +58,6 @@ _DOUBTFUL = (
 _DENSE = 3072  # numbers in an image up to which a student without convolutions is worth a try
 _FEATURE_TARGETS = 3
 _FEW_ANSWERS, _FEW_RANDOM_ANSWERS = 1000, 500
-_NEIGHBOURS = 64
 
 
 def suite(subject: Subject, **settings: Any) -> dict[str, Attack]:
@@ -134,17 +117,6 @@ def without_repeats(attacks: Mapping[str, Attack], made: Mapping[str, Attack]) -
     return {name: attack for name, attack in attacks.items() if not any(attack == other for other in known)}
 
 
-_MADE: WeakKeyDictionary[Subject, dict[str, Any]] = WeakKeyDictionary()
-
-
-def once(subject: Subject, name: str, make: Callable[[], Any]) -> Any:
-    """What is made of a subject, made when it is first asked for: the suite and answers to doubts share it."""
-    made = _MADE.setdefault(subject, {})
-    if name not in made:
-        made[name] = make()
-    return made[name]
-
-
 def find_places(
     subject: Subject,
     examples: Examples,
@@ -158,87 +130,6 @@ def find_places(
     settings: dict[str, Any] = {"is_random": is_random, "folder": folder, "resume": resume}
     found: Found = once(subject, "places", lambda: search(subject, examples.images, num_classes, **settings))
     return found
-
-
-@dataclass(frozen=True)
-class Surrogates:
-    """Makes surrogates when they are asked for, or takes them from the folder."""
-
-    subject: Subject
-    examples: Examples
-    num_classes: int
-    folder: Path | None
-    resume: bool
-
-    @cached_property
-    def features(self) -> Tensor:
-        return all_features(self.subject.model, self.examples.images)
-
-    @cached_property
-    def has_features(self) -> bool:
-        """Whether all examples have them: a model may send some images past the layer where others have theirs."""
-        try:
-            return len(self.features) > 0
-        except Exception:  # whatever a model throws that was not made for this
-            return False
-
-    def means(self) -> Tensor:
-        labels = self.examples.labels
-        kept = self._kept(lambda: {"means": class_means(self.features, labels, self.num_classes)}, "means")
-        return kept["means"]
-
-    def head(self) -> nn.Module:
-        def make() -> dict[str, Tensor]:
-            return own_state(
-                train_head(self.subject.model, self.features, self.examples.labels, self.num_classes)
-            )
-
-        return rebuild_head(self.subject.model, self._kept(make, "head"))
-
-    def neighbours(self) -> Neighbours:
-        """Some of the examples, with the answers that the model gives and a move that breaks each, if one was found."""
-        images, subject = self.examples.images[:_NEIGHBOURS], self.subject
-        attack = RaySearch(norm=subject.norm, eps=subject.eps, queries=max(1, subject.budget.queries // 2))
-
-        def make() -> dict[str, Tensor]:
-            answers = give_answers(subject.model, images)
-            try:
-                with forked_generators(images.device, subject.seed):
-                    moves = attack.run(subject.model, images, answers, seed=subject.seed).images - images
-            except Exception:  # whatever a model throws: neighbours only help
-                moves = torch.zeros_like(images)
-            return {"images": images, "labels": answers, "moves": moves}
-
-        return Neighbours(**self._kept(make, "neighbours"))
-
-    def student(self, *, dense: bool = False) -> nn.Module | None:
-        """None where the model refuses to be asked: what teaches a student are images that it may never have seen."""
-        subject = self.subject
-
-        def make() -> dict[str, Tensor]:
-            settings = (subject.model, self.examples, self.num_classes, subject.eps, subject.seed)
-            try:
-                return own_state(train_student(*settings, norm=subject.norm, dense=dense))
-            except torch.cuda.OutOfMemoryError:
-                raise
-            except Exception:  # whatever a model throws that does not like what it sees
-                return {}
-
-        kept = self._kept(make, "dense_student" if dense else "student")
-        return rebuild_student(kept) if kept else None
-
-    def _kept(self, make: Callable[[], dict[str, Tensor]], name: str) -> dict[str, Tensor]:
-        kept: dict[str, Tensor] = once(self.subject, name, lambda: self._made(make, name))
-        return kept
-
-    def _made(self, make: Callable[[], dict[str, Tensor]], name: str) -> dict[str, Tensor]:
-        if self.folder is None:
-            return make()
-        path, device = self.folder / f"{name}.safetensors", self.examples.images.device
-        try:
-            return keep_or_load(make, path, resume=self.resume, device=device)
-        except (KeyError, RuntimeError) as error:
-            raise InputError(f"{path} holds another surrogate: choose another run_dir.") from error
 
 
 @dataclass(frozen=True)

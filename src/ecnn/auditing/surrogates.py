@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -17,11 +18,13 @@ from torch import Tensor, nn
 
 from ecnn import files
 from ecnn.asking import full_precision, undisturbed
-from ecnn.attacks import PGD, Draws
+from ecnn.attacks import PGD, Draws, Neighbours, RaySearch
 from ecnn.attacks.deadlines import check_time
+from ecnn.attacks.draws import forked_generators
 from ecnn.attacks.images import at_once
 from ecnn.attacks.norms import Norm
 from ecnn.auditing.adaptive import features_of
+from ecnn.auditing.subject import Subject, once
 from ecnn.data import Split
 from ecnn.errors import InputError
 
@@ -38,6 +41,7 @@ _STUDENT_NUMBERS = (
     2**28
 )  # about as many pixel values does it see; images larger than 70 pixels are therefore fewer
 _BATCH = 256
+_NEIGHBOURS = 64
 
 
 @dataclass(frozen=True, eq=False)
@@ -326,3 +330,84 @@ def keep_or_load(
     made = make()
     files.write_tensors(path, made, {"format": "ecnn-surrogate"})
     return made
+
+
+@dataclass(frozen=True)
+class Surrogates:
+    """Makes surrogates when they are asked for, or takes them from the folder."""
+
+    subject: Subject
+    examples: Examples
+    num_classes: int
+    folder: Path | None
+    resume: bool
+
+    @cached_property
+    def features(self) -> Tensor:
+        return all_features(self.subject.model, self.examples.images)
+
+    @cached_property
+    def has_features(self) -> bool:
+        """Whether all examples have them: a model may send some images past the layer where others have theirs."""
+        try:
+            return len(self.features) > 0
+        except Exception:  # whatever a model throws that was not made for this
+            return False
+
+    def means(self) -> Tensor:
+        labels = self.examples.labels
+        kept = self._kept(lambda: {"means": class_means(self.features, labels, self.num_classes)}, "means")
+        return kept["means"]
+
+    def head(self) -> nn.Module:
+        def make() -> dict[str, Tensor]:
+            return own_state(
+                train_head(self.subject.model, self.features, self.examples.labels, self.num_classes)
+            )
+
+        return rebuild_head(self.subject.model, self._kept(make, "head"))
+
+    def neighbours(self) -> Neighbours:
+        """Some of the examples, with the answers that the model gives and a move that breaks each, if one was found."""
+        images, subject = self.examples.images[:_NEIGHBOURS], self.subject
+        attack = RaySearch(norm=subject.norm, eps=subject.eps, queries=max(1, subject.budget.queries // 2))
+
+        def make() -> dict[str, Tensor]:
+            answers = give_answers(subject.model, images)
+            try:
+                with forked_generators(images.device, subject.seed):
+                    moves = attack.run(subject.model, images, answers, seed=subject.seed).images - images
+            except Exception:  # whatever a model throws: neighbours only help
+                moves = torch.zeros_like(images)
+            return {"images": images, "labels": answers, "moves": moves}
+
+        return Neighbours(**self._kept(make, "neighbours"))
+
+    def student(self, *, dense: bool = False) -> nn.Module | None:
+        """None where the model refuses to be asked: what teaches a student are images that it may never have seen."""
+        subject = self.subject
+
+        def make() -> dict[str, Tensor]:
+            settings = (subject.model, self.examples, self.num_classes, subject.eps, subject.seed)
+            try:
+                return own_state(train_student(*settings, norm=subject.norm, dense=dense))
+            except torch.cuda.OutOfMemoryError:
+                raise
+            except Exception:  # whatever a model throws that does not like what it sees
+                return {}
+
+        kept = self._kept(make, "dense_student" if dense else "student")
+        return rebuild_student(kept) if kept else None
+
+    def _kept(self, make: Callable[[], dict[str, Tensor]], name: str) -> dict[str, Tensor]:
+        kept: dict[str, Tensor] = once(self.subject, name, lambda: self._made(make, name))
+        return kept
+
+    def _made(self, make: Callable[[], dict[str, Tensor]], name: str) -> dict[str, Tensor]:
+        if self.folder is None:
+            return make()
+        path, device = self.folder / f"{name}.safetensors", self.examples.images.device
+        try:
+            return keep_or_load(make, path, resume=self.resume, device=device)
+        except (KeyError, RuntimeError) as error:
+            raise InputError(f"{path} holds another surrogate: choose another run_dir.") from error

@@ -205,11 +205,14 @@ def _row(cells: Sequence[str]) -> str:
 
 def _arm_notes(experiment: Experiment, out: Path, versions: Sequence[int], planned: float) -> list[str]:
     """Counts of parameters, which audit it was, the time it took, and what the reader must know of single arms."""
-    lines, seconds = [], 0.0
+    lines, seconds = [], {"GPU": 0.0, "CPU": 0.0}
     for arm in experiment.arms:
         records = [read_record(out / experiment.name / arm.name / str(seed)) for seed in arm.seeds]
         found = [record for record in records if record is not None]
-        seconds += sum(sum(record.facts["times"].values()) for record in found)
+        for record in found:
+            seconds["GPU" if record.facts["environment"].get("cuda") else "CPU"] += sum(
+                record.facts["times"].values()
+            )
         if not found:
             continue
         count, paper = found[0].facts["parameters"], arm.paper.get(PARAMETERS)
@@ -221,8 +224,10 @@ def _arm_notes(experiment: Experiment, out: Path, versions: Sequence[int], plann
     if versions:
         lines.append(f"- Version {' and '.join(map(str, versions))} of the audit.")
     lines.append(
-        f"- GPU time: {seconds / 60:.0f} min, summed over runs that shared one H200 (networks of another table cost "
-        "nothing here); planned for all arms, by "
+        f"- GPU time: {seconds['GPU'] / 60:.0f} min, summed over runs that shared one H200 (networks of another table "
+        "cost nothing here); planned for all arms, by "
         f"operations and with audits in full: {planned:.0f}."
     )
+    if seconds["CPU"]:
+        lines.append(f"- And {seconds['CPU'] / 60:.0f} min of a CPU.")
     return [*lines, ""]
