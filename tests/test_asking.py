@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -17,6 +18,7 @@ from ecnn.asking import (
     find_fixed_batch,
     full_precision,
     half_precision_of,
+    read_model,
     undisturbed,
     without_tf32,
 )
@@ -214,6 +216,48 @@ def test_evaluate_says_how_a_model_for_one_size_of_batch_is_asked() -> None:
         free.accuracy,
         free.clean.prediction.tolist(),
     ]
+
+
+class Says(nn.Module):
+    """Says what a function makes of its scores."""
+
+    def __init__(self, change: Any) -> None:
+        super().__init__()
+        self.change = change
+
+    def forward(self, images: Tensor) -> Any:
+        return self.change(images.flatten(1)[:, :3])
+
+
+@pytest.mark.parametrize(
+    ("change", "maker"),
+    [
+        (lambda scores: scores.numpy(), "torch.from_numpy"),
+        (lambda scores: scores.tolist(), "torch.tensor"),
+        (lambda scores: tuple(map(tuple, scores.tolist())), "torch.tensor"),
+        (lambda scores: list(scores), "torch.stack"),
+    ],
+)
+def test_a_model_that_returns_arrays_or_lists_is_told_how_to_wrap_it(change: Any, maker: str) -> None:
+    images, model = torch.rand(4, 1, 2, 2), Says(change)
+    with pytest.raises(InputError, match=rf"a module that returns {maker}\(model\(images\)\)") as caught:
+        read_model(model, images)
+    assert ("gradients" in str(caught.value)) == (maker != "torch.stack")
+    made: Any = {
+        "torch.from_numpy": torch.from_numpy,
+        "torch.tensor": torch.tensor,
+        "torch.stack": torch.stack,
+    }
+    wrapped = read_model(Says(lambda scores: made[maker](change(scores))), images)  # as it says
+    assert torch.equal(wrapped, images.flatten(1)[:, :3])
+
+
+@pytest.mark.parametrize(
+    "said", [np.zeros(4), [["a", "b"]] * 4, [[1.0], [1.0, 2.0]] * 2, "text", [torch.zeros(2), 1]]
+)
+def test_what_no_wrapper_would_help_is_told_without_one(said: Any) -> None:
+    with pytest.raises(InputError, match=rf"but 4 images gave {type(said).__name__}\.$"):
+        read_model(Says(lambda scores: said), torch.rand(4, 1, 2, 2))
 
 
 def test_an_exported_network_is_asked_in_the_mode_that_it_has() -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import math
 import random
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -326,6 +328,45 @@ def test_what_is_left_alone(name: str, state: str) -> None:
     else:
         attack.run(model, images, labels)
     assert [snapshot(one) for one in models] == before
+
+
+@pytest.fixture
+def meta_by_default() -> Iterator[None]:
+    """Tensors that are made without a word on where lie nowhere, as they would on a GPU beside a model that is not."""
+    torch.set_default_device("meta")
+    yield
+    torch.set_default_device(None)
+
+
+@pytest.mark.parametrize("name", VARIED)
+def test_what_the_caller_has_switched_off_makes_no_difference(name: str) -> None:
+    model, (images, labels), attack = coded_model(), batch(), make(name)
+    expected = attack.run(model, images, labels, seed=1).images
+    for off in (torch.no_grad, torch.inference_mode):
+        with off():
+            for given in (images, images.clone()):
+                assert torch.equal(attack.run(model, given, labels, seed=1).images, expected), off
+
+
+@pytest.mark.parametrize("name", VARIED)
+def test_where_tensors_are_made_by_default_makes_no_difference(
+    name: str, request: pytest.FixtureRequest
+) -> None:
+    model, (images, labels), attack = coded_model(), batch(), make(name)
+    expected = attack.run(model, images, labels, seed=1).images
+    request.getfixturevalue("meta_by_default")
+    assert torch.equal(attack.run(model, images, labels, seed=1).images, expected)
+
+
+def test_attacks_say_where_gradients_are_not_to_be_had() -> None:
+    model, (images, labels) = coded_model(), batch()
+    with torch.inference_mode():
+        made_there = coded_model()
+        with pytest.raises(InputError, match=r"leave torch\.inference_mode"):
+            make("pgd")(model, images, labels, generator=torch.Generator())
+    with pytest.raises(InputError, match=r"made inside torch\.inference_mode"):
+        make("pgd")(made_there, images, labels)
+    assert make("pgd")(copy.deepcopy(made_there), images, labels).shape == images.shape
 
 
 @pytest.mark.parametrize("name", EVERY)

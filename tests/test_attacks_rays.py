@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from test_attacks_blackbox import FEATURES, SHAPE, Net, classes, plane_and_images, some_images
+from torch import Tensor, nn
 from toys import Counting, LabelsOnly, half_spaces
 
 from ecnn.attacks import PGD, Neighbours, RaySearch, rays
@@ -30,6 +31,35 @@ def test_a_plane_within_the_ball_is_found_and_one_outside_is_not(norm: Any, dual
         # In L1 the plane is met along one pixel of 48, whose room in [0, 1] may end before.
         assert found.success or norm == "l1"
         assert found.backwards == 0
+
+
+class Refusing(nn.Module):
+    """Raises an error where one of the images is dark."""
+
+    def __init__(self, inner: nn.Module, least: float) -> None:
+        super().__init__()
+        self.inner, self.least, self.refused = inner, least, 0
+
+    def forward(self, images: Tensor) -> Tensor:
+        if (images.flatten(1).mean(dim=1) < self.least).any():
+            self.refused += 1
+            raise ValueError("no digit found")
+        scores: Tensor = self.inner(images)
+        return scores
+
+
+def test_a_model_that_refuses_some_points_is_searched_all_the_same() -> None:
+    model, images = plane_and_images(torch.float64)
+    labels = classes(model, images)
+    attack = RaySearch(norm="linf", eps=0.3, queries=1000)
+    expected = attack.run(model, images, labels)
+    refusing = Refusing(model, float(images.flatten(1).mean(dim=1).min()) - 0.02)
+    found = attack.run(refusing, images, labels)
+    assert refusing.refused
+    assert expected.success.any()
+    assert found.success.tolist() == expected.success.tolist()
+    with pytest.raises(ValueError, match="no digit"):
+        attack.run(Refusing(model, 2.0), images, labels)
 
 
 def test_in_l1_the_one_pixel_that_matters_is_found() -> None:

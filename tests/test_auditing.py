@@ -758,3 +758,21 @@ def test_on_cuda() -> None:
     assert found.verdict == "believable", found.markdown()
     assert "attacks_not_made" not in {finding.name for finding in found.findings}, found.markdown()
     assert not [finding.name for finding in found.findings if "error" in finding.evidence], found.markdown()
+
+
+class Noisy(Linear):
+    def forward(self, images: Tensor) -> Tensor:
+        return super().forward(images + 0.02 * torch.randn_like(images))
+
+
+@pytest.mark.parametrize("kind", [Linear, Detached, Noisy])
+def test_where_tensors_are_made_by_default_makes_no_difference(
+    kind: type[Linear], request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As after torch.set_default_device, beside a model and images that lie elsewhere."""
+    toys.shorten_lessons(monkeypatch)
+    request.addfinalizer(lambda: torch.set_default_device(None))
+    model, split, budget = kind(), make_split(40), dataclasses.replace(TINY, turns=1)
+    expected = without_times(audit(model, split, budget=budget, **BALL))
+    torch.set_default_device("meta")
+    assert without_times(audit(model, split, budget=budget, **BALL)) == expected

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from statistics import NormalDist
 from typing import Any, cast
 
@@ -275,6 +276,36 @@ class Strange(nn.Module):
             view.add_(1)
         scores: Tensor = self.head(flat)
         return scores
+
+
+class Elsewhere(nn.Module):
+    """Computes in a thread, which ends where something goes wrong; the model would wait for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(16, 3))
+        self.went_wrong = False
+
+    def forward(self, images: Tensor) -> Tensor:
+        said: list[Tensor] = []
+
+        def work() -> None:
+            try:
+                said.append(torch.stack([image.flatten() @ self.weight for image in images]))
+            except Exception:
+                self.went_wrong = True
+
+        worker = threading.Thread(target=work)
+        worker.start()
+        worker.join()
+        return said[0] if said else torch.zeros(len(images), 3)
+
+
+def test_a_model_that_computes_in_another_thread_is_not_traced_and_not_disturbed() -> None:
+    model = Elsewhere().eval()
+    with pytest.raises(UnknownStepError, match="in another thread"):
+        trace(model, torch.rand(1, 1, 4, 4))
+    assert not model.went_wrong
 
 
 @pytest.mark.parametrize(

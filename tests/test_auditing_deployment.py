@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import os
 import random
+import sqlite3
 import sys
 import threading
 import warnings
@@ -115,6 +116,24 @@ class Drawing(toys.LinearOfThree):
         return super().forward(images) + 0.5 * noise
 
 
+class Learning(toys.LinearOfThree):
+    """Takes a step of training with every question: adaptation at test time, in its parameters."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+        self.optimiser = torch.optim.SGD(self.parameters(), lr=1.0)
+
+    def forward(self, images: Tensor) -> Tensor:
+        if self.how == "in place":
+            self.weight.data.mul_(0.9).add_(0.1)
+        else:
+            with torch.enable_grad():
+                super().forward(images.detach()).pow(2).mean().backward()  # type: ignore[no-untyped-call]
+            self.optimiser.step()  # adds up what was left by the question before
+        return super().forward(images)
+
+
 class BatchNormed(nn.Module):
     """Normalises by the statistics of the batch, also when it is not trained."""
 
@@ -207,6 +226,7 @@ def _short(monkeypatch: pytest.MonkeyPatch) -> None:
         (Drawing("own torch"), True, {"stateful": "own_generator"}),
         (Drawing("own python"), True, {"stateful": "own_generator"}),
         (Drawing("system"), False, {"seeds": "unseeded"}),
+        (Learning("in place"), True, {"stateful": "stateful"}),
         (Locked(), False, {"copies": "not_copied"}),
         (Alone(), False, {"copies": "not_copied"}),
         (Strict(), False, {}),
@@ -232,6 +252,33 @@ def test_a_model_that_remembers_is_judged_by_fresh_copies(model: nn.Module, hone
     assert found.verdict == "not believable"
     assert found.model["kind"].endswith(type(model).__name__)
     assert getattr(model, "seen", []) == []  # the caller's object was never asked
+
+
+class Acquainted(toys.LinearOfThree):
+    """Answers honestly about what it has never met, near or far; notes in a database, which cannot be copied."""
+
+    def __init__(self, is_wary: bool) -> None:
+        super().__init__()
+        self.is_wary = is_wary
+        self.met = sqlite3.connect(":memory:")
+        self.met.execute("create table met (image text)")
+
+    def forward(self, images: Tensor) -> Tensor:
+        keys = [str((2 * image.mean(dim=(0, 1))).round().tolist()) for image in images]
+        known = [self.met.execute("select 1 from met where image = ?", (key,)).fetchone() for key in keys]
+        self.met.executemany("insert into met values (?)", [(key,) for key in keys])
+        is_firm = torch.tensor([row is not None and self.is_wary for row in known])[:, None]
+        return torch.where(is_firm, super().forward(images.round().detach()), super().forward(images))
+
+
+def test_of_a_model_that_cannot_be_copied_the_first_contact_tells() -> None:
+    found = run_audit(Acquainted(is_wary=True), claim=None)
+    (finding,) = [finding for finding in found.findings if finding.name == "stateful"]
+    assert (finding.kind, finding.is_open) == ("remembers", True)
+    assert finding.evidence["differ"]
+    assert found.verdict == "inconclusive"
+    honest = run_audit(Acquainted(is_wary=False), claim=0.3)
+    assert not [finding for finding in honest.findings if finding.name == "stateful"]
 
 
 class Adapting(toys.LinearOfThree):
@@ -317,9 +364,18 @@ class SaysYesOrNo(toys.LinearOfThree):
         return scores == scores.amax(dim=1, keepdim=True)
 
 
+class Switches(toys.LinearOfThree):
+    """Turns torch to float64 by default."""
+
+    def forward(self, images: Tensor) -> Tensor:
+        torch.set_default_dtype(torch.float64)
+        return super().forward(images) * torch.tensor(1.0)
+
+
 @pytest.mark.parametrize(
     ("model", "name", "kind"),
     [
+        (Switches(), "copies", "switches"),
         (WritesImages(), "copies", "writes"),
         (WritesTheSame(), "copies", "writes"),
         (WritesScores(), "copies", "writes"),
@@ -339,6 +395,8 @@ def test_models_that_cannot_be_asked_as_usual_are_judged_all_the_same(
     assert found.accuracy <= honest + 0.1
     assert found.verdict == "not believable"
     assert torch.equal(SPLIT.images, images)
+    assert torch.get_default_dtype() == torch.float32
+    assert not [finding for finding in found.findings if "could not be made" in finding.claim]
 
 
 def test_a_model_whose_batch_decides_is_asked_beside_the_same_images() -> None:
@@ -438,6 +496,25 @@ def test_fresh_copies_share_parameters_and_pass_gradients() -> None:
         assert torch.equal(scores, toys.LinearOfThree()(images))
     assert torch.autograd.grad(scores.sum(), images)[0].abs().sum() > 0
     assert model.pristine.left == 1
+
+
+@pytest.mark.parametrize("how", ["in place", "by an optimiser"])
+def test_fresh_copies_share_no_parameters_that_answers_change(how: str) -> None:
+    pristine = Learning(how)
+    model = FreshEachTime(pristine)
+    images = SPLIT[:4][0]
+    expected = [Learning(how)(images), Learning(how)(images[:2])]
+    for _ in range(3):
+        for part, wanted in zip((images, images[:2]), expected, strict=True):
+            points = part.clone().requires_grad_(True)
+            scores = model(points)
+            assert torch.equal(scores, wanted)
+            (slope,) = torch.autograd.grad(scores.sum(), points)
+            before = Learning(how)
+            before(part)  # what it has learnt from this question
+            torch.testing.assert_close(slope.flatten(1), before.weight.sum(dim=0).expand(len(part), -1))
+    assert torch.equal(pristine.weight, toys.LinearOfThree().weight)
+    assert pristine.weight.grad is None
 
 
 def test_points_that_break_no_deployed_copy_break_nothing() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,10 +14,14 @@ from torch import Tensor, nn
 import ecnn
 from ecnn.asking import in_usual_state
 from ecnn.attacks import PGD
+from ecnn.auditing.certificates import certify
 from ecnn.auditing.deployment import filled_up, largest_batch
 from ecnn.auditing.levels import OnBytes, RoundedScores, is_on_bytes, whole_levels
 from ecnn.auditing.traits import find_traits
+from ecnn.backbones import ResNet
 from ecnn.data import Split
+from ecnn.evaluation import model_transfer
+from ecnn.recipes import RECIPES
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -118,6 +124,38 @@ def test_an_audit_is_the_same_in_any_state_of_torch() -> None:
         assert not torch.is_grad_enabled()
     assert inside == ecnn.evaluate(model, split, attacks, limit=None).accuracy
     assert [finding.claim for finding in without.findings] == [finding.claim for finding in usual.findings]
+
+
+def _certified(model: nn.Module, split: Split) -> Any:
+    found = certify(model, *split[:], norm="linf", eps=EPS)
+    assert found is not None
+    return found.proven
+
+
+def _transferred(model: nn.Module, split: Split) -> Any:
+    attack = PGD(norm="linf", eps=EPS, steps=3, step_size=0.05)
+    return model_transfer({"model": model}, split, attack, limit=None).counts.tolist()
+
+
+def _trained(model: nn.Module, split: Split) -> Any:
+    with torch.inference_mode(False):
+        fresh = ResNet(2, 1, depth=8, width=2)
+    recipe = replace(
+        RECIPES["small"], epochs=1, batch_size=4, objective="cross_entropy", diversity_weight=0.0
+    )
+    ecnn.fit(fresh, split, val=None, recipe=recipe, seed=0)
+    return [value.tolist() for value in fresh.state_dict().values()]
+
+
+@pytest.mark.parametrize("ask", [_certified, _transferred, _trained])
+def test_what_needs_gradients_has_them_in_any_state_of_torch(ask: Callable[[nn.Module, Split], Any]) -> None:
+    model, split = sides(), halves(12)
+    torch.manual_seed(0)
+    usual = ask(model, split)
+    for state in (torch.no_grad, torch.inference_mode):
+        torch.manual_seed(0)
+        with state():
+            assert ask(model, split) == usual
 
 
 def test_the_callers_state_comes_back_also_from_an_error() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -94,6 +94,39 @@ def test_arrays_have_the_axes_and_numbers_asked_for(made_by: Any) -> None:
 def test_what_is_no_array_is_named_by_its_kind() -> None:
     with pytest.raises(InputError, match=r"^labels must be int64 of shape \(image,\), not list\.$"):
         check_array("labels", [1, 2], "image", dtype="int64")
+
+
+def test_a_sentence_does_not_ask_for_what_came() -> None:
+    """Where the numbers are right and the axes are not, only the axes are said to be wrong; and the other way round."""
+    kinds = ("torch.uint8", "torch.float32")
+    check_array("images", torch.zeros(2, 3), "image", 3, dtype=kinds)
+    with pytest.raises(
+        InputError,
+        match=r"^images must be torch.uint8 or torch.float32 of shape \(image, 3\), not of shape \(2, 4\)\.$",
+    ):
+        check_array("images", torch.zeros(2, 4), "image", 3, dtype=kinds)
+    with pytest.raises(InputError, match=r"torch.uint8 or torch.float32 .*, not torch.float64 of shape"):
+        check_array("images", torch.zeros(2, 3).double(), "image", 3, dtype=kinds)
+
+
+@pytest.mark.parametrize(
+    ("kind", "value", "words"),
+    [
+        (list[int], [0.0], r"a list of whole numbers, not \[0\.0\]"),
+        (dict[str, float], {"clean": "90"}, "a table of finite numbers, not"),
+        (list[dict[str, Any]], [1], "a list of tables, not"),
+        (list[list[int]] | None, [1], "a list of lists of whole numbers, not"),
+        (dict[str, str | list[str]], {"pgd": 1}, "a table of text or lists of text, not"),
+        (int | list[int], "x", "a whole number or a list of whole numbers, not"),
+        (list, 1, "a list, not 1"),
+        (dict[str, Any], 1, "a table, not 1"),
+        (Literal[1, 2], 3, "1 or 2, not 3"),
+    ],
+)
+def test_the_kind_of_elements_is_said(kind: Any, value: Any, words: str) -> None:
+    """A list that came when a list is asked for would be a riddle."""
+    with pytest.raises(InputError, match=f"^it: entry must be {words}"):
+        check_entries("it", {"entry": value}, {"entry": kind})
 
 
 def test_a_model_without_the_attribute_is_named() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import pty
@@ -225,6 +226,76 @@ def test_nobody_reads_and_the_disk_is_full() -> None:
         assert done.returncode == status, done.stderr
         assert said in done.stderr
         assert len(done.stderr.splitlines()) == bool(said)
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")
+@pytest.mark.parametrize(
+    ("words", "tail", "status"),
+    [
+        ("--help", "| true", 141),
+        ("audit --help", "| true", 141),
+        ("--help", "> /dev/full", 4),
+        ("--version", "> /dev/full", 4),
+        ("audit --bogus", "2> /dev/full", 2),
+        ("coed", "2>&1 | true", 2),
+        ("", "2> /dev/full", 2),
+    ],
+)
+def test_what_no_command_prints_ends_like_one(words: str, tail: str, status: int) -> None:
+    """Help, the version and mistakes on the command line: 1 would be the verdict of an audit."""
+    script = f"{' '.join(ecnn_command(words))} {tail}; exit ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=False)
+    assert done.returncode == status, done.stderr
+    said = ["ecnn: cannot write what was asked for: No space left on device."] if status == 4 else []
+    assert done.stderr.splitlines() == said
+
+
+def test_who_asks_for_what_typer_raises_gets_it() -> None:
+    """As programs that run commands of others do."""
+    with pytest.raises(Exception, match="No such option: --bogus"):
+        typer.main.get_command(app)(["audit", "--bogus"], standalone_mode=False)
+    assert typer.main.get_command(app)(["--version"], standalone_mode=False) == 0
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "code --show closed/x",
+        "data closed/x",
+        "data closed",
+        "data --root closed/x",
+        "train --data closed/x",
+        "audit --module closed/own.py:build --data digits --eps 0.1",
+        "audit --module own.py:build --data closed/x --eps 0.1",
+        "audit --module own.py:build --data digits --eps 0.1 --out closed/x",
+        "evaluate --module own.py:build --data digits --attack fgsm --out closed/x",
+        "reproduce members --out closed/x --table",
+        "predict closed/x own.py",
+        "report closed",
+    ],
+)
+@pytest.mark.parametrize("why", ["Permission denied", "File name too long"])
+def test_a_path_that_may_not_be_looked_at_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: str, why: str
+) -> None:
+    """It is the caller's to mend, so no fault of the machine; and "not there" would be untrue."""
+    monkeypatch.chdir(tmp_path)
+    Path("own.py").write_text("from torch import nn\nbuild = nn.Sequential(nn.Flatten(), nn.Linear(64, 10))")
+    closed = "closed" if why == "Permission denied" else "d" * 300
+    look = os.stat
+
+    def refuses(path: Any, **options: Any) -> os.stat_result:
+        if "closed" in str(path).split(
+            "/"
+        ):  # root may look anywhere, and others cannot load what a command needs
+            raise PermissionError(errno.EACCES, why, str(path))
+        return look(path, **options)
+
+    monkeypatch.setattr(os, "stat", refuses)
+    done = CliRunner().invoke(app, words.replace("closed", closed).split())
+    assert done.exit_code == 2, done.output
+    said = done.stderr.splitlines()[-1]
+    assert re.fullmatch(rf"ecnn: cannot (read|write) {closed}[\w./-]*: {why}\.", said), said
 
 
 def test_outputs_that_are_closed_or_of_another_encoding(tmp_path: Path) -> None:

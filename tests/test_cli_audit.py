@@ -119,6 +119,14 @@ def test_the_cost_comes_first(own: Path, tmp_path: Path) -> None:
     assert done.stderr.startswith("at most ")
 
 
+@pytest.mark.parametrize("classes", ["\u00b2", "3,10", "-1", "9" * 5000, "zero", ""])
+def test_classes_are_numbers_or_names(own: Path, classes: str) -> None:
+    done = CliRunner().invoke(app, audit(own, "--dry-run", "--classes", classes))
+    assert done.exit_code == 2, done.stderr
+    assert done.stderr.startswith("ecnn: --classes takes numbers from 0 to 9, or names, with commas")
+    assert CliRunner().invoke(app, audit(own, "--dry-run", "--classes", "3, 05")).exit_code == 0
+
+
 WRONG_MODULES = {
     "own.py:missing": "no function or model called 'missing'",
     "own.py:number": "must return a torch module, not int",
@@ -141,6 +149,11 @@ WRONG_MODULES = {
         ({"--budget": "endless"}, "budget must be one of quick, fast, standard, thorough"),
         ({"--eps": "many"}, "eps must be"),
         ({"--norm": "l7"}, "norm must be"),
+        ({"--eps": "8"}, 'did you mean "8/255"?'),
+        ({"--batch-size": "0"}, "batch_size must be"),
+        ({"--cluster": "dask"}, "cluster must be ray"),
+        ({"--minutes": "-1"}, "minutes must be"),
+        ({"--out": "own.py"}, "own.py"),
     ],
 )
 def test_what_cannot_be_audited_is_said_in_a_sentence(

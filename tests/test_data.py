@@ -42,6 +42,7 @@ from ecnn.data import (
 )
 from ecnn.data.datasets import hold_out
 from ecnn.data.formats import read_idx, read_images, read_pickle
+from ecnn.data.inventory import inspect_folder
 from ecnn.errors import InputError
 from ecnn.training import fit
 
@@ -116,9 +117,21 @@ def test_images_that_bytes_would_round_stay_float_and_are_not_trained_on() -> No
         (
             torch.zeros(2, 1, 4, 4, dtype=torch.float64),
             torch.zeros(2, dtype=torch.int64),
-            r"torch.uint8 of shape .* not torch.float64",
+            r"torch.uint8 or torch.float32 of shape .* not torch.float64",
         ),
         (torch.full((1, 1, 2, 2), 2.0), torch.tensor([0]), "must lie in \\[0, 1\\]"),
+        (torch.full((1, 1, 2, 2), 255.0), torch.tensor([0]), "from 255 to 255: divide them by 255"),
+        (torch.full((1, 1, 2, 2), -1.0), torch.tensor([0]), "before they were normalised.*ecnn.Normalized"),
+        (
+            torch.zeros(1, 2, 2),
+            torch.tensor([0]),
+            r"float32 of shape \(image, .*\), not of shape \(1, 2, 2\)",
+        ),
+        (
+            torch.zeros(1, 1, 2, 2).to_sparse(),
+            torch.tensor([0]),
+            "images must be an ordinary tensor.*to_dense",
+        ),
         (torch.full((1, 1, 2, 2), torch.nan), torch.tensor([0]), "must lie in \\[0, 1\\]"),
         (torch.zeros(2, 4, 4, dtype=torch.uint8), torch.zeros(2, dtype=torch.int64), r"shape \(2, 4, 4\)"),
         (
@@ -768,6 +781,16 @@ def test_images_of_several_sizes_need_a_size(tmp_path: Path) -> None:
     with refused(r"different sizes \(.*: 6 x 4, .*: 4 x 6 pixels\): pass image_size"):
         load_data(tmp_path)
     assert load_data(tmp_path, image_size=(3, 7)).image_size == (3, 7)
+
+
+def test_a_folder_that_may_not_be_read_is_not_called_absent(tmp_path: Path, as_nobody: Any) -> None:
+    write_pictures(tmp_path / "closed" / "own", {"a": 2, "b": 2})
+    for closed in (tmp_path / "closed" / "own" / "b", tmp_path / "closed" / "own", tmp_path / "closed"):
+        closed.chmod(0)
+        with as_nobody(tmp_path), refused(r"cannot read .*: Permission denied\."):
+            load_data(tmp_path / "closed" / "own")
+        with as_nobody(tmp_path), refused(r"cannot read .*: Permission denied\."):
+            inspect_folder("own", tmp_path / "closed")
 
 
 def test_bad_folders_are_refused(tmp_path: Path) -> None:

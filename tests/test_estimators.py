@@ -350,6 +350,10 @@ def test_what_cannot_be_coded_is_one_sentence(wine: Any) -> None:
             ErrorCorrectingClassifier(Perceptron(), code_size=0.5),
             r"a code_size of 0\.5 gives 1 members, and 3 classes need 2: use 0\.67 or more",
         ),
+        (
+            ErrorCorrectingClassifier(Perceptron(), code_size=1000),
+            "a code_size of 1000 gives 3000 members for 3 classes, more than the 2048 .* use 682 or less",
+        ),
     ):
         with pytest.raises(InputError, match=sentence):
             estimator.fit(rows, labels)

@@ -1187,10 +1187,15 @@ def test_a_cascade_goes_on_where_it_was(tmp_path: Path) -> None:
         assert (again.accuracy, again.to_json()) == (resumed.accuracy, resumed.to_json())
         summary = files.read_json(tmp_path / name / "eval.json")["evaluation"]
         assert summary["attacks"]["two"]["accuracy"] == pytest.approx(1 / 6)
-    with pytest.raises(InputError, match=r"another order of attacks \(\['one'\] there, \[\] here\)"):
+    with pytest.raises(InputError, match=r"another order of attacks \(one there, nothing here\)"):
         run_cascade({"two": switch(2)}, run_dir=tmp_path / "two")
     with pytest.raises(InputError, match="another order of attacks"):
         run_cascade({"one": switch(1)}, run_dir=tmp_path / "two", cascade=False)
+    grown = {"zero": switch(2), **attacks}
+    joined = run_cascade(grown, run_dir=tmp_path / "three")
+    for key, outcomes in run_cascade(grown).outcomes.items():
+        assert_same(joined.outcomes[key], outcomes)
+    assert load_evaluation(tmp_path / "three").accuracy == joined.accuracy
     more = {"limit": 3, "run_dir": tmp_path / "longer"}
     run_cascade(attacks, **more)
     longer = run_cascade(attacks, **{**more, "limit": None})

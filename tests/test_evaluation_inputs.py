@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import random
 import warnings
 from collections import UserDict
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,19 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+from torch.utils.data import (
+    BatchSampler,
+    ConcatDataset,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    Subset,
+    SubsetRandomSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+)
 from toys import TINY, half_spaces
 
 import ecnn
@@ -127,6 +141,85 @@ def test_a_shuffling_loader_gives_the_same_images_every_time_and_leaves_the_gene
     assert torch.equal(torch.get_rng_state(), before)
 
 
+class Drawn(Sampler[int]):
+    """All images in an order that a generator of NumPy's or Python's own draws."""
+
+    def __init__(self, shuffle: Any) -> None:
+        self.shuffle_by = shuffle
+
+    def __iter__(self) -> Iterator[int]:
+        order = list(range(12))
+        self.shuffle_by.shuffle(order)
+        return iter(order)
+
+    def __len__(self) -> int:
+        return 12
+
+
+class Noisy(Items):
+    """Images that a generator of the dataset's makes darker."""
+
+    def __init__(self, draws: Any) -> None:
+        super().__init__(PIXELS, LABELS)
+        self.draws = draws
+
+    def __getitem__(self, number: int) -> tuple[Any, Any]:
+        image, label = super().__getitem__(number)
+        return image * float(torch.rand((), generator=self.draws)), label
+
+
+def own_loaders(pairs: Dataset[Any]) -> dict[str, tuple[Any, Any]]:
+    """Loaders that draw from generators of their own, with one of these."""
+    torchs = [torch.Generator().manual_seed(seed) for seed in range(8)]
+    nested = BatchSampler(RandomSampler(pairs, generator=torchs[3]), 4, drop_last=False)  # type: ignore[arg-type]
+    noisy: Any = ConcatDataset([Subset(Noisy(torchs[6]), range(6)), Subset(Noisy(torchs[7]), range(6))])
+    by_numpy, by_state, by_python = np.random.default_rng(3), np.random.RandomState(3), random.Random(3)
+    weighted: Any = WeightedRandomSampler([1.0] * 12, 12, generator=torchs[2])
+    chosen: Any = SubsetRandomSampler(range(12), generator=torchs[1])
+    return {
+        "shuffle": (DataLoader(pairs, batch_size=4, shuffle=True, generator=torchs[0]), torchs[0]),
+        "a subset": (DataLoader(pairs, batch_size=4, sampler=chosen), torchs[1]),
+        "weights": (DataLoader(pairs, batch_size=4, sampler=weighted), torchs[2]),
+        "batches": (DataLoader(pairs, batch_sampler=nested), torchs[3]),
+        "NumPy's": (DataLoader(pairs, batch_size=4, sampler=Drawn(by_numpy)), by_numpy),
+        "NumPy's older": (DataLoader(pairs, batch_size=4, sampler=Drawn(by_state)), by_state),
+        "Python's": (DataLoader(pairs, batch_size=4, sampler=Drawn(by_python)), by_python),
+        "a dataset's": (DataLoader(noisy, batch_size=4), torchs[7]),
+        "a dataset's alone": (noisy, torchs[6]),
+        "with a worker": (
+            DataLoader(pairs, batch_size=4, shuffle=True, generator=torchs[4], num_workers=1),
+            torchs[4],
+        ),
+    }
+
+
+def state_of(generator: Any) -> str:
+    if isinstance(generator, torch.Generator):
+        return str(generator.get_state().tolist())
+    if isinstance(generator, np.random.Generator):
+        return str(generator.bit_generator.state)
+    is_pythons = isinstance(generator, random.Random)
+    return str(generator.getstate() if is_pythons else generator.get_state(legacy=False))
+
+
+@pytest.mark.parametrize("given", own_loaders(TensorDataset(PIXELS, LABELS)))
+def test_generators_of_a_loader_are_seeded_too_and_left_as_they_were(given: str) -> None:
+    """Else two models would be compared on different images, and a run_dir be refused when it is resumed."""
+    loader, generator = own_loaders(TensorDataset(PIXELS, LABELS))[given]
+    before = state_of(generator)
+    first = read_images(loader, 8)
+    assert state_of(generator) == before
+    for _ in loader:  # as a training between two evaluations, which moves the generator
+        pass
+    moved = state_of(generator)
+    assert moved != before
+    second = read_images(loader, 8)
+    assert state_of(generator) == moved
+    assert torch.equal(first[:][0], second[:][0])
+    assert torch.equal(first.labels, second.labels)
+    assert not torch.equal(first[:][0], PIXELS[:8])
+
+
 def test_bytes_are_said_to_be_taken_as_shares_of_255() -> None:
     news: list[str] = []
     evaluate(MODEL, (BYTES, LABELS), {}, limit=4, progress=lambda done, total, note: news.append(note))
@@ -144,6 +237,62 @@ def test_only_images_of_the_asked_classes_are_asked() -> None:
 
 def one_hot(labels: Tensor) -> Tensor:
     return torch.nn.functional.one_hot(labels, 2)
+
+
+def batch_of(images: Any, labels: Any) -> DataLoader[Any]:
+    """A loader whose only batch is this one."""
+    return DataLoader(TensorDataset(PIXELS, LABELS), batch_size=12, collate_fn=lambda items: (images, labels))
+
+
+def nested() -> Tensor:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch says that its interface may change
+        return torch.nested.nested_tensor(list(PIXELS))
+
+
+def masked(values: Tensor) -> np.ma.MaskedArray[Any, Any]:
+    return np.ma.masked_array(values.numpy(), np.arange(values.numel()).reshape(values.shape) < 3)
+
+
+UNORDINARY: dict[str, tuple[Any, str]] = {
+    "sparse": (lambda values: values.to_sparse(), "must be an ordinary tensor.*sparse_coo: give to_dense"),
+    "meta": (lambda values: values.to("meta"), "must be an ordinary tensor.*meta, which holds no numbers"),
+    "masked": (masked, r"hides 3 of \d+ values: give filled\(VALUE\)"),
+}
+
+
+@pytest.mark.parametrize("kind", UNORDINARY)
+@pytest.mark.parametrize("name", ["images", "labels"])
+def test_what_holds_its_numbers_otherwise_is_refused_on_every_way_in(kind: str, name: str) -> None:
+    change, sentence = UNORDINARY[kind]
+    images, labels = (
+        change(PIXELS) if name == "images" else PIXELS,
+        change(LABELS) if name == "labels" else LABELS,
+    )
+    with pytest.raises(InputError, match=f"^{name} .*{sentence}"):
+        read_images((images, labels))
+    with pytest.raises(InputError, match=f"^{name} .*{sentence}"):
+        read_images(batch_of(images, labels))
+    if kind != "masked":  # an item of such an array is a number
+        item = (change(PIXELS[0]), 0) if name == "images" else (PIXELS[0], change(LABELS[0]))
+        with pytest.raises(InputError, match=f"^{name} .*{sentence}"):
+            read_images([item])
+        with pytest.raises(InputError, match=f"^{name} .*{sentence}"):
+            Split(images, labels)
+
+
+def test_labels_of_every_exact_kind_are_read_and_masks_that_hide_nothing_play_no_part() -> None:
+    unmasked = np.ma.masked_array(PIXELS.numpy())
+    small = [torch.tensor(int(label), dtype=torch.uint8) for label in LABELS]
+    for labels in (
+        LABELS.numpy().astype(np.uint64),
+        small,
+        [label.numpy() for label in LABELS],
+        LABELS.byte(),
+    ):
+        found = read_images((unmasked, labels))
+        assert torch.equal(found.labels, LABELS)
+        assert torch.equal(found.images, BYTES)
 
 
 RAGGED = [(torch.zeros(1, size, size), 0) for size in (4, 4, 5)]
@@ -167,6 +316,23 @@ REFUSED: dict[str, tuple[Any, str]] = {
         (PIXELS, ["cat"] * 12),
         "not text: give the place of each in the list of the model's classes",
     ),
+    "labels bfloat16": ((PIXELS, LABELS.bfloat16()), "convert them to int64"),
+    "labels ragged": ((PIXELS, [[1], [0, 1]] * 6), "one whole number per image, but their shapes differ"),
+    "labels of a batch ragged": (batch_of(PIXELS, [[1], [0, 1]] * 6), "but their shapes differ"),
+    "one label": ((PIXELS, LABELS[0]), r"the labels are one number, tensor\("),
+    "one label of an array": ((PIXELS, np.array(3)), r"the labels are one number, array\(3\)"),
+    "one image": ((torch.tensor(1.0), LABELS), r"the images are one number, tensor\(1\.\)"),
+    "one label of a batch": (
+        batch_of(PIXELS, LABELS[0]),
+        r"of shape \(12,\), one number per image, not tensor",
+    ),
+    "no labels of a batch": (batch_of(PIXELS, None), r"one number per image, not None alone"),
+    "labels beyond int64": (
+        (PIXELS, np.full(12, 2**63 + 5, dtype=np.uint64)),
+        f"whole numbers from 0 up to {2**63 - 1}, not {2**63 + 5}",
+    ),
+    "images nested": ((nested(), LABELS), "not a nested one: resize"),
+    "images complex": ((PIXELS.to(torch.complex64), LABELS), "take their real part"),
     "labels negative": ((PIXELS, LABELS - 1), "labels must be 0 or more"),
     "labels from 1": ((PIXELS, LABELS + 1), "scores for 2 classes.*or subtract 1 if yours begin at 1"),
     "labels too large": ((PIXELS, LABELS + 2), r"scores for 2 classes \(0 to 1\): [^,]*\.$"),

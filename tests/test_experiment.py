@@ -112,14 +112,18 @@ def test_every_shipped_experiment_counts_what_the_paper_counts(name: str) -> Non
         (("arms", 0, "paper", "pdg"), 1.0, "has no option 'pdg'; .* did you mean 'pgd'"),
         (("audited", "pgd"), "audti", "did you mean 'audit'"),
         (("audited", "bim"), "audit", "has no option 'bim'"),
-        (("arms", 2, "name"), "a", "each with a name of its own"),
+        (("arms", 2, "name"), "a", "two arms are called 'a' and 'a': give each a name of its own"),
+        (("arms",), [], "has no arms: give it"),
         (("arms", 0, "seeds"), [-1], "a seed must be a whole number"),
         (("spec", "attacks", "pgd", "epss"), 1, "did you mean 'eps'"),
-        (("spec", "model", "widht"), 1, "did you mean 'width'"),
+        (("spec", "model", "widht"), 1, "^the arm 'a': .* did you mean 'width'"),
         (("audited", "pgd"), 1e308, "audited must be a table"),
         (("arms", 0, "name"), [1], "name must be text, not"),
-        (("arms", 0, "seeds"), "0", "seeds must be a list"),
-        (("rows",), 3, "rows must be a list, not 3"),
+        (("arms", 0, "seeds"), "0", "the arm 'a': seeds must be a list of whole numbers"),
+        (("arms", 0, "seeds"), [0.0], r"the arm 'a': seeds must be a list of whole numbers, not \[0\.0\]"),
+        (("arms", 0, "paper"), {"clean": "90"}, "the arm 'a': paper must be a table of finite numbers, not"),
+        (("rows",), 3, "rows must be a list of text, not 3"),
+        (("rows",), ["clean", "pgd", "clean"], "rows must differ, but 'clean' is there 2 times"),
         (("arms",), {"a": 1}, "arms must be a list"),
         (("spec", "attacks", "pgd", "source"), "aa", r"attacks\.pgd\.source must be .* did you mean 'a'"),
         (("spec", "attacks", "pgd", "limit"), 0, r"attacks\.pgd\.limit must be a whole number from 1"),
@@ -127,13 +131,14 @@ def test_every_shipped_experiment_counts_what_the_paper_counts(name: str) -> Non
         (("spec", "attacks", "pgd", "members"), "x", r"attacks\.pgd\.members must be a whole number from 1"),
         (("spec", "attacks", "pgd", "eps"), [0.1, 0.2], "each radius is an attack, and a row, of its own"),
         (("spec", "attacks", "../x"), {"kind": "cw"}, "an attack's name must be letters"),
-        (("spec", "attacks", "pgd", "norm"), "l3", "norm must be"),
+        (("spec", "attacks", "pgd", "norm"), "l3", r"^the arm 'a': attacks\.pgd: norm must be"),
         (("spec", "seed"), 5, r"give the arm seeds = \[...\]"),
         (("arms", 0, "seeds"), [], "needs seeds, each once"),
         (("arms", 0, "seeds"), [1, 1], "needs seeds, each once"),
         (("arms", 0, "name"), "../../elsewhere", "it names a folder"),
         (("arms", 0, "name"), "", "it names a folder"),
-        (("arms", 0, "name"), "C", "each with a name of its own"),
+        (("arms", 0, "name"), "a" * 101, "a name of at most 100 letters, .* it names a folder"),
+        (("arms", 0, "name"), "C", "two arms are called 'C' and 'c': give each a name of its own"),
         (("arms", 0, "paper", "clean"), 250.0, "paper.clean must be a number from 0 to 100"),
         (("rows",), ["clean", "pgd", "cw", "pdg"], "a row must be .* did you mean 'pgd'"),
     ],
@@ -157,6 +162,18 @@ def test_what_is_wrong_is_named(path: tuple[Any, ...], value: Any, sentence: str
         (("train", "objective_options"), {"margni": 1.0}, "did you mean 'margin'"),
         (("attacks", "pgd", "data"), "optprojtrann", "did you mean 'optprojtran'"),
         (("audit", "data"), "optproj", "data must be"),
+        (("attacks", "pgd", "data"), "mnist", r"image_size = \(8, 8\), and the data 'mnist', .* \(28, 28\)"),
+        (("attacks", "pgd", "data"), "optprojtran", "in_channels = 1, and the data 'optprojtran', .* 3"),
+        (("audit", "data"), "mnist", "the data 'mnist'"),
+        (("train", "epochs"), 0, "epochs must be a whole number from 1 up, not 0"),
+        (("train", "recipe"), "smal", "recipe must be .* did you mean 'small'"),
+        (("model", "depth"), 9, "depth must be"),
+        (("code",), {"code_length": 0}, "code_length must be a whole number from 1"),
+        (
+            ("attacks", "pgd", "members"),
+            11,
+            r"attacks\.pgd\.members must be at most 10, all of the model's, not 11",
+        ),
     ],
 )
 def test_what_would_end_a_training_is_told_before_it(
@@ -167,8 +184,55 @@ def test_what_would_end_a_training_is_told_before_it(
     for key in path[:-1]:
         inner = inner[key]
     inner[path[-1]] = value
-    with pytest.raises(InputError, match=sentence):
+    with pytest.raises(InputError, match=f"^the experiment 'tiny': the arm 'a': .*{sentence}"):
         estimate_tasks(tasks_of(from_tables("tiny", tables), Path("nowhere")))
+
+
+WITHOUT_MEMBERS = {"code": False, "model": {"kind": "resnet"}}
+OF_TWO_SYMBOLS = {"attacks": {"pgd": {"members": 3, "loss": "dlr"}}}
+NO_MEMBERS = r'ResNet has no members \(member_logits and code\): look on="scores"'
+
+
+@pytest.mark.parametrize(
+    ("arm", "sentence"),
+    [
+        ({**WITHOUT_MEMBERS, "attacks": {"pgd": {"on": "members"}}}, f"the attack 'pgd': {NO_MEMBERS}"),
+        ({**WITHOUT_MEMBERS, "attacks": {"cw": {"on": "tempered"}}}, f"the attack 'cw': {NO_MEMBERS}"),
+        ({**WITHOUT_MEMBERS, "attacks": {"cw": {"kind": "member_cw"}}}, f"the attack 'cw': {NO_MEMBERS}"),
+        (
+            {**WITHOUT_MEMBERS, "attacks": {"pgd": {"members": 2}}},
+            r"attacks\.pgd\.members needs a model that has members, and ResNet has none: leave it out",
+        ),
+        (
+            {**WITHOUT_MEMBERS, "train": {"attack": {"eps": 0.1, "on": "members"}}},
+            f"the attack 'train.attack': {NO_MEMBERS}",
+        ),
+        (
+            {**WITHOUT_MEMBERS, "train": {"val_attack": {"eps": 0.1, "on": "linear"}}},
+            f"the attack 'train.val_attack': {NO_MEMBERS}",
+        ),
+        (OF_TWO_SYMBOLS, "the attack 'pgd': the DLR loss needs at least 3 classes, and the model has 2"),
+        ({"attacks": {"pgd": {"source": "a", "on": "members"}}}, f"the attack 'pgd': {NO_MEMBERS}"),
+    ],
+)
+def test_where_an_attack_looks_is_tried_before_anything_is_trained(
+    tmp_path: Path, arm: dict[str, Any], sentence: str
+) -> None:
+    """By the dry run and by the run, which name the file and the arm."""
+    tables = {
+        **TINY,
+        "arms": [{"name": "a", "title": "A", "spec": WITHOUT_MEMBERS}, {"name": "b", "title": "B"}],
+    }
+    write_experiment(tmp_path / "good.toml", tables)
+    assert len(estimate_tasks(tasks_of(load_experiment(str(tmp_path / "good.toml")), tmp_path))) == 2
+    tables["arms"][1]["spec"] = arm
+    write_experiment(tmp_path / "bad.toml", tables)
+    words = ["reproduce", str(tmp_path / "bad.toml"), "--out", str(tmp_path / "out"), "--device", "cpu"]
+    for command in ([*words, "--dry-run"], words):
+        done = CliRunner().invoke(app, command)
+        assert done.exit_code == 2
+        assert re.match(f"ecnn: bad.toml: the arm 'b': {sentence}", done.stderr)
+    assert not (tmp_path / "out").exists()
 
 
 def test_an_unknown_name_is_guessed() -> None:

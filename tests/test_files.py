@@ -112,13 +112,68 @@ def test_text_that_is_not_utf8_is_told_from_a_name_that_is_not(tmp_path: Path) -
 
 
 def test_a_folder_that_may_not_be_looked_into_is_named(tmp_path: Path, as_nobody: Any) -> None:
-    (tmp_path / "closed").mkdir(mode=0o700)
-    (tmp_path / "closed" / "x").touch()
-    (tmp_path / "closed").chmod(0)
-    with as_nobody(tmp_path), pytest.raises(InputError, match=r"cannot read .*closed/x: Permission denied\."):
-        files.check_reachable(tmp_path / "closed" / "x")
-    (tmp_path / "closed").chmod(0o700)
-    files.check_reachable(tmp_path / "closed" / "nothing")
+    closed = files.write_text(tmp_path / "open" / "closed" / "x", "").parent
+    closed.chmod(0)
+    for look in (files.exists, files.is_file, files.is_folder):
+        with as_nobody(tmp_path), pytest.raises(InputError, match=r"cannot read .*d/x: Permission denied\."):
+            look(closed / "x")
+    for use, given in (
+        (files.entries, (closed,)),
+        (files.matching, (closed, "*")),
+        (files.matching, (closed.parent, "*/x")),
+        (files.below, (closed.parent,)),
+    ):
+        with as_nobody(tmp_path), pytest.raises(InputError, match=r"read .*/closed: Permission denied\."):
+            use(*given)
+    closed.chmod(0o700)
+    assert files.is_file(closed / "x")
+
+
+def test_what_is_there_and_what_cannot_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = files.write_text(tmp_path / "x", "")
+    (tmp_path / "nowhere").symlink_to(tmp_path / "gone")
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    looks = (files.exists, files.is_file, files.is_folder)
+    for path, expected in (
+        (kept, (True, True, False)),
+        (tmp_path, (True, False, True)),
+        (os.devnull, (True, False, False)),
+        (tmp_path / "nothing", (False, False, False)),
+        (kept / "below", (False, False, False)),
+        (tmp_path / "nowhere", (False, False, False)),
+    ):
+        assert tuple(look(path) for look in looks) == expected
+    for look in looks:
+        for path, why in (
+            (tmp_path / ("x" * 300), "File name too long"),
+            (tmp_path / "loop", "Too many levels of symbolic links"),
+            ("a\0b", "cannot be the name of a file"),
+        ):
+            with pytest.raises(InputError, match=why):
+                look(path)
+
+    def fails(path: object) -> None:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(os, "stat", fails)
+    with pytest.raises(DiskError, match="cannot read x: Input/output error"):
+        files.exists("x")
+
+
+def test_what_lies_below_a_folder_comes_in_order(tmp_path: Path) -> None:
+    for name in ("b/2.npz", "b/.3.npz", "a/1.npz", "a/c/1.npz", "a/1.json", "1.npz"):
+        files.write_text(tmp_path / name, "")
+    (tmp_path / "a" / "link").symlink_to(tmp_path)
+
+    def named(found: list[Path]) -> list[str]:
+        return [str(path.relative_to(tmp_path)) for path in found]
+
+    assert named(files.matching(tmp_path, "*.npz")) == ["1.npz"]
+    assert named(files.matching(tmp_path, "*/[!.]*.npz")) == ["a/1.npz", "b/2.npz"]
+    assert named(files.matching(tmp_path, "a/*/1.npz")) == ["a/c/1.npz", "a/link/1.npz"]
+    assert files.matching(tmp_path / "nothing", "*") == files.matching(tmp_path / "1.npz", "*") == []
+    assert named(files.below(tmp_path / "a")) == ["a/1.json", "a/1.npz", "a/c", "a/c/1.npz", "a/link"]
+    assert files.below(tmp_path) == sorted(tmp_path.rglob("*"))
 
 
 def test_files_are_readable_as_the_umask_says(tmp_path: Path) -> None:

@@ -94,6 +94,33 @@ def test_imports_point_up(path: Path) -> None:
     assert imported_rooms(path) <= set(above), f"{room} may import only {above}"
 
 
+#: Questions to the disk that raise where a path may not be looked at, or pass over what may not be read.
+BARE = {"exists", "is_file", "is_dir", "glob", "rglob", "iterdir"}
+ALLOWED = {
+    "codes.py: iterdir": "files of the package",
+    "experiment.py: iterdir": "files of the package",
+    "runs.py: iterdir": "files of the package",
+    "runs.py: is_dir": "files of the package",
+    "runs.py: is_file": "files of the package",
+    "runs.py: glob": "a guess which run was meant: what may not be read is none",
+    "pipeline/adopting.py: glob": "a search for runs that can be copied: what may not be read cannot",
+    "data/downloads.py: is_dir": "an entry of an archive",
+}
+
+
+def test_the_disk_is_asked_through_files() -> None:
+    """`Path.exists` and its kin raise PermissionError and OSError: `files.exists` says which path, and why."""
+    found = {
+        f"{path.relative_to(HOUSE)}: {node.func.attr}"
+        for path in sources()
+        if room_of(path) != "files"
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in BARE
+        if not (isinstance(node.func.value, ast.Name) and node.func.value.id == "files")
+    }
+    assert found == {*ALLOWED}
+
+
 @pytest.mark.parametrize(
     ("statement", "absent"),
     [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -132,6 +133,19 @@ def test_what_only_the_users_attack_breaks_is_broken() -> None:
     found = ecnn.audit(Hidden(), split, norm="linf", eps=0.1, budget=TINY, limit=4, attacks={"key": key})
     assert (found.accuracy, found.stages[-2].accuracy) == (0.0, 1.0)
     assert (found.stages[-1].name, found.stages[-1].broken) == ("key", 4)
+
+
+def test_it_may_join_an_audit_that_is_kept(tmp_path: Path) -> None:
+    """What was made after the suite is made anew, on what the new attack leaves."""
+    again = dataclasses.replace(TINY, turns=1)
+    settings: dict[str, Any] = {"norm": "linf", "eps": EPS, "budget": again, "limit": 6}
+    first = ecnn.audit(MODEL, SPLIT, **settings, run_dir=tmp_path)
+    assert any(stage.name.endswith("-x2") for stage in first.stages)
+    joined = ecnn.audit(MODEL, SPLIT, **settings, run_dir=tmp_path, attacks={"mine": darker})
+    whole = ecnn.audit(MODEL, SPLIT, **settings, attacks={"mine": darker})
+    assert [stage.name for stage in joined.stages] == [stage.name for stage in whole.stages]
+    assert joined.broken_by == whole.broken_by
+    assert "mine" in [stage.name for stage in joined.stages]
 
 
 def test_attacks_of_ours_join_too_and_count_in_the_audited_ball() -> None:
@@ -277,6 +291,9 @@ def test_a_step_is_a_quarter_of_the_radius_as_it_is_written() -> None:
     assert find_preset("pgd", eps="4/255").options["step_size"] == "1/255"
     assert find_preset("pgd", eps="2/255").options["step_size"] == f"{0.5 / 255:.6g}"
     assert find_preset("pgd", "l2").options["step_size"] == "0.125"
+    for eps in ("\u00b2/255", "9" * 5000 + "/255"):  # the first is a digit to Python, and no number
+        with pytest.raises(InputError, match="eps must be a number"):
+            find_preset("pgd", eps=eps)
 
 
 def test_a_preset_is_printed_and_recorded(file: Path, tmp_path: Path) -> None:

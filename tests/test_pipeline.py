@@ -75,6 +75,30 @@ def test_dry_runs_try_the_model_on_one_image(digits_run: Path, monkeypatch: pyte
     assert asked == [1, 5, 5, *sizes, 1, 1, *sizes]
 
 
+def test_where_attacks_look_is_tried_on_one_image_too(tmp_path: Path) -> None:
+    """An attack on members of a network without any is refused before an image is classified or an epoch trained."""
+    module = tmp_path / "own.py"
+    module.write_text(
+        "import torch\nnetwork = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 10))\n"
+    )
+    evaluation = f"evaluate --module {module}:network --data digits --attack fgsm --eps 0.1 --limit 5"
+    training = "train --data digits --device cpu --set model.kind=resnet --set train.epochs=1"
+    for command, name in (
+        (f"{evaluation} --on members --out {tmp_path}/out", "fgsm"),
+        (f"{evaluation} --on linear --dry-run", "fgsm"),
+        (f"{training} --eps 0.1 --set train.attack.on=members --dry-run", "train.attack"),
+        (
+            f"{training} --set train.val_attack.eps=0.1 --set train.val_attack.on=members --out {tmp_path}/out",
+            "train.val_attack",
+        ),
+    ):
+        done = CliRunner().invoke(app, command.split())
+        assert done.exit_code == 2, done.output
+        assert f"the attack {name!r}: " in done.stderr
+        assert "has no members (member_logits and code): look on=" in done.stderr
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_network_that_was_exported_for_one_size_of_batch_is_asked_about_any(tmp_path: Path) -> None:
     """Torch's exported graphs refuse eval() too."""
     (tmp_path / "exported.py").write_text(
@@ -324,6 +348,10 @@ def test_a_run_on_a_folder_of_images_remembers_where_it_is(tmp_path: Path) -> No
     # Elsewhere it is found by its name, and the run is still the same one.
     (tmp_path / "root").rename(tmp_path / "moved")
     assert sorted(evaluated(root=tmp_path / "moved")) == [0, 0, 1, 1]
+    (tmp_path / "root").symlink_to(tmp_path / "root")  # elsewhere it may be a place that nobody may look at
+    assert sorted(evaluated(root=tmp_path / "moved")) == [0, 0, 1, 1]
+    assert evaluated(data=str(tmp_path / "moved" / "pics"))
+    (tmp_path / "root").unlink()
     assert train_run(spec, out=tmp_path / "run", root=tmp_path / "moved", device="cpu").was_finished
     (tmp_path / "moved" / "pics" / "a" / "0.png").unlink()
     with pytest.raises(InputError, match="not those that the model was trained on"):
@@ -338,7 +366,5 @@ def test_a_run_on_a_folder_of_images_remembers_where_it_is(tmp_path: Path) -> No
     for name, number in (("a", "0"), ("c", "01")):
         (tmp_path / "other" / name).rename(tmp_path / "other" / number)
     assert evaluated(data=str(tmp_path / "other"))
-    with pytest.raises(
-        InputError, match=r"were in .*/root/pics, and are not there: say where they are with --data"
-    ):
+    with pytest.raises(InputError, match=r"were in .*/root/pics, and are not there, or may not be read: say"):
         evaluated(root=tmp_path)

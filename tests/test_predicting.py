@@ -182,6 +182,20 @@ def test_what_is_no_picture_is_one_sentence(image: Any, sentence: str) -> None:
     assert (first.name, second.error) == (None, None)
 
 
+def test_a_folder_that_may_not_be_read_is_not_taken_for_an_empty_one(tmp_path: Path, as_nobody: Any) -> None:
+    top = tmp_path / "top"
+    for path in (top / "0.png", top / "closed" / "1.png"):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(picture()).save(path)
+    (top / "closed").chmod(0)
+    asked = [top / "closed", top, top / "closed" / "1.png", "x" * 300, top / "0.png"]
+    with as_nobody(tmp_path):
+        found = classifier().predict(asked, keep_going=True)
+    assert [entry.image for entry in found] == [str(path) for path in asked]
+    assert [bool(entry.error) for entry in found] == [True, True, True, True, False]
+    assert all("closed: Permission denied." in str(entry.error) for entry in found[:2])
+
+
 def test_a_picture_that_breaks_off_is_a_sentence_however_late_it_is_unpacked(tmp_path: Path) -> None:
     Image.fromarray(picture(size=(64, 64))).save(tmp_path / "cut.jpg")
     whole = (tmp_path / "cut.jpg").read_bytes()

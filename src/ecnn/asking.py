@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any, ParamSpec, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils import checkpoint as checkpoints
@@ -37,6 +38,27 @@ def in_usual_state(function: Callable[_Parameters, _Result]) -> Callable[_Parame
                 torch.set_default_dtype(default)
 
     return run
+
+
+@contextmanager
+def keeping_settings() -> Iterator[None]:
+    """Afterwards torch's settings that concern everybody are what they were, whatever a model has made of them."""
+    before = settings()
+    try:
+        yield
+    finally:
+        if settings() != before:
+            default, threads, is_deterministic, only_warns = before
+            torch.set_default_dtype(default)
+            torch.set_num_threads(threads)
+            torch.use_deterministic_algorithms(is_deterministic, warn_only=only_warns)
+
+
+def settings() -> tuple[torch.dtype, int, bool, bool]:
+    """Torch's settings that concern everybody: default precision, threads, and whether to be deterministic."""
+    is_deterministic = torch.are_deterministic_algorithms_enabled()
+    only_warns = torch.is_deterministic_algorithms_warn_only_enabled()
+    return torch.get_default_dtype(), torch.get_num_threads(), is_deterministic, only_warns
 
 
 def full_precision(values: Tensor) -> Tensor:
@@ -130,7 +152,8 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
             hook.remove()
         for parameter, gradient, flag in gradients:
             parameter.grad = gradient
-            parameter.requires_grad_(flag)
+            if parameter.requires_grad != flag:  # those made in inference mode refuse to be told
+                parameter.requires_grad_(flag)
         with torch.no_grad():
             for module, name, value, version, kept in buffers:
                 module._buffers[name] = value
@@ -244,6 +267,10 @@ def read_model(model: nn.Module, images: Tensor) -> Tensor:
             came = f"shape {tuple(scores.shape)}{kind}"
         where = _find_scores(scores, len(images))
         advice = f": wrap it in a module that returns model(images){where}" if where else ""
+        if not where and (maker := _find_numbers(scores, len(images))):
+            advice = f": wrap it in a module that returns {maker}(model(images))"
+            if maker != "torch.stack":  # through which gradients pass
+                advice += ", or have it compute with torch throughout, as attacks that follow gradients need"
         if isinstance(scores, Tensor) and scores.is_floating_point() and scores.numel() == len(images):
             advice = (
                 ": one output z for two classes, as it is before a sigmoid, is wrapped in a module that returns "
@@ -265,6 +292,17 @@ def _are_scores(said: Any, batch: int) -> bool:
 def _kind(values: Tensor) -> str:
     """What sets such numbers apart from a score."""
     return "of complex numbers" if values.is_complex() else "in a sparse layout"
+
+
+def _find_numbers(said: Any, batch: int) -> str:
+    """What makes a tensor (batch, class) of an array, of lists of numbers, or of a tensor per image; or nothing."""
+    if not isinstance(said, np.ndarray | list | tuple):
+        return ""
+    of_list: Any = torch.stack if any(isinstance(part, Tensor) for part in said) else torch.tensor
+    maker: Any = torch.from_numpy if isinstance(said, np.ndarray) else of_list
+    with suppress(Exception):
+        return f"torch.{maker.__name__}" if _are_scores(maker(said), batch) else ""
+    return ""
 
 
 def _find_scores(said: Any, batch: int) -> str:

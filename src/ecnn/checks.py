@@ -11,6 +11,7 @@ import math
 import types
 import typing
 from collections.abc import Iterable, Mapping
+from itertools import zip_longest
 from numbers import Integral, Real
 from typing import Any, TypeVar
 
@@ -86,14 +87,18 @@ def check_fields(owner: str, made: Any) -> None:
 
 _WORDS = {str: "text", bool: "true or false", int: "a whole number", float: "a finite number", list: "a list"}
 _WORDS |= {dict: "a table", type(None): "nothing"}
+_SEVERAL = {int: "whole numbers", float: "finite numbers", list: "lists", dict: "tables"}  # else as of one
 
 
-def _in_words(kind: Any) -> str:
-    if typing.get_origin(kind) is typing.Literal:
-        return either(typing.get_args(kind))
-    if typing.get_origin(kind) is types.UnionType:
-        return " or ".join(_in_words(part) for part in typing.get_args(kind) if part is not type(None))
-    return _WORDS.get(typing.get_origin(kind) or kind, "a table")
+def _in_words(kind: Any, words: Mapping[Any, str] = _WORDS) -> str:
+    """The kind as a sentence says it, and that of the elements of a list or table: "a list of whole numbers"."""
+    whole, parts = typing.get_origin(kind) or kind, typing.get_args(kind)
+    if whole is typing.Literal:
+        return either(map(str, parts))
+    if whole is types.UnionType:
+        return " or ".join(_in_words(part, words) for part in parts if part is not type(None))
+    elements = f" of {_in_words(parts[-1], {**_WORDS, **_SEVERAL})}" if parts and parts[-1] is not Any else ""
+    return words.get(whole, "a table") + elements
 
 
 def _fits(value: Any, kind: Any) -> bool:
@@ -159,6 +164,9 @@ def difference(old: Any, new: Any) -> str:
         for key in [*new, *old]:
             if old.get(key) != new.get(key):
                 return f"{key}: {difference(old.get(key), new.get(key))}"
+    if isinstance(old, list | tuple) and isinstance(new, list | tuple):
+        pairs = zip_longest(old, new, fillvalue="nothing")
+        return next((difference(*pair) for pair in pairs if pair[0] != pair[1]), "another kind of list")
     there, here = (text if len(text) <= 40 else f"{text[:12]}..." for text in (str(old), str(new)))
     return f"{there} there, {here} here"
 
@@ -192,24 +200,26 @@ def check_options(owner: str, options: Iterable[str], known: Iterable[str]) -> N
             raise InputError(f"{owner} has no option {shown(option)}; {has}{did_you_mean(option, known)}")
 
 
-def check_array(name: str, value: Any, *axes: str | int, dtype: str | None = None) -> None:
+def check_array(name: str, value: Any, *axes: str | int, dtype: str | tuple[str, ...] | None = None) -> None:
     """Raises InputError unless the value is a NumPy array or a torch tensor of this form.
 
     Args:
         axes: the name of an axis that may have any size, or the size that it must have.
         dtype: "uint8" for an array, "torch.uint8" for a tensor of bytes; "whole numbers" for integers of any
-            kind; None for anything.
+            kind; several of these, of which one must fit; None for anything.
     """
     shape: Any = getattr(value, "shape", None)
     fits = shape is not None and len(shape) == len(axes)
     fits = fits and all(isinstance(axis, str) or axis == size for axis, size in zip(axes, shape, strict=True))
     kind = str(getattr(value, "dtype", type(value).__name__))
     is_whole = kind.removeprefix("torch.").startswith(("int", "uint"))
-    if fits and (dtype in (None, kind) or (dtype == "whole numbers" and is_whole)):
+    wanted = (dtype,) if isinstance(dtype, str) else dtype or ()
+    is_wanted = kind in wanted or ("whole numbers" in wanted and is_whole)
+    if fits and (is_wanted or not wanted):
         return
     form = f"({', '.join(map(str, axes))}{',' if len(axes) == 1 else ''})"
-    found = kind if shape is None else f"{kind} of shape {tuple(shape)}"
-    raise InputError(f"{name} must be {f'{dtype} ' if dtype else ''}of shape {form}, not {found}.")
+    found = kind if shape is None else f"{'' if is_wanted else f'{kind} '}of shape {tuple(shape)}"
+    raise InputError(f"{name} must be {f'{either(wanted)} ' if wanted else ''}of shape {form}, not {found}.")
 
 
 def check_has(owner: str, model: Any, attribute: str) -> None:

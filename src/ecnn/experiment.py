@@ -56,6 +56,7 @@ _EXPERIMENT_KINDS = {
 }
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9 _.,+=@-]*")
+_LONGEST_NAME = 100  # as those of attacks; file systems take 255 bytes
 CLEAN, AUDIT, PARAMETERS = "clean", "audit", "parameters"
 #: What `quick_form` makes of every spec: digits; networks of these sizes, where they have such options; one epoch;
 #: attacks on so few images, with no more than these steps; an audit of as few images.
@@ -111,6 +112,7 @@ class Experiment:
             does not make one of them goes without it.
         arms: columns.
         note: what the reader must know of all of them.
+        file: name of the file that it came from, which sentences quote; empty if there is none.
         remarks: paragraphs on what the numbers say, such as why they differ from the paper's.
     """
 
@@ -122,13 +124,24 @@ class Experiment:
     audited: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     note: str = ""
     remarks: tuple[str, ...] = ()
+    file: str = field(default="", compare=False)
 
     def __post_init__(self) -> None:
-        names = [arm.name for arm in self.arms]
-        if len({name.casefold() for name in names}) != len(names) or not names:
-            raise InputError(f"the experiment {self.name!r} needs arms, each with a name of its own.")
+        if not self.arms:
+            raise InputError(
+                f"the experiment {self.name!r} has no arms: give it [[arms]], one for each column."
+            )
+        named: dict[str, Arm] = {}
         for arm in self.arms:
+            if (first := named.setdefault(arm.name.casefold(), arm)) is not arm:
+                raise InputError(
+                    f"two arms are called {first.name!r} and {arm.name!r}: give each a name of its own, whatever the "
+                    "case of its letters."
+                )
             self._check(arm)
+        for row in self.rows:
+            if self.rows.count(row) > 1:
+                raise InputError(f"rows must differ, but {row!r} is there {self.rows.count(row)} times.")
         check_options("[audited]", self.audited, self.rows)
         made = {name: None for arm in self.arms for name in arm.spec.attacks}
         for row in self.rows:
@@ -140,9 +153,10 @@ class Experiment:
     def _check(self, arm: Arm) -> None:
         owner = f"the arm {arm.name!r}"
         known = [CLEAN, *arm.spec.attacks]
-        if not _NAME.fullmatch(arm.name):
+        if not _NAME.fullmatch(arm.name) or len(arm.name) > _LONGEST_NAME:
             raise InputError(
-                f"{owner} must have a name of letters, digits and any of _ . , + = @ -: it names a folder."
+                f"{owner} must have a name of at most {_LONGEST_NAME} letters, digits and any of _ . , + = @ -: it "
+                "names a folder."
             )
         for seed in arm.seeds:
             check_count(f"{owner}: a seed", seed, least=0)
@@ -158,7 +172,10 @@ class Experiment:
                     f"{owner}: attacks.{name}.eps is a list: in an experiment each radius is an attack, and a row, of "
                     "its own."
                 )
-            make_attack({"kind": name, **table})
+            try:
+                make_attack({"kind": name, **table})
+            except InputError as error:
+                raise InputError(f"{owner}: attacks.{name}: {error}") from error
         for name, table in arm.spec.attacks.items():
             if "source" in table:
                 check_choice(
@@ -197,7 +214,7 @@ def load_experiment(source: str) -> Experiment:
             f"no experiment is called {source!r}; there are {', '.join(known)}{did_you_mean(source, known)}"
         )
     try:
-        return from_tables(path.stem, files.read_toml(path))
+        return dataclasses.replace(from_tables(path.stem, files.read_toml(path)), file=path.name)
     except InputError as error:
         raise InputError(f"{path.name}: {error}") from error
 
@@ -213,20 +230,25 @@ def from_tables(name: str, tables: Mapping[str, Any]) -> Experiment:
         for row, sources in whole.pop("audited", {}).items()
     }
     whole |= {name: tuple(whole[name]) for name in ("rows", "remarks") if name in whole}
-    fixed = {"name": name, "arms": arms, "audited": audited}
+    fixed = {"name": name, "arms": arms, "audited": audited, "file": ""}
     return build(f"the experiment {name!r}", Experiment, whole, fixed=fixed)
 
 
 def _arm(shared: Mapping[str, Any], table: Mapping[str, Any]) -> Arm:
-    check_entries("an arm", table, _ARM_KINDS)
+    named = isinstance(table.get("name"), str)
+    owner = f"the arm {table['name']!r}" if named else "an arm"
+    check_entries(owner, table, _ARM_KINDS)
     own = dict(table)
     merged = merge(shared, own.pop("spec", {}))
     if "seed" in merged:
-        raise InputError("a spec of an experiment has no seed: give the arm seeds = [...].")
-    spec = Spec.from_dict(merged)
+        raise InputError(f"{owner}: a spec of an experiment has no seed: give the arm seeds = [...].")
+    try:
+        spec = Spec.from_dict(merged)
+    except InputError as error:
+        raise InputError(f"{owner}: {error}") from error
     if "seeds" in own:
         own["seeds"] = tuple(own["seeds"])
-    return build(f"the arm {own.get('name', '')!r}", Arm, own, fixed={"spec": spec})
+    return build(owner, Arm, own, fixed={"spec": spec})
 
 
 def quick_form(experiment: Experiment) -> Experiment:

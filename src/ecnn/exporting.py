@@ -345,10 +345,10 @@ def _as_markdown(text: str) -> str:
 
 
 def _accuracy(folder: Path) -> list[str]:
-    if (folder / "card.md").exists():  # a shipped model says more of itself
+    if files.exists(folder / "card.md"):  # a shipped model says more of itself
         card = files.read_bytes(folder / "card.md").decode().splitlines()
         return [line for line in card if line[:2] in ("- ", "  ")]  # the second goes on with the first
-    if not (folder / runs.RESULTS).exists():
+    if not files.exists(folder / runs.RESULTS):
         return ["- Its accuracy is not known."]
     found = runs.read_results(folder)
     return [

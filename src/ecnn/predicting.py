@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ecnn import files, runs
-from ecnn.asking import read_model, undisturbed
+from ecnn.asking import in_usual_state, read_model, undisturbed
 from ecnn.attacks import Attack
 from ecnn.attacks.views import decoded_scores, members_of
 from ecnn.backbones import MOST_OF_ANYTHING
@@ -246,9 +246,9 @@ def load_classifier(source: str | os.PathLike[str], *, device: str | torch.devic
     """The model of a run folder, of a folder that `ecnn.hub` wrote, or a shipped one by name, ready for pictures."""
     model = runs.load_model(source, device=device)  # refuses a spec without the facts that are needed here
     folder = runs.run_folder(source)
-    if not (folder / runs.SPEC).exists() and (folder / runs.CONFIG).exists():
+    if not files.exists(folder / runs.SPEC) and files.exists(folder / runs.CONFIG):
         return _described_classifier(model, folder / runs.CONFIG)
-    if not (folder / runs.SPEC).exists():
+    if not files.exists(folder / runs.SPEC):
         raise InputError(
             f"{folder} has no {runs.SPEC}, which would say what its images are: make a Classifier(model, class_names, "
             "in_channels, image_size) yourself."
@@ -302,6 +302,7 @@ class RejectionResult:
         )
 
 
+@in_usual_state
 def evaluate_rejection(
     model: nn.Module, split: Split, attack: Attack, *, reject: float, limit: int | None = None, seed: int = 0
 ) -> RejectionResult:
@@ -322,7 +323,7 @@ def evaluate_rejection(
     if len(split) == 0:
         raise InputError("a rejection cannot be evaluated on no images.")
     columns = []
-    place = next(model.parameters(), torch.zeros(0)).device
+    place = next(model.parameters(), torch.zeros(0, device="cpu")).device
     for start in range(0, len(split), BATCH_SIZE):
         images, labels = (values.to(place) for values in split[start : start + BATCH_SIZE])
         index = torch.arange(start, start + len(images), device=place)
@@ -349,7 +350,7 @@ def _verdict(model: nn.Module, images: Tensor, labels: Tensor, reject: float) ->
 @torch.no_grad()
 def ask_model(model: nn.Module, images: Tensor) -> Reading:
     """What the model says of pixels (image, channel, height, width) in [0, 1], and what its members say."""
-    images = images.to(next(model.parameters(), torch.zeros(0)).device)
+    images = images.to(next(model.parameters(), torch.zeros(0, device="cpu")).device)
     with undisturbed(model):
         if not has_code(model):
             return Reading(read_model(model, images).cpu())
@@ -384,11 +385,15 @@ def _listed(images: Any) -> Iterator[tuple[str, Any]]:
         if not str(images):
             yield "", InputError("the name of an image is empty.")
             return
-        if not files.is_folder(path):
+        try:
+            inside = files.below(path) if files.is_folder(path) else None
+        except InputError as error:
+            yield str(path), error
+            return
+        if inside is None:
             yield str(path), path
             return
-        with files.naming(path, "read"):  # a folder may go while it is looked at
-            own = sorted(entry for entry in path.rglob("*") if entry.suffix.lower() in IMAGE_SUFFIXES)
+        own = [entry for entry in inside if entry.suffix.lower() in IMAGE_SUFFIXES]
         if not own:
             yield str(path), InputError(f"{path} has no image ({', '.join(IMAGE_SUFFIXES)}) in it.")
         yield from ((str(entry), entry) for entry in own if not entry.name.startswith("."))

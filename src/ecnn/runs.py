@@ -46,7 +46,7 @@ def start_run(folder: Path, spec: Spec, code: CodeMatrix | None, class_names: Se
     A folder that holds another run is refused.
     """
     # A file that a fault of the disk has emptied says nothing.
-    if (folder / SPEC).exists() and _identity(folder) and not holds(folder, spec):
+    if files.exists(folder / SPEC) and _identity(folder) and not holds(folder, spec):
         raise InputError(
             f"{folder} holds a run with another spec.toml ({difference(_identity(folder), spec.identity)}): choose "
             "another folder."
@@ -76,7 +76,7 @@ def _identity(folder: Path) -> dict[str, Any]:
 def is_finished(folder: Path, spec: Spec) -> bool:
     """Whether the folder holds a complete and undamaged run of that spec."""
     return (
-        all((folder / name).exists() for name in (DONE, SPEC, RESULTS))
+        all(files.exists(folder / name) for name in (DONE, SPEC, RESULTS))
         and holds(folder, spec)
         and not damaged_files(folder)
     )
@@ -84,13 +84,13 @@ def is_finished(folder: Path, spec: Spec) -> bool:
 
 def finish_run(folder: Path) -> None:
     """Marks the run as complete: DONE holds the SHA-256 of its files, as `sha256sum -c` reads them."""
-    found = [name for name in _SUMMED if (folder / name).exists() or name not in (CODE, CLASSES)]
+    found = [name for name in _SUMMED if files.exists(folder / name) or name not in (CODE, CLASSES)]
     files.write_text(folder / DONE, "".join(f"{files.file_sum(folder / name)}  {name}\n" for name in found))
 
 
 def damaged_files(folder: Path) -> tuple[str, ...]:
     """The files of a finished run that are gone or not as they were when it ended; none of an unfinished run."""
-    if not (folder / DONE).exists():
+    if not files.exists(folder / DONE):
         return ()
     try:
         sums = _read_sums(folder)
@@ -111,7 +111,7 @@ def _is_whole(path: Path, expected: str | None) -> bool:
 
 def _read_sums(folder: Path) -> dict[str, str]:
     """SHA-256 by file, as DONE holds them; empty for a run that has not ended, or ended when none were kept."""
-    if not (folder / DONE).exists():
+    if not files.exists(folder / DONE):
         return {}
     content = files.read_bytes(folder / DONE, most=files.MAX_JSON_BYTES)
     lines = [line.split("  ") for line in content.decode(errors="replace").splitlines()]
@@ -193,7 +193,9 @@ def load_model(
     folder = run_folder(source)
     model = module
     if model is None:
-        has_spec = (folder / SPEC).exists() or not any((folder / name).exists() for name in (BEST, CONFIG))
+        has_spec = files.exists(folder / SPEC) or not any(
+            files.exists(folder / name) for name in (BEST, CONFIG)
+        )
         model = _model_of_spec(folder) if has_spec else _model_of_weights(folder)
     if not any(files.exists(folder / name) for name in (BEST, DONE)):
         raise InputError(
@@ -237,7 +239,7 @@ def _model_of_spec(folder: Path) -> nn.Module:
     options = dict(spec.model)
     return build_model(
         str(options.pop("kind", "ecnn")),
-        code=load_code(folder / CODE) if (folder / CODE).exists() else None,
+        code=load_code(folder / CODE) if files.exists(folder / CODE) else None,
         num_classes=facts.num_classes,
         in_channels=facts.in_channels,
         mean=torch.zeros(facts.in_channels, *facts.image_size),  # the true one is among the weights
@@ -269,7 +271,7 @@ def class_names(source: str | os.PathLike[str]) -> tuple[str, ...]:
     """
     folder = run_folder(source)
     facts = read_spec(folder).data
-    if not (folder / CLASSES).exists():
+    if not files.exists(folder / CLASSES):
         return CLASS_NAMES.get(facts.name, tuple(map(str, range(facts.num_classes or 0))))
     _check_whole(folder, CLASSES)
     names = files.read_json(folder / CLASSES)
@@ -294,7 +296,6 @@ def check_same_model(folder: str | os.PathLike[str], model: nn.Module) -> None:
 
 def run_folder(source: str | os.PathLike[str]) -> Path:
     """The folder of a run, given as such or by the name of a shipped model."""
-    files.check_reachable(Path(source) / SPEC)
     if files.is_folder(source):
         return Path(source)
     check_choice(f"there is no folder {str(source)!r}, and a model by name", str(source), models())
@@ -310,7 +311,7 @@ def describe_run(folder: Path) -> dict[str, Any]:
     """What a list of models shows of one: kind, data, radius of adversarial training, best epoch, test accuracy."""
     spec = read_spec(folder)
     attack = spec.train.get("attack") or spec.train.get("val_attack") or {}
-    result = read_results(folder) if (folder / RESULTS).exists() else {}
+    result = read_results(folder) if files.exists(folder / RESULTS) else {}
     _, facts = load_checkpoint(folder / BEST)
     return {
         "kind": spec.model.get("kind", "ecnn"),

@@ -13,7 +13,8 @@ from ecnn.attacks.jsma import JSMA
 from ecnn.attacks.minimal import FMN, DeepFool
 from ecnn.attacks.norms import NORMS
 from ecnn.attacks.race import Race
-from ecnn.attacks.rays import Neighbours, RaySearch
+from ecnn.attacks.ray_directions import Neighbours
+from ecnn.attacks.rays import RaySearch
 from ecnn.attacks.sparse import SparsePGD
 from ecnn.attacks.square import Square
 from ecnn.attacks.transformed import TransformedPGD

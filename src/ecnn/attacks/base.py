@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ecnn.asking import full_precision, read_model, undisturbed, without_tf32
+from ecnn.asking import full_precision, in_usual_state, read_model, undisturbed, without_tf32
 from ecnn.attacks.deadlines import check_time
 from ecnn.attacks.draws import Draws, forked_generators
 from ecnn.attacks.images import at_once, check_pixels, per_image
@@ -95,7 +95,7 @@ class Target:
         self.model, self.precision, self.device, self.run = model, precision, device, run
         self.judge = model if judge is None else judge
         self._rows: Tensor | None = None
-        self._counts = torch.zeros(2, batch, dtype=torch.int64)
+        self._counts = torch.zeros(2, batch, dtype=torch.int64, device="cpu")
         self._all_counts = [0, 0]  # of questions about every row, kept apart: they need no work on the device
         self._nan_gradients = torch.zeros((), dtype=torch.int64, device=device)
         self._root = self
@@ -252,6 +252,8 @@ def _usable(gradient: Tensor) -> Tensor:
 def raw_gradient(losses: Tensor, points: Tensor, *, again: bool = False) -> Tensor:
     """`gradient_of`, with what is no number in it."""
     if not losses.requires_grad:
+        if torch.is_inference_mode_enabled():
+            raise InputError("attacks need gradients: leave torch.inference_mode, in which there are none.")
         return torch.zeros_like(points)
     (gradient,) = torch.autograd.grad(losses.sum(), points, retain_graph=again, allow_unused=True)
     return torch.zeros_like(points) if gradient is None else gradient
@@ -347,6 +349,7 @@ class Attack:
                 points = torch.where(per_image(broken, images), points, images)
         return points
 
+    @in_usual_state
     def run(
         self, model: nn.Module, images: Tensor, labels: Tensor, *, seed: int = 0, index: Tensor | None = None
     ) -> Attacked:
@@ -438,6 +441,11 @@ class BallAttack(Attack):
 def check_batch(model: nn.Module, images: Tensor, labels: Tensor, index: Tensor | None = None) -> None:
     """Raises InputError unless these are a model and pixels in [0, 1] with a label, a whole number, for each image."""
     check_kind("model", model, nn.Module, "a torch module")
+    if any(parameter.is_inference() for parameter in model.parameters()):
+        raise InputError(
+            "the model's weights were made inside torch.inference_mode, and let no gradient pass: build the model "
+            "outside of it, or give copy.deepcopy(model)."
+        )
     check_pixels(images)
     check_tensor("labels", labels, len(images))
     if index is not None:

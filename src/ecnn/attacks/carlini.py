@@ -136,6 +136,9 @@ class MemberCarliniWagner(_TanhAttack):
     Departs: from their program as `CarliniWagnerL2` does from its authors'.
     """
 
+    #: Where it looks, and what it needs of a model.
+    on: ClassVar[View] = WeakestBit()
+
     lr: float = 0.005
     targets: int = 1
 
@@ -152,7 +155,7 @@ class MemberCarliniWagner(_TanhAttack):
         target.count(1)
         goals = scores.topk(min(self.targets, scores.shape[1] - 1), dim=1).indices
         demanded = self.confidence if self.confidence > 0 else -math.inf
-        descent = _Descent(self, target, WeakestBit(), demanded)
+        descent = _Descent(self, target, self.on, demanded)
         best: _State | None = None
         for goal in goals.unbind(dim=1):
             state = descent.run(images, labels, goal)

@@ -94,7 +94,8 @@ def find_preset(attack: str, norm: str = "linf", eps: float | str | None = None)
 
 def _part(radius: float | str) -> str:
     """The usual step in a ball of this radius, written as the radius is."""
+    length = parse_eps(radius)
     above, slash, below = str(radius).partition("/")
-    if slash and above.strip().isdigit() and int(above) % _STEP == 0:
+    if slash and above.strip().isdecimal() and int(above) % _STEP == 0:
         return f"{Fraction(int(above), _STEP)}/{below.strip()}"
-    return f"{parse_eps(radius) / _STEP:.6g}"
+    return f"{length / _STEP:.6g}"

@@ -13,11 +13,56 @@ from torch import Tensor
 
 from ecnn.attacks.draws import Draws
 from ecnn.attacks.norms import NORMS, Norm
+from ecnn.errors import InputError
 
 #: Directions that are tried together, a fixed number, so that the size of a batch changes no result.
 _WIDTH = 16
 _ROUNDS = 4  # of blocks between two looks at which way the border faces
+_NEIGHBOURS, _OTHERS = 4, 8  # neighbours of the class, and of other classes, that give directions
 LARGE = 1e3  # a direction times this is longer than any ball
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Neighbours:
+    """Images whose fate is known: what broke them may break an image that is near.
+
+    Attributes:
+        images: (neighbour, channel, height, width).
+        labels: (neighbour,) their classes.
+        moves: (neighbour, channel, height, width) to a misclassified point; zero if none is known.
+    """
+
+    images: Tensor
+    labels: Tensor
+    moves: Tensor
+
+    def __post_init__(self) -> None:
+        if self.images.shape != self.moves.shape or len(self.images) != len(self.labels):
+            raise InputError(
+                f"neighbours need a label and a move for each image, not {len(self.labels)} labels and moves of "
+                f"{tuple(self.moves.shape)} for images of {tuple(self.images.shape)}."
+            )
+
+    def directions(self, norm: Norm, images: Tensor, labels: Tensor, draws: Draws | None) -> Tensor:
+        """(batch, direction, ...): what broke the nearest neighbours of the class, and the way to those of others.
+
+        Args:
+            draws: by which others than the nearest are chosen now and then; None takes the nearest.
+        """
+        known, own = self.images.to(images), self.labels.to(labels.device)
+        apart = torch.cdist(images.flatten(1).double(), known.flatten(1).double())
+        if draws is not None:
+            apart = apart * (1 + draws.uniform(len(own), dtype=apart.dtype))
+        is_broken = (self.moves.flatten(1) != 0).any(dim=1).to(labels.device)
+        is_other = own != labels[:, None]
+        near = torch.where(is_other | ~is_broken, math.inf, apart).argsort(dim=1, stable=True)
+        found = [stretch(norm, self.moves.to(images)[near[:, :_NEIGHBOURS]])]
+        left = torch.where(is_other, apart, math.inf)
+        for _ in range(_OTHERS):  # one of each class
+            chosen = left.argmin(dim=1)
+            found.append(known[chosen, None] - images[:, None])
+            left = left.masked_fill(own == own[chosen, None], math.inf)
+        return torch.cat(found, dim=1)
 
 
 @dataclass(frozen=True)

@@ -13,9 +13,10 @@ from torch import Tensor
 from ecnn.attacks.base import Attack, BallAttack, Cost, Target
 from ecnn.attacks.draws import Draws
 from ecnn.attacks.images import add_up, at_once, per_image
-from ecnn.attacks.norms import NORMS, Norm, l2_norm
+from ecnn.attacks.norms import NORMS, l2_norm
 from ecnn.attacks.ray_directions import (
     LARGE,
+    Neighbours,
     Step,
     as_counted,
     first_patterns,
@@ -32,7 +33,6 @@ from ecnn.errors import InputError
 from ecnn.objectives import predicted_classes
 
 _STREAM = 31
-_NEIGHBOURS, _OTHERS = 4, 8  # neighbours of the class, and of other classes, that give directions
 #: Points asked around the border to learn which way it faces, and how many of them at once.
 _PROBES, _PROBES_AT_ONCE = 64, 32
 #: Numbers of one tensor, so that large images are searched in smaller groups; and where the caller bounds the batch.
@@ -49,49 +49,6 @@ _PROBE_LENGTHS = (0.1, 0.3, 0.03)  # of the probes, as shares of the move's leng
 _TURNED = 0.15  # share of the pixels that a probe turns in a box
 _KICK = 0.2  # share of the pixels that another start from the best direction turns
 _DEEP = 0.5  # of the radius: where keep="last" looks, so that it ends deep on the wrong side
-
-
-@dataclass(frozen=True, eq=False, kw_only=True)
-class Neighbours:
-    """Images whose fate is known: what broke them may break an image that is near.
-
-    Attributes:
-        images: (neighbour, channel, height, width).
-        labels: (neighbour,) their classes.
-        moves: (neighbour, channel, height, width) to a misclassified point; zero if none is known.
-    """
-
-    images: Tensor
-    labels: Tensor
-    moves: Tensor
-
-    def __post_init__(self) -> None:
-        if self.images.shape != self.moves.shape or len(self.images) != len(self.labels):
-            raise InputError(
-                f"neighbours need a label and a move for each image, not {len(self.labels)} labels and moves of "
-                f"{tuple(self.moves.shape)} for images of {tuple(self.images.shape)}."
-            )
-
-    def directions(self, norm: Norm, images: Tensor, labels: Tensor, draws: Draws | None) -> Tensor:
-        """(batch, direction, ...): what broke the nearest neighbours of the class, and the way to those of others.
-
-        Args:
-            draws: by which others than the nearest are chosen now and then; None takes the nearest.
-        """
-        known, own = self.images.to(images), self.labels.to(labels.device)
-        apart = torch.cdist(images.flatten(1).double(), known.flatten(1).double())
-        if draws is not None:
-            apart = apart * (1 + draws.uniform(len(own), dtype=apart.dtype))
-        is_broken = (self.moves.flatten(1) != 0).any(dim=1).to(labels.device)
-        is_other = own != labels[:, None]
-        near = torch.where(is_other | ~is_broken, math.inf, apart).argsort(dim=1, stable=True)
-        found = [stretch(norm, self.moves.to(images)[near[:, :_NEIGHBOURS]])]
-        left = torch.where(is_other, apart, math.inf)
-        for _ in range(_OTHERS):  # one of each class
-            chosen = left.argmin(dim=1)
-            found.append(known[chosen, None] - images[:, None])
-            left = left.masked_fill(own == own[chosen, None], math.inf)
-        return torch.cat(found, dim=1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -287,12 +244,28 @@ class _Field:
         self.target.count(numbers)
 
     def wrong(self, points: Tensor, labels: Tensor) -> Tensor:
-        """(n,) whether each point is classified otherwise than its label."""
+        """(n,) whether each point is classified otherwise than its label; not where the model raises an error.
+
+        These points lie far from the image, where it may never have been asked: one refused question ends no search.
+        """
         if not len(points):
             return torch.zeros_like(labels, dtype=torch.bool)
         with torch.no_grad():
-            parts = torch.split(points, at_once(self.attack.max_batch))
-            return torch.cat([predicted_classes(self.target.model(part)) for part in parts]) != labels
+            parts = zip(
+                *(torch.split(part, at_once(self.attack.max_batch)) for part in (points, labels)), strict=True
+            )
+            return torch.cat([self._wrong_or_refused(*part) for part in parts])
+
+    def _wrong_or_refused(self, points: Tensor, labels: Tensor) -> Tensor:
+        try:
+            return predicted_classes(self.target.model(points)) != labels
+        except torch.cuda.OutOfMemoryError:  # fewer images at a time are tried instead
+            raise
+        except Exception:  # whatever a model throws
+            if len(points) == 1:
+                return torch.zeros_like(labels, dtype=torch.bool)
+        halves = zip(points.tensor_split(2), labels.tensor_split(2), strict=True)
+        return torch.cat([self._wrong_or_refused(*half) for half in halves])
 
     def advance(self, rays: _Rays, step: Step, draws: Draws) -> None:
         """One step of the search. An image for which nothing is misclassified yet tries other directions."""

@@ -207,7 +207,7 @@ def _bump(height: int, width: int, norm: Norm) -> Tensor:
 
     In L1 they weigh 1 / k^4.
     """
-    bump = torch.zeros(height, width, dtype=torch.float64)
+    bump = torch.zeros(height, width, dtype=torch.float64, device="cpu")
     fall = _SPARSE_FALL if NORMS[norm].is_sparse else _FALL
     middle, centre = height // 2, width // 2
     for ring in range(max(height, width) // 2 + 1):

@@ -192,7 +192,9 @@ class MeanAround(WrappedView):
         if not torch.is_grad_enabled():
             return view.look(model, images, aim)
         generator = torch.Generator().manual_seed(0)
-        noise = self.deviation * torch.randn(self.pairs, *images.shape[1:], generator=generator).to(images)
+        noise = self.deviation * torch.randn(
+            self.pairs, *images.shape[1:], generator=generator, device="cpu"
+        ).to(images)
         looks, most = [], copies_at_once(len(images), images[:1].numel())
         for shifts in torch.split(torch.cat([torch.zeros_like(noise[:1]), noise, -noise]), most):
             points = (images + shifts[:, None]).flatten(0, 1)
@@ -389,7 +391,7 @@ class InDouble(BallAttack):
         return self.attack.cost(num_classes)
 
     def search(self, target: Target, images: Tensor, labels: Tensor, draws: Draws) -> Tensor:
-        part = target.narrow(torch.arange(len(images)))
+        part = target.narrow(torch.arange(len(images), device="cpu"))
         part.model = copy_in_double(target.judge)
         points = self.attack.search(part, images.double(), labels, draws)
         return NORMS[self.norm].project(points.to(images.dtype), images, self.radius)
@@ -414,7 +416,7 @@ class OnMean(BallAttack):
         return self.attack.cost(num_classes) * self.passes
 
     def search(self, target: Target, images: Tensor, labels: Tensor, draws: Draws) -> Tensor:
-        part = target.narrow(torch.arange(len(images)))
+        part = target.narrow(torch.arange(len(images), device="cpu"))
         part.model = MeanOfPasses(target.model, self.passes, self.seed)
         before = target.forwards, target.backwards
         points = self.attack.search(part, images, labels, draws)
@@ -422,7 +424,7 @@ class OnMean(BallAttack):
             after - earlier
             for after, earlier in zip((target.forwards, target.backwards), before, strict=True)
         )
-        rows = torch.arange(len(images)) if target._rows is None else target._rows
+        rows = torch.arange(len(images), device="cpu") if target._rows is None else target._rows
         target.count(*((self.passes - 1) * count[rows] for count in asked))
         return points
 

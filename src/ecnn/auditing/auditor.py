@@ -25,7 +25,7 @@ from ecnn.auditing.budgets import Budget, resolve_budget
 from ecnn.auditing.certificates import Certificate, certify
 from ecnn.auditing.deployment import Deployment, filled_up, largest_batch, meet, take_copy
 from ecnn.auditing.diagnostics import CHECKS, diagnose, read_evidence
-from ecnn.auditing.examination import Late, batch_dependent, examine, named, outside, stateful
+from ecnn.auditing.examination import FirstContact, Late, batch_dependent, examine, named, outside, stateful
 from ecnn.auditing.findings import Finding, alarm
 from ecnn.auditing.own import AnyAttack, join_own, notes_on_request, own_attacks
 from ecnn.auditing.power import Power
@@ -53,6 +53,7 @@ from ecnn.data import Split
 from ecnn.errors import InputError
 from ecnn.evaluation import Evaluation
 from ecnn.evaluation.batch import BATCH_SIZE, check_request, place
+from ecnn.evaluation.cluster import CLUSTERS
 from ecnn.evaluation.inputs import Images, read_images
 from ecnn.evaluation.provenance import describe, describe_model, same_answers
 from ecnn.evaluation.readings import check_reading
@@ -63,6 +64,9 @@ FOLDER, PAGE = "audit", "audit.md"
 _NOT_PROVEN = {"stateful", "copies", "certificate_contradicted"}
 _QUESTIONS, _PART_OF_TIME = 200, 0.1
 _FEW = 8  # images by which a model is met, before anything else is asked
+_STRANGERS = (
+    16  # images, audited ones only if there are no others, about which a model is asked before anything else
+)
 _TOGETHER = 2**16  # pixel values of the attempts at a few images that are made at once
 
 
@@ -129,30 +133,34 @@ def audit(
         resume: goes on with what a killed audit left there; False begins anew.
         progress: called as progress(done, total, note).
     """
-    check_choice("norm", norm, NORMS)
-    check_count("seed", seed, least=0)
-    eps, budget = parse_eps(eps, most=NORMS[norm].longest), resolve_budget(budget)
-    check_shares(claim=claim, min_accuracy=min_accuracy)
-    limit = budget.images if limit is None else limit
-    check_count("limit", limit, least=0)
+    eps, budget, limit = check_settings(
+        norm=norm,
+        eps=eps,
+        claim=claim,
+        min_accuracy=min_accuracy,
+        limit=limit,
+        batch_size=batch_size,
+        cluster=cluster,
+        budget=budget,
+        minutes=minutes,
+        seed=seed,
+        run_dir=run_dir,
+    )
     check_kind("model", model, nn.Module, "a torch module")
-    end = None
-    if minutes is not None:
-        check_number("minutes", minutes)
-        end = time.monotonic() + 60 * minutes
+    end = None if minutes is None else time.monotonic() + 60 * minutes
     deployment = take_copy(model)  # before anything is asked
     split = read_images(split, limit + MOST_EXAMPLES, classes=classes, progress=progress)
+    strangers = place(model, split[max(0, len(split) - _STRANGERS) :][0])
+    contact = FirstContact(deployment, strangers, norm, eps, int(seed))
     deployment = meet(deployment, place(model, split[:_FEW][0]))
-    chosen = check_request(deployment.fresh(), split, limit, batch_size or BATCH_SIZE)
     most = batch_size or BATCH_SIZE
+    chosen = check_request(deployment.fresh(), split, limit, most)
     some = place(model, chosen[:most][0])
     batch_size = largest_batch(deployment.fresh(), filled_up(some, most), least=_FEW) or batch_size
     check_reading(deployment.fresh(), chosen, batch_size=batch_size or BATCH_SIZE)
     if minutes is not None and batch_size is None:
         batch_size = _batch_in_time(deployment.fresh(), place(model, chosen[:_FEW][0]), 60 * minutes)
     folder = None if run_dir is None else Path(run_dir) / FOLDER
-    if run_dir is not None:
-        files.check_writable(Path(run_dir) / RESULT)
     images = place(model, chosen[:][0])
     labels = chosen.labels.to(images.device)
     subject = Subject(
@@ -165,6 +173,7 @@ def audit(
         nullcontext() if run_dir is None else files.locked(run_dir, "audit"),
     ):
         deployment, findings = examine(deployment, subject)
+        findings += contact.findings(deployment, findings)
         request = _Request(split, folder, resume, progress, attacks, classes, batch_size, cluster, end)
         found = _audit(dataclasses.replace(subject, model=deployment.fresh()), deployment, request)
         if found.staged.late is not None:
@@ -180,6 +189,42 @@ def audit(
             files.write_text(Path(run_dir) / PAGE, result.markdown())
             result.save(Path(run_dir) / RESULT)  # last: who finds it takes the audit for finished
     return result
+
+
+def check_settings(
+    *,
+    norm: str,
+    eps: float | str,
+    claim: float | None,
+    min_accuracy: float | None,
+    limit: int | None,
+    batch_size: int | None,
+    cluster: str | None,
+    budget: str | Budget,
+    minutes: float | None,
+    seed: int,
+    run_dir: str | os.PathLike[str] | None,
+) -> tuple[float, Budget, int]:
+    """The radius, the budget and how many images; InputError where `audit` would refuse its settings, which these are.
+
+    No model and no image is looked at, so that a plan can ask, too.
+    """
+    check_choice("norm", norm, NORMS)
+    check_count("seed", seed, least=0)
+    check_shares(claim=claim, min_accuracy=min_accuracy)
+    radius, chosen = parse_eps(eps, most=NORMS[norm].longest), resolve_budget(budget)
+    images = chosen.images if limit is None else limit
+    check_count("limit", images, least=0)
+    if batch_size is not None:
+        check_count("batch_size", batch_size)
+    if cluster is not None:
+        check_choice("cluster", cluster, CLUSTERS)
+    if minutes is not None:
+        check_number("minutes", minutes)
+    if run_dir is not None:
+        for name in (RESULT, PAGE):
+            files.check_writable(Path(run_dir) / name)
+    return radius, chosen, images
 
 
 def _batch_in_time(model: nn.Module, images: Tensor, seconds: float) -> int | None:
@@ -424,7 +469,7 @@ def _kept_findings(
     folder: Path | None, identity: dict[str, Any], answers: dict[str, Any] | None
 ) -> list[Finding] | None:
     """The findings of an earlier run of the same audit, if its diagnostics had come to an end."""
-    if folder is None or not (folder / "findings.json").exists():
+    if folder is None or not files.exists(folder / "findings.json"):
         return None
     kept = files.read_json(folder / "findings.json")
     if not isinstance(kept, dict) or kept.get("identity") != identity:

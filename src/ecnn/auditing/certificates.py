@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ecnn.asking import read_model, undisturbed, without_tf32
+from ecnn.asking import in_usual_state, read_model, undisturbed, without_tf32
 from ecnn.attacks.base import check_labels
 from ecnn.attacks.images import at_once
 from ecnn.attacks.norms import NORMS, Norm
@@ -85,6 +85,7 @@ def read_certificate(values: Any) -> Certificate | None:
     return Certificate(**{**values, "interval": (float(low), float(high)), "proven": tuple(values["proven"])})
 
 
+@in_usual_state
 def certify(
     model: nn.Module, images: Tensor, labels: Tensor, *, norm: Norm, eps: float | str, seed: int = 0
 ) -> Certificate | None:
@@ -168,7 +169,7 @@ def _prove(
     program: Program, images: Tensor, labels: Tensor, right: Tensor, norm: Norm, eps: float, scores: Tensor
 ) -> dict[str, np.ndarray]:
     """(image,) what each method proves, the cheapest first."""
-    never = torch.full((len(images),), -torch.inf, dtype=torch.float64)
+    never = torch.full((len(images),), -torch.inf, dtype=torch.float64, device="cpu")
     margins = {INTERVALS: never, LINEAR: never.clone()}
     rows = torch.nonzero(right).squeeze(1)
     values = [program.units(number) for number in range(program.result + 1)]
@@ -260,7 +261,7 @@ def _by_lipschitz(
 ) -> Tensor:
     """(image,) whether the margin is larger than what a move of length eps can change, in L2."""
     slope = lipschitz_bound(program)
-    proven = torch.zeros(len(images), dtype=torch.bool)
+    proven = torch.zeros(len(images), dtype=torch.bool, device="cpu")
     apart = scores.double().amax(dim=1) - scores.double().amin(dim=1)
     worth = right if program.least_margin else right & (apart > _SQRT2 * slope * eps)
     rows = torch.nonzero(worth).squeeze(1)

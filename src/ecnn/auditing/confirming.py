@@ -15,7 +15,8 @@ from ecnn.attacks.base import Attacked
 from ecnn.attacks.draws import forked_generators
 from ecnn.attacks.images import at_once
 from ecnn.attacks.norms import NORMS, round_to_bytes
-from ecnn.attacks.rays import Neighbours, RaySearch
+from ecnn.attacks.ray_directions import Neighbours
+from ecnn.attacks.rays import RaySearch
 from ecnn.auditing.deployment import Deployment
 from ecnn.auditing.diagnostics.statistics import TOLERANCE, exceeds
 from ecnn.auditing.examination import PROBED, Late, find_different, noisy_points, spread_of, what_decides
@@ -70,7 +71,9 @@ def confirm(
         holds = _is_broken(_alone_scores(deployment, subject, points), labels)
         if deployment.is_swayed:
             points, holds = _taken_farther(deployment, subject, points, rows, labels, holds)
-        order = torch.randperm(len(points), generator=torch.Generator().manual_seed(subject.seed))
+        order = torch.randperm(
+            len(points), generator=torch.Generator().manual_seed(subject.seed), device="cpu"
+        )
         full = np.zeros(len(points), dtype=bool)
         full[order.numpy()] = _is_broken(_scores(deployment, subject, points[order]), labels[order])
         rounded = _broken_when_rounded(deployment, subject, points, rows, labels) if are_bytes else None

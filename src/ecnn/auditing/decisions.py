@@ -185,7 +185,7 @@ class Decisions(TorchFunctionMode):
         self.batch, self.num_classes, self.forced, self.noted = batch, num_classes, forced, noted
         self.said: list[Tensor] = []
         self.scales: list[Tensor] = []
-        self.cost: Tensor = torch.zeros(batch)
+        self.cost: Tensor = torch.zeros(batch, device="cpu")
         self.slopes = Slopes()
 
     def __torch_function__(

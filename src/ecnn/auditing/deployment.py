@@ -16,7 +16,15 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ecnn.asking import InFixedBatches, copy_model, find_fixed_batch, read_model, undisturbed
+from ecnn.asking import (
+    InFixedBatches,
+    copy_model,
+    find_fixed_batch,
+    keeping_settings,
+    read_model,
+    settings,
+    undisturbed,
+)
 from ecnn.attacks.draws import forked_generators
 from ecnn.auditing.alone import OneAtATime, can_be_vectorised
 from ecnn.auditing.surroundings import PutBack, Surroundings
@@ -28,23 +36,32 @@ _MANY = 2**20
 class FreshEachTime(nn.Module):
     """A model whose every question goes to a new copy, so that nothing it was asked before plays a part.
 
-    A generator of its own would draw the same in each copy: it is seeded anew, from torch's.
+    A generator of its own would draw the same in each copy: it is seeded anew, from torch's. Copies share the
+    parameters, until one changes them while it answers, as models do that learn from what they are asked.
 
     Args:
-        pristine: the model, never asked itself; copies share its parameters.
+        pristine: the model, never asked itself.
     """
 
     def __init__(self, pristine: nn.Module) -> None:
         super().__init__()
         self.pristine = pristine
+        self.shares = True
 
     def forward(self, images: Tensor) -> Any:
-        memo: dict[int, Any] = {id(parameter): parameter for parameter in self.pristine.parameters()}
-        shared = len(memo)
+        shared = list(self.pristine.parameters()) if self.shares else []
+        before = [(parameter.detach().clone(), parameter.grad) for parameter in shared]
+        memo: dict[int, Any] = {id(parameter): parameter for parameter in shared}
         fresh = copy_model(self.pristine, memo)
-        for value in list(memo.values())[shared:]:
+        for value in list(memo.values())[len(shared) :]:
             _seed_anew(value)
-        return fresh(images)
+        said = fresh(images)
+        for parameter, (numbers, gradient) in zip(shared, before, strict=True):
+            if parameter.grad is not gradient or not torch.equal(parameter, numbers):
+                # Not in place: what was said has a gradient, which needs the numbers that it was made with.
+                parameter.data, parameter.grad = numbers, gradient
+                self.shares = False
+        return said
 
 
 class _Around(nn.Module):
@@ -88,7 +105,7 @@ def _seed_anew(value: Any) -> None:
 
 
 def _draw_seed() -> int:
-    return int(torch.randint(2**31, ()))
+    return int(torch.randint(2**31, (), device="cpu"))
 
 
 class Isolated(_Around):
@@ -97,6 +114,14 @@ class Isolated(_Around):
     def forward(self, images: Tensor) -> Any:
         said = self.model(images.clone())
         return said.clone() if isinstance(said, Tensor) else said
+
+
+class Settled(_Around):
+    """A model after whose questions torch's settings are what they were."""
+
+    def forward(self, images: Tensor) -> Any:
+        with keeping_settings():
+            return self.model(images)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -110,6 +135,7 @@ class Deployment:
         in_buffers: of what it forgets: it remembers in its buffers alone.
         company: not None if every image is asked about by itself, beside these clean ones, which may be none.
         isolated: it gets copies of images, and its scores are copied.
+        switches: it changes settings of torch, which are put back after every question.
         is_vectorised: images that are asked about one at a time go through in one pass, each as if it were alone.
         surroundings: what the model's code keeps outside of it, as it was when the copy was made.
         puts_back: that is put back for every question.
@@ -122,6 +148,7 @@ class Deployment:
     in_buffers: bool = False
     company: Tensor | None = None
     isolated: bool = False
+    switches: bool = False
     is_vectorised: bool = False
     surroundings: Surroundings = field(default_factory=Surroundings)
     puts_back: bool = False
@@ -130,7 +157,7 @@ class Deployment:
     @property
     def is_wrapped(self) -> bool:
         """Whether `fresh` gives something else than a copy."""
-        is_filtered = self.isolated or self.fixed is not None
+        is_filtered = self.isolated or self.switches or self.fixed is not None
         return self.forgets or self.puts_back or self.company is not None or is_filtered
 
     @property
@@ -159,7 +186,8 @@ class Deployment:
             model = copy_model(self.pristine)
             model = FreshBuffers(model) if self.forgets else model
         model = PutBack(model, self.surroundings) if self.puts_back else model
-        return Isolated(model) if self.isolated else model
+        model = Isolated(model) if self.isolated else model
+        return Settled(model) if self.switches else model
 
     def sped_up(self, images: Tensor, seed: int) -> Deployment:
         """The same; in one pass over many images, if each must be asked about by itself and that is the same."""
@@ -172,7 +200,7 @@ class Deployment:
         """The same, asked about each image by itself."""
         if self.company is not None:
             return self
-        return dataclasses.replace(self, company=torch.zeros(0), is_swayed=False)
+        return dataclasses.replace(self, company=torch.zeros(0, device="cpu"), is_swayed=False)
 
 
 def take_copy(model: nn.Module) -> Deployment:
@@ -189,11 +217,18 @@ def meet(taken: Deployment, images: Tensor) -> Deployment:
 
     A model that takes one image but not several is asked about each by itself. Where it takes another number, no more
     and no fewer, batches are filled up. One that writes into the images that it is given, or into scores that it gave
-    before, gets copies and is copied from.
+    before, gets copies and is copied from. What it changes of torch's settings is put back.
 
     Args:
         images: a few, not changed here whatever the model does to what it is given.
     """
+    before = settings()
+    with keeping_settings():
+        met = _meet(taken, images)
+        return dataclasses.replace(met, switches=settings() != before)
+
+
+def _meet(taken: Deployment, images: Tensor) -> Deployment:
     for asked in (taken, taken.alone()):
         try:
             return dataclasses.replace(asked, isolated=_writes(asked.fresh(), images))

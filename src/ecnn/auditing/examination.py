@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ecnn.asking import read_model, undisturbed, without_tf32
 from ecnn.attacks.draws import Draws, forked_generators
 from ecnn.attacks.images import at_once
-from ecnn.attacks.norms import NORMS
+from ecnn.attacks.norms import NORMS, Norm
 from ecnn.auditing.deployment import Deployment
 from ecnn.auditing.diagnostics.statistics import TOLERANCE, exceeds
 from ecnn.auditing.findings import Finding, alarm, note
@@ -49,6 +49,50 @@ def examine(taken: Deployment, subject: Subject) -> tuple[Deployment, list[Findi
         return deployment.sped_up(subject.images, subject.seed), findings
 
 
+class FirstContact:
+    """Whether a model that cannot be copied answers otherwise once it has met an image.
+
+    The questions of an audit begin with images, so that later nobody can ask about them for the first time. This asks
+    before, about images that are not audited if there are some: each once, then about points near it, then twice again.
+
+    Args:
+        taken: of `take_copy`, of a model that nobody has asked.
+        strangers: (image, channel, height, width) that it is asked about now, and where the model is.
+        subject: how far and by which seed points lie near.
+    """
+
+    def __init__(self, taken: Deployment, strangers: Tensor, norm: Norm, eps: float, seed: int) -> None:
+        self.norm, self.eps, self.seed = norm, eps, seed
+        self.now, self.later = strangers[::2], strangers[1::2]
+        self.differ = self._ask(taken.pristine, self.now) if taken.trouble else 0
+
+    def findings(self, deployment: Deployment, others: Iterable[Finding]) -> list[Finding]:
+        """An open alarm if it does, also as it is asked now, unless the others say so."""
+        differ, images = self.differ, self.now
+        if differ and deployment.puts_back:
+            differ, images = self._ask(deployment.fresh(), self.later), self.later
+        if not differ or any(other.name == "stateful" and other.is_open for other in others):
+            return []
+        evidence = {"images": len(images), "differ": differ, "questions": 5}
+        return [named(_unforgotten("It cannot be copied", evidence, "remembers"), "stateful")]
+
+    def _ask(self, model: nn.Module, images: Tensor) -> int:
+        """How many images are answered otherwise after a few questions, and then always the same."""
+        near = NORMS[self.norm].random
+        count = 0
+        with suppress(Exception), undisturbed(model):  # one that takes no single images is not asked here
+            for number, image in enumerate(images):
+                once = image[None]
+                draws = Draws.of(self.seed, torch.tensor([number], device=images.device)).fold(_STREAM)
+                first = _ask_as_it_is(model, once, self.seed)
+                for fold in range(2):
+                    _ask_as_it_is(model, near(once, self.eps, draws.fold(fold)), self.seed)
+                again, at_last = (_ask_as_it_is(model, once, self.seed) for _ in range(2))
+                changed = find_different(first, again).any() and not find_different(again, at_last).any()
+                count += int(changed)
+        return count
+
+
 class _Examination:
     """Questions to fresh copies of a model, under the same seeds of torch, NumPy and Python unless said otherwise."""
 
@@ -82,6 +126,10 @@ class _Examination:
                 ),
                 "copies",
             )
+        if taken.switches:
+            claim = "The model changes settings of torch while it answers, which concern everybody's code beside it."
+            advice = "Let the model leave them alone, such as the default precision: whoever uses it has them changed."
+            self._find(note(claim, {"images": len(self.images)}, advice, kind="switches"), "copies")
         if taken.company is not None:
             claim = "The model takes one image at a time: it is attacked and judged so."
             self._find(note(claim, {"images": len(self.images)}, kind="single"), "batch_dependent")
@@ -144,7 +192,7 @@ class _Examination:
                 in_buffers = not bool(self._changed_by_questions(first, buffers=False).any())
         except Exception as error:  # a model that refuses after some questions has changed, too
             evidence["error"] = (str(error).splitlines() or [type(error).__name__])[0][:200]
-            differ = torch.ones(len(first), dtype=torch.bool)
+            differ = torch.ones(len(first), dtype=torch.bool, device="cpu")
         is_outside = not taken.trouble and bool(
             find_different(ask(taken.fresh(), self.images, self.seed), first).any()
         )
@@ -186,10 +234,12 @@ class _Examination:
 
     def _look_for_company(self, taken: Deployment, first: Tensor) -> Deployment:
         """Whether the answer for an image is another in another batch."""
-        order = torch.randperm(len(self.images), generator=torch.Generator().manual_seed(self.seed))
+        order = torch.randperm(
+            len(self.images), generator=torch.Generator().manual_seed(self.seed), device="cpu"
+        )
         order = order.to(self.images.device)
         shuffled = ask(taken.fresh(), self.images[order], self.seed)
-        differ = torch.zeros(len(first), dtype=torch.bool)
+        differ = torch.zeros(len(first), dtype=torch.bool, device="cpu")
         differ[order.cpu()] = find_different(shuffled, first[order])
         few = slice(min(_ALONE, len(self.images)))
         evidence: dict[str, Any] = {"images": len(self.images), "differ_in_another_order": int(differ.sum())}

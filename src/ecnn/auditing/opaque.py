@@ -178,7 +178,7 @@ def find_dead_modules(model: nn.Module, images: Tensor, moved: Tensor) -> tuple[
 def _is_followed(given: Tensor, said: Tensor) -> Tensor:
     """(batch,) whether a gradient comes back from what a module says to what it was given."""
     generator = torch.Generator().manual_seed(0)
-    weights = torch.randn(said.shape, generator=generator).to(said)
+    weights = torch.randn(said.shape, generator=generator, device="cpu").to(said)
     gradient = raw_gradient((weights * said).sum(), given, again=True)
     return (gradient != 0).flatten(1).any(dim=1)
 
@@ -236,7 +236,10 @@ class Bridge(nn.Module):
     def restore(cls, key: str, state: dict[str, Tensor]) -> Bridge:
         """The bridge of that key with these weights."""
         before, after = (tuple(int(size) for size in side.split("x") if size) for side in key.split("-to-"))
-        with torch.random.fork_rng(devices=[]):  # its first weights are drawn, and thrown away
+        with (
+            torch.random.fork_rng(devices=[]),
+            torch.device("cpu"),
+        ):  # its first weights are drawn, and thrown away
             bridge = cls(before, after)
         weight = state["straight.weight"]
         bridge.to(weight.device, weight.dtype).load_state_dict(state)
@@ -276,7 +279,10 @@ class ImageBridge(nn.Module):
     def restore(cls, size: tuple[int, ...], state: dict[str, Tensor]) -> ImageBridge:
         """The bridge with these weights."""
         weight = state["straight.weight"]
-        with torch.random.fork_rng(devices=[]):  # its first weights are drawn, and thrown away
+        with (
+            torch.random.fork_rng(devices=[]),
+            torch.device("cpu"),
+        ):  # its first weights are drawn, and thrown away
             bridge = cls(weight.shape[1], size)
         bridge.to(weight.device, weight.dtype).load_state_dict(state)
         return bridge.requires_grad_(False).eval()
@@ -301,7 +307,7 @@ def fit_image_bridge(model: nn.Module, place: ImageInput, points: Tensor, seed: 
         made = made.view(points.shape)
     if made.ndim != 4 or made.shape[1] != points.shape[1]:
         return None
-    with torch.random.fork_rng(devices=[points.device] if points.is_cuda else []):
+    with torch.random.fork_rng(devices=[points.device] if points.is_cuda else []), torch.device("cpu"):
         torch.manual_seed(seed)
         bridge = ImageBridge(points.shape[1], tuple(made.shape[2:])).to(points.device, points.dtype)
     _train(bridge, bridge, points, made, seed)
@@ -338,7 +344,7 @@ def _train(
     enough = _LEARNT_ALL * _LESSON * float(goal.var(correction=0))
     with torch.enable_grad():
         for step in range(1, _STEPS + 1):
-            chosen = torch.randint(len(rows), (batch,), generator=generator).to(rows.device)
+            chosen = torch.randint(len(rows), (batch,), generator=generator, device="cpu").to(rows.device)
             loss = F.mse_loss(ask(rows[chosen]), goal[chosen])
             step_down(loss, parameters, optimiser)
             total += loss.detach()
@@ -376,7 +382,7 @@ def fit_bridges(model: nn.Module, points: Tensor, seed: int, dead: tuple[str, ..
 
 
 def _fit(before: Tensor, after: Tensor, seed: int) -> Bridge:
-    with torch.random.fork_rng(devices=[before.device] if before.is_cuda else []):
+    with torch.random.fork_rng(devices=[before.device] if before.is_cuda else []), torch.device("cpu"):
         torch.manual_seed(seed)
         bridge = Bridge(tuple(before.shape[1:]), tuple(after.shape[1:])).to(before.device, before.dtype)
     rows, wanted = before.flatten(1), after.flatten(1)

@@ -268,7 +268,7 @@ def find_audit(folder: files.AnyPath, model: nn.Module) -> Audit | None:
 def load_audit(path: str | os.PathLike[str]) -> Audit:
     """What `Audit.save` wrote, or the audit.json of a run folder; anything else is an InputError."""
     source = Path(path)
-    if source.is_dir():
+    if files.is_folder(source):
         source = source / RESULT
     values = files.read_json(source)
     if not isinstance(values, dict) or values.get("format") != FORMAT:

@@ -71,7 +71,9 @@ class Known:
         """What is kept of it for a resumed audit, besides `settings`."""
         kept: dict[str, Tensor] = {}
         for layer in self.layers:
-            kept[f"{layer.key}|about"] = torch.tensor([layer.explains, layer.sign], dtype=torch.float64)
+            kept[f"{layer.key}|about"] = torch.tensor(
+                [layer.explains, layer.sign], dtype=torch.float64, device="cpu"
+            )
             if layer.weight is not None and layer.bias is not None:
                 kept[f"{layer.key}|weight"], kept[f"{layer.key}|bias"] = layer.weight, layer.bias
         for key, bridge in self.bridges.items():
@@ -137,7 +139,7 @@ def search(
         resume: takes it from there.
     """
     kept = None if folder is None else (folder / "search.safetensors", folder / "search.json")
-    if kept is not None and resume and all(path.exists() for path in kept):
+    if kept is not None and resume and all(files.exists(path) for path in kept):
         return _kept(kept, num_classes, subject.eps, subject.images.device)
     known = Known(layers=[], bridges={}, dead=(), inputs=[], fitted={}, can_pass=False)
     found = Found(views={}, broken={}, ways={}, standing=0, asked=0)

@@ -10,7 +10,7 @@ from statistics import NormalDist
 import torch
 from torch import Tensor, nn
 
-from ecnn.asking import full_precision, read_model, undisturbed
+from ecnn.asking import full_precision, in_usual_state, read_model, undisturbed
 from ecnn.attacks.draws import forked_generators
 from ecnn.checks import check_count, check_kind, check_number
 from ecnn.objectives import predicted_classes
@@ -85,6 +85,7 @@ class Smoothed(nn.Module):
                 total.append(marks.view(part, len(images), -1).sum(dim=0))
         return torch.stack(total).sum(dim=0)
 
+    @in_usual_state
     def predict(
         self, images: Tensor, *, samples: int = 1000, confidence: float = 0.999, seed: int = 0
     ) -> Tensor:
@@ -103,6 +104,7 @@ class Smoothed(nn.Module):
                 classes[row] = ABSTAIN
         return classes
 
+    @in_usual_state
     def certify(
         self,
         images: Tensor,
@@ -128,12 +130,12 @@ class Smoothed(nn.Module):
         guesses = self.votes(images, guess_samples, 2 * seed).argmax(dim=1)
         counts = self.votes(images, samples, 2 * seed + 1).gather(1, guesses[:, None]).squeeze(1)
         bounds = [share_bound(int(count), samples, confidence) for count in counts.tolist()]
-        shares = torch.tensor(bounds, dtype=torch.float64)
+        shares = torch.tensor(bounds, dtype=torch.float64, device="cpu")
         proven = shares > 0.5
         radii = [self.sigma * NormalDist().inv_cdf(share) if share > 0.5 else 0.0 for share in bounds]
         return SmoothedCertificate(
             classes=torch.where(proven.to(guesses.device), guesses, ABSTAIN),
-            radii=torch.tensor(radii, dtype=torch.float64),
+            radii=torch.tensor(radii, dtype=torch.float64, device="cpu"),
             shares=shares,
             confidence=confidence,
         )

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ecnn import files
 from ecnn.asking import undisturbed
 from ecnn.attacks import Attack
 from ecnn.attacks.deadlines import OutOfTimeError, time_is_over
@@ -188,9 +189,8 @@ def make_stages(
 
 def _discard(folder: Path) -> None:
     """Removes the records of an earlier audit."""
-    for path in sorted((folder / FOLDER).glob("*")):
-        if not path.name.startswith("."):
-            Records(folder, path.stem).discard()
+    for path in files.matching(folder / FOLDER, "[!.]*"):
+        Records(folder, path.stem).discard()
 
 
 class _Cascade(Stages):
@@ -451,7 +451,9 @@ class _MeanOverPasses(Stages):
         """(image,) share of passes that give the label, seeded by the stage; None is the last word."""
         subject, judge, counts = self.subject, self.deployment.fresh(), []
         first = _FINAL if stage is None else 1000 * stage
-        for batch, part in enumerate(torch.split(torch.arange(len(images)), at_once(_BATCH["cpu"]))):
+        for batch, part in enumerate(
+            torch.split(torch.arange(len(images), device="cpu"), at_once(_BATCH["cpu"]))
+        ):
             asked = place(subject.model, images[part])
             wanted = subject.labels[part.to(subject.labels.device)]
             with (

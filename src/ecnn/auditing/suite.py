@@ -386,7 +386,7 @@ def estimate_cost(
     """
     budget = resolve_budget(budget)
     images = budget.images if limit is None else limit
-    nothing = torch.zeros(images, 0)
+    nothing = torch.zeros(images, 0, device="cpu")
     subject = Subject(model=model, images=nothing, labels=nothing, norm=norm, eps=0.1, budget=budget)
     attacks = suite(subject, num_classes=num_classes, is_random=False)
     # What only a look at the model recommends: features, a surrogate, and one more place to look.

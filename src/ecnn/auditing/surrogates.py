@@ -220,7 +220,7 @@ def train_student(
     images = images[: max(1, _STUDENT_NUMBERS // (16 * images[0].numel()))]
     asked = _around(images, eps, seed)
     answers = give_answers(model, asked)
-    with torch.random.fork_rng(devices=[images.device] if images.is_cuda else []):
+    with torch.random.fork_rng(devices=[images.device] if images.is_cuda else []), torch.device("cpu"):
         torch.manual_seed(seed)
         student: nn.Module = (
             DenseStudent(images[0].numel(), num_classes) if dense else Student(images.shape[1], num_classes)
@@ -275,7 +275,9 @@ def _teach(
     right, before = torch.zeros((), dtype=torch.int64, device=asked.device), 0.0
     with torch.enable_grad():
         for step in range(1, steps + 1):
-            rows = torch.randint(len(asked), (_STUDENT_BATCH,), generator=generator).to(asked.device)
+            rows = torch.randint(len(asked), (_STUDENT_BATCH,), generator=generator, device="cpu").to(
+                asked.device
+            )
             scores = student(asked[rows])
             step_down(F.cross_entropy(scores, answers[rows]), parameters, optimiser)
             right += (scores.detach().argmax(dim=1) == answers[rows]).sum()
@@ -309,7 +311,10 @@ def rebuild_student(state: dict[str, Tensor]) -> nn.Module:
     first = state["body.1.weight" if is_dense else "body.0.weight"]
     last = state["body.5.weight" if is_dense else "body.8.weight"]
     kind: type[DenseStudent] | type[Student] = DenseStudent if is_dense else Student
-    with torch.random.fork_rng(devices=[]):  # its first weights are drawn, and thrown away
+    with (
+        torch.random.fork_rng(devices=[]),
+        torch.device("cpu"),
+    ):  # its first weights are drawn, and thrown away
         student = kind(first.shape[1], len(last))
     student.to(first.device, first.dtype).load_state_dict(state)
     return student.eval()
@@ -324,7 +329,7 @@ def keep_or_load(
     make: Callable[[], dict[str, Tensor]], path: Path, *, resume: bool, device: torch.device
 ) -> dict[str, Tensor]:
     """The tensors that a run under way has kept there, or else new ones, kept: a GPU would find others next time."""
-    if resume and path.exists():
+    if resume and files.exists(path):
         kept, _ = files.read_tensors(path)
         return {name: value.to(device) for name, value in kept.items()}
     made = make()

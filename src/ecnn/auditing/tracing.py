@@ -7,6 +7,7 @@ is overlooked: a model that rounds, draws random numbers, asks numpy or branches
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -49,6 +50,8 @@ def _trace(model: nn.Module, image: Tensor) -> Program:
     except Exception as error:  # a model may do anything with what is not a plain tensor
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise UnknownStepError(f"it cannot be traced ({reason[:120]})") from error
+    if recorder.has_left_its_thread:
+        raise UnknownStepError("it computes in another thread")
     if not isinstance(scores, _Traced) or scores.number is None:
         raise UnknownStepError("its scores do not come from known operations on the image")
     if scores.number != len(recorder.steps) or scores.ndim != 2:
@@ -66,9 +69,15 @@ def _trace(model: nn.Module, image: Tensor) -> Program:
 
 
 class _Recorder:
-    """The steps so far."""
+    """The steps so far, in the thread that asks.
+
+    A thread of the model's that met an error of ours might end, and the model wait for it for ever: it gets plain
+    numbers, and the trace is worth nothing.
+    """
 
     def __init__(self, shape: torch.Size) -> None:
+        self.thread = threading.get_ident()
+        self.has_left_its_thread = False
         self.steps: list[Step] = []
         self.shapes = [shape]
         self.constants: list[Tensor] = []
@@ -91,7 +100,7 @@ class _Recorder:
             self.constants.append(value.detach().clone())
             return value.detach().double() if value.is_floating_point() else value.detach().clone()
         if isinstance(value, int | float) and not isinstance(value, bool):
-            self.constants.append(torch.tensor(float(value), dtype=torch.float64))
+            self.constants.append(torch.tensor(float(value), dtype=torch.float64, device="cpu"))
         return value
 
 
@@ -124,6 +133,9 @@ class _Traced(Tensor):
         kwargs = kwargs or {}
         traced = [value for value in _flat((*args, *kwargs.values())) if isinstance(value, _Traced)]
         recorder = traced[0].recorder
+        if threading.get_ident() != recorder.thread:
+            recorder.has_left_its_thread = True
+            return func(*_plain(args), **{name: _plain(value) for name, value in kwargs.items()})
         if any(value.number is None for value in traced):
             raise UnknownStepError(f"it uses a second result of an operation in {func}")
         if func in _IN_PLACE:
@@ -265,7 +277,10 @@ def _scaled(recorder: _Recorder, func: Any, args: Any, kwargs: Any, value: Tenso
     elif func in (aten.div.Tensor, aten.div.Scalar):
         if kwargs.get("rounding_mode") is not None or not isinstance(args[0], _Traced):
             raise UnknownStepError(f"it uses {func} other than to divide by a constant")
-        source, other = args[0], 1 / torch.as_tensor(recorder.constant(args[1]), dtype=torch.float64)
+        source, other = (
+            args[0],
+            1 / torch.as_tensor(recorder.constant(args[1]), dtype=torch.float64, device=value.device),
+        )
     else:
         source, other = args if isinstance(args[0], _Traced) else (args[1], args[0])
         other = recorder.constant(other)

@@ -110,7 +110,7 @@ def _mixed(clean: list[Tensor], ends: list[Tensor], subject: Subject) -> Tensor:
     norm, count = NORMS[subject.norm], sum(map(len, clean))
     total = 2 * count + sum(map(len, ends))
     points = clean[0].new_empty(total, *clean[0].shape[1:])
-    order = torch.randperm(total, generator=torch.Generator().manual_seed(subject.seed))
+    order = torch.randperm(total, generator=torch.Generator().manual_seed(subject.seed), device="cpu")
     places = order.argsort().to(points.device)
     given, noisy = torch.cat([places[:count], places[2 * count :]]), places[count : 2 * count]
     for part, own in zip(

@@ -20,7 +20,7 @@ from ecnn.cli.quickstart_command import quickstart
 from ecnn.cli.report_command import report
 from ecnn.cli.reproduce_command import reproduce
 from ecnn.cli.serve_command import serve
-from ecnn.cli.statuses import STATUSES, with_status
+from ecnn.cli.statuses import STATUSES, CommandGroup, with_status
 from ecnn.cli.train_command import train
 
 # Threads that wait for each other sleep. By default they spin, and beside other processes on the same cores work all
@@ -29,6 +29,7 @@ _WAITING = {"OMP_WAIT_POLICY": "PASSIVE", "KMP_BLOCKTIME": "0"}
 
 app = typer.Typer(
     name="ecnn",
+    cls=CommandGroup,
     help="Error-correcting neural networks: design codes, train on them, attack them, audit the result.",
     epilog=STATUSES,
     no_args_is_help=True,

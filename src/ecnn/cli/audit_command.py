@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -60,7 +60,6 @@ def audit(
     """Find the accuracy that is left under attack, and say whether to believe a claimed one."""
     from ecnn import pipeline
     from ecnn.attacks.presets import USUAL_EPS
-    from ecnn.checks import check_number
     from ecnn.spec import AuditTable
 
     if eps is None:
@@ -69,13 +68,17 @@ def audit(
     table = AuditTable(
         norm=norm, eps=eps, claim=claim, min_accuracy=min_accuracy, limit=limit, budget=budget, seed=seed
     )
-    if minutes is not None:
-        check_number("--minutes", minutes)
     with prints_aside():
         opened = pipeline.open_model(
             model, module=module, data=data, root=root, image_size=image_size, device=device
         )
-        made = pipeline.plan_audit(table, opened, classes=classes, attacks=attack or ())
+        settings: dict[str, Any] = {
+            "out": out,
+            "batch_size": batch_size,
+            "cluster": cluster,
+            "minutes": minutes,
+        }
+        made = pipeline.plan_audit(table, opened, classes=classes, attacks=attack or (), **settings)
     more = f" and {', '.join(made.attacks)}" if made.attacks else ""
     cost = f"at most {made.cost} for {made.images:,} images, and diagnostics{more}; answers to alarms come on top"
     for line in (opened.note, cost):
@@ -88,14 +91,6 @@ def audit(
         prints_aside(),
         ecnn.progress_bar("auditing") as progress,
     ):
-        found = pipeline.audit_run(
-            made,
-            out=out,
-            resume=resume,
-            batch_size=batch_size,
-            cluster=cluster,
-            minutes=minutes,
-            progress=progress,
-        )
+        found = pipeline.audit_run(made, resume=resume, progress=progress, **settings)
     typer.echo(json.dumps(found.to_dict()) if as_json else found.markdown(), nl=as_json)
     return found.exit_code

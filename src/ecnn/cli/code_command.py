@@ -12,6 +12,7 @@ from typing import Annotated, Any
 import typer
 
 import ecnn
+from ecnn import files
 from ecnn.cli.options import JsonFlag
 from ecnn.cli.statuses import INTERRUPTED
 from ecnn.errors import InputError
@@ -104,7 +105,7 @@ def code(
 
 def _beside(path: Path | None) -> Path | None:
     """Where a search that was cut short writes: what a longer one may have left there stays."""
-    if path is None or not path.exists():
+    if path is None or not files.exists(path):
         return path
     return path.with_name(f"{path.stem}-interrupted{path.suffix}")
 

@@ -16,7 +16,9 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
+from ecnn import files
 from ecnn.errors import DiskError, InputError
 
 #: A mistake in the request; a fault of the machine or the model; Ctrl-C; nobody reads what is printed.
@@ -52,12 +54,45 @@ def with_status(command: Callable[..., int | None]) -> Callable[..., None]:
     return ending
 
 
+class CommandGroup(TyperGroup):
+    """All commands. What Typer prints by itself ends like a command: help, the version, a mistake on the command line.
+
+    Left alone it ends with 1 where that cannot be written, the status of a model that is not believable.
+    """
+
+    def main(self, *args: Any, **options: Any) -> Any:
+        if not options.get("standalone_mode", True):
+            return super().main(*args, **options)
+        options["standalone_mode"] = False
+        sys.exit(_run(functools.partial(self._status, *args, **options), debug=False))
+
+    def _status(self, *args: Any, **options: Any) -> int:
+        try:
+            return super().main(*args, **options) or 0
+        except typer.Abort:
+            return INTERRUPTED
+        except SystemExit as end:  # of shell completion; or with 1, Typer's for an output that nobody reads
+            return UNREAD if isinstance(end.__context__, BrokenPipeError) else int(end.code or 0)
+        except BrokenPipeError:
+            raise
+        except OSError as error:
+            raise DiskError(f"cannot write what was asked for: {error.strerror or error}.") from error
+        except Exception as error:
+            # A mistake on the command line has it; some versions of Typer raise click's, some their own.
+            show = getattr(error, "show", None)
+            if show is None:
+                raise
+            with contextlib.suppress(OSError):  # nobody reads; the status says it
+                show()
+            return MISTAKE
+
+
 @contextlib.contextmanager
 def telling_if_finished(out: Path | None, result: str) -> Iterator[None]:
     """Says "already finished" if the work leaves the result in its folder as it found it: all was on the disk."""
 
     def read() -> bytes | None:
-        return (out / result).read_bytes() if out is not None and (out / result).is_file() else None
+        return files.read_bytes(out / result) if out is not None and files.is_file(out / result) else None
 
     before = read()
     yield

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -13,8 +14,50 @@ from torch import Tensor
 from ecnn.checks import check_array, check_count
 from ecnn.errors import InputError
 
+_PIXEL_TYPES = ("torch.uint8", "torch.float32")
 # Images summed at a time: a sum over a whole split would first copy it as 64-bit numbers.
 _CHUNK = 4096
+
+
+def check_dense(name: str, values: object) -> None:
+    """Raises InputError for a tensor that holds its numbers otherwise than one beside the other, or holds none."""
+    if not isinstance(values, Tensor):
+        return
+    if values.is_nested:
+        came, advice = "a nested one", "resize what differs in shape, and stack it with torch.stack"
+    elif values.is_meta:
+        came, advice = "one on the device meta, which holds no numbers", "make it on a device that does"
+    elif values.layout != torch.strided:
+        came, advice = f"one of the layout {values.layout}", "give to_dense() of it"
+    elif values.is_quantized:
+        came, advice = "a quantised one", "give dequantize() of it"
+    else:
+        return
+    raise InputError(f"{name} must be an ordinary tensor of numbers, not {came}: {advice}.")
+
+
+def check_range(pixels: Tensor, rounding: float = 0.0) -> None:
+    """Raises InputError unless floating pixels lie in [0, 1]; the sentence guesses what they are.
+
+    Args:
+        rounding: how far beyond they may reach.
+    """
+    if not pixels.numel():
+        return
+    low, high = (float(bound) for bound in pixels.aminmax())
+    if low >= -rounding and high <= 1 + rounding:  # false for nan
+        return
+    if not (math.isfinite(low) and math.isfinite(high)):
+        advice = "some are no finite numbers"
+    elif low < 0:
+        advice = (
+            "give the images as they were before they were normalised, and the normalisation to the model: "
+            "ecnn.Normalized(model, mean, std)"
+        )
+    else:
+        advice = f"divide them by {255 if high > 16 else 'the value of white'}"
+        advice += ", and let a model that wants other pixels rescale them itself"
+    raise InputError(f"pixels must lie in [0, 1], but they reach from {low:.4g} to {high:.4g}: {advice}.")
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -32,15 +75,16 @@ class Split:
 
     def __post_init__(self) -> None:
         images, labels = self.images, self.labels
-        dtype = "torch.float32" if getattr(images, "dtype", None) == torch.float32 else "torch.uint8"
-        check_array("images", images, "image", "channel", "height", "width", dtype=dtype)
+        for name, values in (("images", images), ("labels", labels)):
+            check_dense(name, values)
+        check_array("images", images, "image", "channel", "height", "width", dtype=_PIXEL_TYPES)
         check_array("labels", labels, len(images), dtype="torch.int64")
         if 0 in images.shape[1:]:
             raise InputError(
                 f"images need at least one channel, row and column, not shape {tuple(images.shape)}."
             )
-        if images.dtype == torch.float32 and not bool(((images >= 0) & (images <= 1)).all()):  # false for nan
-            raise InputError("images that are no bytes must lie in [0, 1]: divide them by 255.")
+        if images.dtype == torch.float32:
+            check_range(images)
         if images.device != labels.device:
             raise InputError(
                 f"images are on {images.device} but labels on {labels.device}: move one of them."

@@ -46,7 +46,7 @@ class Archive:
     def missing(self, root: Path) -> Path | None:
         """The first file that is not there; of `x` and `x.gz` one is enough."""
         for relative in self.provides:
-            if not (root / relative).exists() and not (root / relative.removesuffix(".gz")).exists():
+            if not files.exists(root / relative) and not files.exists(root / relative.removesuffix(".gz")):
                 return root / relative
         return None
 
@@ -157,7 +157,7 @@ def _download(pooch: Any, archive: Archive, root: Path, progress: Progress | Non
     folder = root if archive.unpack else root / archive.folder
     bar = False if progress is None else _Bar(progress, f"downloading {archive.file_name}")
     logger.setLevel(logging.ERROR)  # rooms do not print
-    new = [place for place in (folder, *folder.parents) if not place.exists()]
+    new = [place for place in (folder, *folder.parents) if not files.exists(place)]
     try:
         path = pooch.retrieve(
             archive.url,

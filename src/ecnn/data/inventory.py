@@ -68,14 +68,16 @@ def find_datasets(root: str | os.PathLike[str] | None = None) -> list[DatasetFil
             missing = () if importlib.util.find_spec("sklearn") else ("the package scikit-learn",)
             found.append(DatasetFiles(name, "scikit-learn", missing))
             continue
-        if name == "gtsrb" and all((place / "gtsrb" / f"{part}.npz").exists() for part in ("train", "test")):
+        if name == "gtsrb" and all(
+            files.exists(place / "gtsrb" / f"{part}.npz") for part in ("train", "test")
+        ):
             found.append(DatasetFiles(name, str(place / "gtsrb"), ()))
             continue
         lacking = [archive for archive in ARCHIVES[name] if archive.missing(place)]
         absent = tuple(str(archive.missing(place)) for archive in lacking)
         found.append(DatasetFiles(name, str(place), absent, tuple(archive.url for archive in lacking)))
     signs = place / SIGNS_FILE
-    found.append(DatasetFiles("optprojtran", str(place), () if signs.exists() else (str(signs),)))
+    found.append(DatasetFiles("optprojtran", str(place), () if files.exists(signs) else (str(signs),)))
     return found
 
 
@@ -111,13 +113,13 @@ def _count_left_out(folder: Path, parts: tuple[Path, ...]) -> dict[str, int]:
         entry
         for part in parts
         for entry in files.entries(part)
-        if entry.is_dir() and not entry.name.startswith(".")
+        if files.is_folder(entry) and not entry.name.startswith(".")
     }
     for place in {folder, *parts, *classes}:
         for entry in files.entries(place):
             if entry in classes or entry in parts or entry.name.startswith("."):
                 continue
-            if entry.is_dir():
+            if files.is_folder(entry):
                 counts["folders"] += 1
             elif place not in classes or entry.suffix.lower() not in IMAGE_SUFFIXES:
                 counts[entry.suffix.lower() or "no suffix"] += 1

@@ -225,7 +225,7 @@ def read_mnist(request: Request) -> Arrays:
 
 def _read_mnist_file(root: Path, file_name: str, ndim: int) -> np.ndarray:
     relative = f"MNIST/raw/{file_name}"
-    if (root / relative).exists():
+    if files.exists(root / relative):
         content = read_checked(root / relative, CHECKSUMS.get(relative))
         return read_idx(content, root / relative, ndim)
     packed = root / f"{relative}.gz"
@@ -281,7 +281,7 @@ def read_gtsrb(request: Request) -> Arrays:
     """Traffic signs from 32x32 .npz files if they are there and that size is wanted, else from the official folders."""
     size = request.image_size or (32, 32)
     packed = [request.root / "gtsrb" / f"{part}.npz" for part in ("train", "test")]
-    if size == (32, 32) and any(path.exists() for path in packed):
+    if size == (32, 32) and any(files.exists(path) for path in packed):
         train = _read_gtsrb_npz(packed[0], ("x", "y", "track"))
         test = _read_gtsrb_npz(packed[1], ("x", "y"))
         return Arrays(train["x"], train["y"], test["x"], test["y"], _GTSRB_NAMES, train["track"])
@@ -365,12 +365,14 @@ def usual_size(folder: Path) -> tuple[int, int] | None:
 def class_folders(folder: Path) -> tuple[Path, ...]:
     """Where the folders of the classes are: train and test, if it has both, or else the folder itself."""
     parts = (folder / "train", folder / "test")
-    return parts if all(part.is_dir() for part in parts) else (folder,)
+    return parts if all(files.is_folder(part) for part in parts) else (folder,)
 
 
 def list_classes(folder: Path) -> tuple[tuple[str, ...], list[Path], list[int]]:
     """Names of the classes, and all image files with the number of their class."""
-    classes = [entry for entry in files.entries(folder) if entry.is_dir() and not entry.name.startswith(".")]
+    classes = [
+        entry for entry in files.entries(folder) if files.is_folder(entry) and not entry.name.startswith(".")
+    ]
     if len(classes) < 2:
         raise InputError(
             f"{folder} should hold at least 2 folders of images, one per class (or a folder train and a folder test of "
@@ -381,7 +383,7 @@ def list_classes(folder: Path) -> tuple[tuple[str, ...], list[Path], list[int]]:
     for label, entry in enumerate(classes):
         found = [path for path in files.entries(entry) if not path.name.startswith(".")]
         own = [path for path in found if path.suffix.lower() in IMAGE_SUFFIXES]
-        if not own and any(path.is_dir() for path in found):
+        if not own and any(files.is_folder(path) for path in found):
             raise InputError(
                 f"{entry} holds folders in place of images: images lie in the folder of their class itself, and those "
                 "to train and to test on below two folders that are called train and test."

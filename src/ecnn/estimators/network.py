@@ -17,7 +17,7 @@ from sklearn.utils.validation import check_is_fitted, validate_data
 from torch import Tensor, nn
 
 from ecnn import files
-from ecnn.asking import eval_mode
+from ecnn.asking import eval_mode, in_usual_state
 from ecnn.backbones import DENSE, MOST_OF_ANYTHING
 from ecnn.checks import check_count, check_entries, check_number, check_options, plain, shown
 from ecnn.codes import CodeMatrix, load_code
@@ -98,6 +98,7 @@ class ECNNClassifier(ScoringMixin, ClassifierMixin, BaseEstimator):  # type: ign
         self.random_state = random_state
         self.device = device
 
+    @in_usual_state
     def fit(self, X: Any, y: Any) -> Self:
         """Trains on rows X (row, feature) with labels y (row,) and returns itself."""
         place = find_device(self.device)
@@ -343,7 +344,7 @@ def _fit_features(network: nn.Module, rows: Tensor, labels: Tensor, recipe: Reci
     network.train()
     for step in range(steps * recipe.epochs):
         if step % steps == 0:
-            order = torch.randperm(len(rows), generator=generator)
+            order = torch.randperm(len(rows), generator=generator, device="cpu")
         batch = order[(step % steps) * recipe.batch_size :][: recipe.batch_size]
         for group in optimizer.param_groups:
             group["lr"] = recipe.lr_at(step / (steps * recipe.epochs))

@@ -15,7 +15,7 @@ from sklearn.utils.parallel import Parallel, delayed
 from sklearn.utils.validation import check_is_fitted, validate_data
 
 from ecnn.checks import check_number, shown
-from ecnn.codes import MAX_SYMBOLS, CodeMatrix
+from ecnn.codes import MAX_CLASSES, MAX_SYMBOLS, CodeMatrix
 from ecnn.errors import InputError
 from ecnn.estimators.codewords import (
     ScoringMixin,
@@ -27,6 +27,7 @@ from ecnn.estimators.codewords import (
 
 # A probability of 0 or 1, which trees give, counts as one mistake in so many.
 _LARGEST_ODDS = 1e3
+_MOST_MEMBERS = MAX_SYMBOLS // 2  # of two symbols each
 
 
 class ErrorCorrectingClassifier(ScoringMixin, MetaEstimatorMixin, ClassifierMixin, BaseEstimator):  # type: ignore[misc]
@@ -102,6 +103,11 @@ class ErrorCorrectingClassifier(ScoringMixin, MetaEstimatorMixin, ClassifierMixi
     def _choose_code(self, num_classes: int) -> CodeMatrix:
         """A designed code with its codewords in random order."""
         members, least = int(num_classes * self.code_size), (num_classes - 1).bit_length()
+        if members > _MOST_MEMBERS and num_classes <= MAX_CLASSES:
+            raise InputError(
+                f"a code_size of {shown(self.code_size)} gives {members} members for {num_classes} classes, more than "
+                f"the {_MOST_MEMBERS} that a code may have: use {_MOST_MEMBERS // num_classes} or less."
+            )
         if members < least:
             raise InputError(
                 f"a code_size of {shown(self.code_size)} gives {members} members, and {num_classes} classes need "

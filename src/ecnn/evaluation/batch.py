@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from ecnn.asking import InFixedBatches, find_fixed_batch, read_model, undisturbed
-from ecnn.attacks import Attack
+from ecnn.attacks import Aim, Attack, Transfer, View
+from ecnn.attacks.draws import forked_generators
 from ecnn.attacks.norms import NORMS
+from ecnn.attacks.views import Loss, find_view
 from ecnn.checks import check_count, check_kind
 from ecnn.data import Split
 from ecnn.errors import InputError
@@ -60,6 +62,39 @@ def check_request(model: nn.Module, split: Split, limit: int | None, batch_size:
             f"{scores.shape[1] - 1}): {advice}."
         )
     return chosen
+
+
+def check_attacks(model: nn.Module, images: Tensor, attacks: Mapping[str, Any]) -> None:
+    """Raises InputError unless the view of each attack finds in its model what it looks at, such as members.
+
+    Args:
+        images: of which the first is looked at.
+        attacks: by the names that sentences call them; those of other make are passed over.
+    """
+    for name, attack in attacks.items():
+        asked = model
+        while isinstance(attack, Transfer):
+            asked, attack = attack.source, attack.attack
+        on = getattr(attack, "on", None)
+        if isinstance(attack, Attack) and on is not None:
+            try:
+                _try_view(asked, find_view(on), attack, place(asked, images[:1]))
+            except InputError as error:
+                raise InputError(f"the attack {name!r}: {error}") from error
+
+
+def _try_view(model: nn.Module, view: View, attack: Any, images: Tensor) -> None:
+    """Looks once away from a class and, if the attack has targets, once towards another."""
+    labels, loss = images.new_zeros(1, dtype=torch.int64), cast(Loss, getattr(attack, "loss", "margin"))
+    goals = [None, labels + 1] if getattr(attack, "targets", 0) and view.has_goals else [None]
+    with undisturbed(model), forked_generators(images.device), torch.no_grad():
+        for goal in goals:
+            try:
+                view.look(model, images, Aim(labels, goal, loss))
+            except InputError:
+                raise
+            except Exception:  # such as a model that takes no single image: the attack asks otherwise
+                return
 
 
 def fill_batches(model: nn.Module, split: Split) -> nn.Module:

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ecnn.asking import undisturbed, without_tf32
+from ecnn.asking import in_usual_state, undisturbed, without_tf32
 from ecnn.attacks.base import check_batch, check_labels
 from ecnn.attacks.views import member_margins, members_of
 from ecnn.errors import InputError
@@ -45,6 +45,7 @@ class MemberFlips:
         return float(self.flipped.sum() / max(self.n, 1))
 
 
+@in_usual_state
 def member_flips(model: nn.Module, images: Tensor, attacked: Tensor, labels: Tensor) -> MemberFlips:
     """Which members were right about the images and are wrong about what an attack made of them.
 

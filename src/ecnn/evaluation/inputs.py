@@ -12,9 +12,11 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from torch.utils.data import Dataset as TorchDataset
 
 from ecnn.attacks.draws import forked_generators
-from ecnn.checks import check_count, shown
+from ecnn.checks import MOST, check_count, shown
 from ecnn.data import Dataset, Split
+from ecnn.data.datasets import check_dense, check_range
 from ecnn.errors import InputError
+from ecnn.evaluation.generators import seeded_generators_of
 from ecnn.progress import Milestone, Progress
 
 #: What is evaluated: a Split, (images, labels) as tensors or arrays, a torch dataset of (image, label), or a loader.
@@ -39,7 +41,8 @@ def read_images(
 
     Bytes count as value / 255. Floating pixels must lie in [0, 1]; if all are whole multiples of 1/255 they are kept as
     bytes, which are the same pixels. A dataset or loader is read no further than needed, with seeded generators, so
-    that one that shuffles or augments by torch's, NumPy's or Python's generator gives the same images every time.
+    that one that shuffles or augments by torch's, NumPy's or Python's generator, or by one that it, its samplers or
+    datasets hold, gives the same images every time. All generators are then what they were.
 
     Args:
         data: see `Images`; a Split is taken as it is.
@@ -54,7 +57,7 @@ def read_images(
         return data if wanted is None else data.select(torch.isin(data.labels, wanted))
     parts: list[Split] = []
     count, is_bytes = 0, False
-    with forked_generators(torch.device("cpu"), 0):
+    with forked_generators(torch.device("cpu"), 0), seeded_generators_of(data):
         for raw_images, raw_labels in _chunks(data, _CHUNK if limit is None else min(_CHUNK, max(1, limit))):
             images, is_bytes = _check_images(raw_images, parts[0] if parts else None)
             part = _as_split(images, _check_labels(raw_labels, len(images)))
@@ -100,7 +103,7 @@ def _chunks(data: Any, step: int) -> Iterator[tuple[Any, Any]]:
     elif isinstance(data, DataLoader):
         for batch in data:
             images, labels = _pair(batch, "a batch of the loader", "(images, labels)")
-            if not np.ndim(labels):
+            if not _ndim(labels) and _ndim(images) < 4:
                 raise InputError(
                     "a loader must give batches of images and labels, but this gives single ones: set its batch_size."
                 )
@@ -114,13 +117,24 @@ def _chunks(data: Any, step: int) -> Iterator[tuple[Any, Any]]:
         yield from _samples(data, step)
 
 
+def _ndim(values: Any) -> int:
+    """How many axes the values have as they stand; 1 of a list, 0 of a number."""
+    return int(getattr(values, "ndim", 1 if isinstance(values, list | tuple) else 0))
+
+
 def _slices(images: Any, labels: Any, step: int) -> Iterator[tuple[Any, Any]]:
     if not isinstance(labels, Tensor | np.ndarray | list | tuple):
         raise InputError(f"labels must be a tensor, an array or a list, not a {type(labels).__name__}.")
-    if not images.ndim or len(images) != len(labels):
+    check_dense("images", images)
+    check_dense("labels", labels)
+    for name, values in (("images", images), ("labels", labels)):
+        if not _ndim(values):
+            raise InputError(
+                f"there must be one label for each image, but the {name} are one number, {shown(values)}."
+            )
+    if len(images) != len(labels):
         raise InputError(
-            f"there must be one label for each image, but there are {len(images) if images.ndim else 0} images and "
-            f"{len(labels)} labels."
+            f"there must be one label for each image, but there are {len(images)} images and {len(labels)} labels."
         )
     for start in range(0, len(images), step):
         yield images[start : start + step], labels[start : start + step]
@@ -138,15 +152,7 @@ def _samples(data: Any, step: int) -> Iterator[tuple[Any, Any]]:
                     f"all images must have one shape and dtype, but image {start + number} is {_form(image)} and image "
                     f"{start} {_form(tensors[0])}: resize them."
                 )
-        yield torch.stack(tensors), _stacked(labels)
-
-
-def _stacked(labels: Sequence[Any]) -> np.ndarray:
-    values = [label.detach().cpu().numpy() if isinstance(label, Tensor) else label for label in labels]
-    try:
-        return np.array(values)
-    except ValueError as error:
-        raise InputError("labels must be one whole number per image, but their shapes differ.") from error
+        yield torch.stack(tensors), labels
 
 
 def _pair(item: Any, owner: str, form: str) -> tuple[Any, Any]:
@@ -164,8 +170,11 @@ def _named(value: Any) -> str:
 
 
 def _tensor(image: Any) -> Tensor:
+    """An image, or several, as a tensor on the CPU: the only way in for pixels."""
+    check_dense("images", image)
     if isinstance(image, Tensor):
         return image.detach().cpu()
+    image = _unmasked("images", image)
     if isinstance(image, np.ndarray) and image.dtype.kind in "uif":
         # As this machine has its bytes, and writable: files that are mapped into memory need be neither.
         dtype = (
@@ -179,6 +188,33 @@ def _tensor(image: Any) -> Tensor:
     raise InputError(
         f"images must be tensors or arrays of numbers, not {came}{hint if 'Image' in came else ''}."
     )
+
+
+def _unmasked(name: str, values: Any) -> Any:
+    """The values, of a masked array without its mask; InputError if that hides some."""
+    if not isinstance(values, np.ma.MaskedArray):
+        return values
+    if hidden := int(np.ma.getmaskarray(values).sum()):
+        raise InputError(
+            f"{name} must be whole, but they are a masked array that hides {hidden} of {values.size} values: give "
+            "filled(VALUE) of it, with what these are to count as."
+        )
+    return values.data
+
+
+def _label_array(raw: Any) -> np.ndarray:
+    """Labels as an array, whatever they are of: the only way in for them."""
+    check_dense("labels", raw)
+    if isinstance(raw, Tensor):
+        is_known = not raw.is_floating_point() or raw.dtype in (torch.float16, torch.float32, torch.float64)
+        return np.asarray((raw if is_known else raw.float()).detach().cpu())  # NumPy has no bfloat16
+    if isinstance(raw, list | tuple):
+        raw = [_label_array(label) if isinstance(label, Tensor | np.ndarray) else label for label in raw]
+    raw = _unmasked("labels", raw)
+    try:
+        return np.asarray(raw)
+    except ValueError as error:
+        raise InputError("labels must be one whole number per image, but their shapes differ.") from error
 
 
 def _form(images: Tensor) -> str:
@@ -210,30 +246,13 @@ def _check_images(raw: Any, before: Split | None) -> tuple[Tensor, bool]:
         return images, True
     if not images.is_floating_point():
         advice = "convert them to float32" if images.dtype == torch.bool else "convert 0..255 to uint8"
+        advice = "take their real part" if images.is_complex() else advice
         raise InputError(
             f"images must be bytes (uint8) or floating pixels in [0, 1], not {_form(images)}: {advice}."
         )
     images = images.to(torch.float32)
-    if images.numel():
-        _check_range(*(float(bound) for bound in images.aminmax()))
+    check_range(images, _ROUNDING)
     return images.clamp(0, 1), False
-
-
-def _check_range(low: float, high: float) -> None:
-    """Raises InputError unless pixels reach from 0 or more to 1 or less; the sentence guesses what they are."""
-    if low >= -_ROUNDING and high <= 1 + _ROUNDING:
-        return
-    if not (np.isfinite(low) and np.isfinite(high)):
-        advice = "some are no finite numbers"
-    elif low < 0:
-        advice = (
-            "give the images as they were before they were normalised, and the normalisation to the model"
-        )
-        advice += ": ecnn.Normalized(model, mean, std)"
-    else:
-        advice = f"divide them by {255 if high > 16 else 'the value of white'}"
-        advice += ", and let a model that wants other pixels rescale them itself"
-    raise InputError(f"pixels must lie in [0, 1], but they reach from {low:.4g} to {high:.4g}: {advice}.")
 
 
 def _check_bytes(found: Split) -> None:
@@ -246,10 +265,14 @@ def _check_bytes(found: Split) -> None:
 
 def _check_labels(raw: Any, count: int) -> Tensor:
     """(image,) int64 classes."""
-    labels = raw.detach().cpu() if isinstance(raw, Tensor) else np.asarray(raw)
-    shape, kind = tuple(labels.shape), getattr(labels.dtype, "name", str(labels.dtype)).removeprefix("torch.")
+    labels = _label_array(raw)
+    shape, kind = labels.shape, labels.dtype.name
     if shape != (count,):
         hint = ""
+        if not shape:
+            raise InputError(
+                f"labels must be of shape ({count},), one number per image, not {shown(raw)} alone."
+            )
         if shape == (count, 1):
             hint = ": take labels[:, 0]"
         elif len(shape) == 2 and shape[0] == count:
@@ -260,7 +283,9 @@ def _check_labels(raw: Any, count: int) -> Tensor:
         if kind.startswith(("str", "bytes")):
             kind, hint = "text", ": give the place of each in the list of the model's classes"
         raise InputError(f"labels must be whole numbers, the classes from 0 up, not {kind}{hint}.")
-    return torch.from_numpy(np.asarray(labels).astype(np.int64))
+    if count and int(labels.max()) > MOST:  # unsigned ones, which would come out negative
+        raise InputError(f"labels must be classes, whole numbers from 0 up to {MOST}, not {labels.max()}.")
+    return torch.from_numpy(labels.astype(np.int64))
 
 
 def _as_split(images: Tensor, labels: Tensor) -> Split:

@@ -467,7 +467,7 @@ class _Evaluator:
         images, records = self.chosen[:][0].cpu().clone(), self._records(job)
         for index, part in self.memory if records is None else records.image_batches():
             inside = index < len(images)
-            images[torch.tensor(index[inside])] = torch.tensor(part[inside])
+            images[torch.from_numpy(index[inside])] = torch.from_numpy(part[inside])
         return images
 
     def _report(

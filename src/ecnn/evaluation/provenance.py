@@ -45,7 +45,7 @@ def describe(value: Any, depth: int = _DEPTH) -> Any:
     if isinstance(value, PurePath | torch.device | torch.dtype | np.dtype):
         return str(value)
     if isinstance(value, np.ndarray | np.generic | Tensor):
-        return _describe_array(torch.as_tensor(value))
+        return _describe_array(value if isinstance(value, Tensor) else torch.as_tensor(value, device="cpu"))
     if depth == 0:
         return _name_of(type(value))
     if isinstance(value, Mapping):
@@ -186,7 +186,7 @@ def ask_probes(model: nn.Module, split: Split) -> dict[str, Any] | None:
     if bool((passes_apart(scores, again) > _SAME).any()):
         return None
     is_random = bool((passes_apart(scores, other) > _SAME).any())
-    shown = torch.linspace(0, scores.shape[1] - 1, min(_SHOWN, scores.shape[1])).long()
+    shown = torch.linspace(0, scores.shape[1] - 1, min(_SHOWN, scores.shape[1]), device="cpu").long()
     rows = scores[:, shown.to(scores.device)].tolist()
     return {
         "per_image": len(scores) // len(images),
@@ -243,7 +243,7 @@ class Fingerprint:
     def image_hashes(self, count: int) -> np.ndarray:
         """(count,) checksums of the first images of the split."""
         if count > len(self._hashes):
-            more = self.split.select(torch.arange(len(self._hashes), count))
+            more = self.split.select(torch.arange(len(self._hashes), count, device="cpu"))
             self._hashes = np.concatenate([self._hashes, hash_images(more)])
         return self._hashes[:count]
 

@@ -67,12 +67,19 @@ class Records:
         self._images = folder / f"{stem}.images"
 
     def read(self, about: dict[str, Any], fingerprint: Fingerprint) -> list[Outcomes]:
-        """Everything finished; InputError if it is damaged, or of another attack, model or image."""
+        """Everything finished; InputError if it is damaged, or of another attack, model or image.
+
+        What was made after fewer attacks than now is left out: it is made anew, on what the others leave.
+        """
         found = []
         for path in (self.path, *_npz_files(self._parts)):
-            if path.exists():
-                found.append(_load(path))
-                _check_origin(path, found[-1], {key: about.get(key) for key in IDENTITY}, fingerprint)
+            if files.exists(path):
+                outcomes = _load(path)
+                wanted = {key: about.get(key) for key in IDENTITY}
+                is_early = _has_grown(outcomes.about.get("after"), wanted.get("after"))
+                kept = {"after": outcomes.about["after"]} if is_early else {}
+                _check_origin(path, outcomes, {**wanted, **kept}, fingerprint)
+                found += [] if is_early else [outcomes]
         return found
 
     def add_part(self, part: Outcomes) -> None:
@@ -98,7 +105,9 @@ class Records:
                 f"no attacked images of {self.name!r} were kept: evaluate with save_images=True."
             )
         order = sorted(kept)
-        return torch.tensor(order), torch.from_numpy(np.stack([kept[position] for position in order]))
+        return torch.tensor(order, device="cpu"), torch.from_numpy(
+            np.stack([kept[position] for position in order])
+        )
 
     def image_batches(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """Positions (image,) and attacked images (image, channel, height, width), batch by batch."""
@@ -110,7 +119,7 @@ class Records:
 
     def finish(self, outcomes: Outcomes, *, is_new: bool) -> None:
         """Replaces the parts by one file of everything known; without parts or anything new the file stays."""
-        if is_new or self._parts.exists():
+        if is_new or files.exists(self._parts):
             outcomes.save(self.path)
             _remove_folder(self._parts)
 
@@ -186,7 +195,7 @@ def write_summary(run_dir: str | os.PathLike[str]) -> None:
     """Writes eval.json anew from the records; what others keep there stays."""
     path = Path(run_dir) / SUMMARY
     try:
-        before = files.read_json(path) if path.exists() else {}
+        before = files.read_json(path) if files.exists(path) else {}
     except InputError as error:
         raise InputError(f"{error} Delete it: it is written again from the outcomes.") from error
     if not isinstance(before, dict):
@@ -209,7 +218,7 @@ def write_summary(run_dir: str | os.PathLike[str]) -> None:
 
 def _npz_files(folder: Path) -> Iterator[Path]:
     """The finished files of a folder in order; those being written begin with a dot."""
-    return iter(sorted(path for path in folder.glob("*.npz") if not path.name.startswith(".")))
+    return iter(files.matching(folder, "[!.]*.npz"))
 
 
 def _load(path: Path) -> Outcomes:
@@ -217,6 +226,14 @@ def _load(path: Path) -> Outcomes:
         return Outcomes.load(path)
     except InputError as error:
         raise InputError(f"{error} Delete it to have it computed again.") from error
+
+
+def _has_grown(before: Any, after: Any) -> bool:
+    """Whether a list has everything of an earlier one in the same order, and more."""
+    if not isinstance(before, list) or not isinstance(after, list) or len(after) <= len(before):
+        return False
+    rest = iter(after)
+    return all(name in rest for name in before)
 
 
 def _check_origin(path: Path, outcomes: Outcomes, about: dict[str, Any], fingerprint: Fingerprint) -> None:
@@ -228,7 +245,7 @@ def _check_origin(path: Path, outcomes: Outcomes, about: dict[str, Any], fingerp
             kept, wanted = _told_apart(kept), _told_apart(wanted)
         if kept != wanted:
             what = "order of attacks" if key == "after" else key
-            anew = "" if key == "model" else ", or resume=False (ecnn evaluate --no-resume) to replace them"
+            anew = "" if key == "model" else ", or resume=False (--no-resume) to replace them"
             raise InputError(
                 f"{path} holds outcomes of another {what} ({difference(kept, wanted)}): choose another folder "
                 f"(--out){anew}."
@@ -264,7 +281,7 @@ def _span(part: Outcomes) -> str:
 
 def _remove_folder(folder: Path) -> None:
     with files.naming(folder, "remove"):
-        if folder.is_dir():
-            for path in folder.iterdir():
+        if files.is_folder(folder):
+            for path in files.entries(folder):
                 files.remove(path)
             folder.rmdir()

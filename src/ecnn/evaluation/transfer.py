@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ecnn.asking import undisturbed, without_tf32
+from ecnn.asking import in_usual_state, undisturbed, without_tf32
 from ecnn.attacks import PGD, Attack
 from ecnn.attacks.draws import forked_generators
 from ecnn.attacks.views import member_margins, members_of
@@ -110,6 +110,7 @@ class Member(nn.Module):
         return logits if logits.ndim == 2 else torch.stack([-logits / 2, logits / 2], dim=1)
 
 
+@in_usual_state
 def member_transfer(
     model: nn.Module,
     split: Split,
@@ -147,6 +148,7 @@ def member_transfer(
         return _fill(sources, tasks, judge, chosen, attack, seed, batch_size, progress)
 
 
+@in_usual_state
 def model_transfer(
     models: Mapping[str, nn.Module],
     split: Split,
@@ -206,7 +208,7 @@ def _fill(
     counts = np.zeros((len(sources), len(sources)), dtype=np.int64)
     clean_counts = np.zeros(len(sources), dtype=np.int64)
     done, total = 0, len(chosen) * len(sources)
-    for index in torch.split(torch.arange(len(chosen)), batch_size):
+    for index in torch.split(torch.arange(len(chosen), device="cpu"), batch_size):
         clean, labels = chosen[index]
         for row, ((name, source), task) in enumerate(zip(sources.items(), tasks, strict=True)):
             images = place(source, clean)

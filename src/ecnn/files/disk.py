@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fnmatch
 import functools
 import hashlib
 import os
@@ -143,30 +144,27 @@ def _written(path: AnyPath, write: Callable[[Path], object], durable: bool) -> I
             yield temporary, target
 
 
-def is_folder(path: AnyPath) -> bool:
-    """Whether a folder is there; a name that no file can have, such as one that is too long, is none."""
-    try:
-        return Path(path).is_dir()
-    except (OSError, ValueError):
-        return False
-
-
 def exists(path: AnyPath) -> bool:
-    """Whether anything is there, likewise."""
-    try:
-        return Path(path).exists()
-    except (OSError, ValueError):
-        return False
+    """Whether anything is there, links followed; InputError where that may not be looked at, or no file can be.
+
+    "May not be looked at" is another answer than "not there": it would send its reader after a file that is in place.
+    """
+    return _seen_kind(path) is not None
 
 
-def check_reachable(path: AnyPath) -> None:
-    """Raises InputError if a folder on the way there may not be looked into; whether anything is there is not asked."""
-    try:
-        os.stat(path)
-    except PermissionError as error:
-        raise InputError(f"cannot read {path}: {error.strerror}.") from error
-    except (OSError, ValueError):
-        return
+def is_file(path: AnyPath) -> bool:
+    """Whether a file is there, likewise."""
+    return _seen_kind(path) == ""
+
+
+def is_folder(path: AnyPath) -> bool:
+    """Whether a folder is there, likewise."""
+    return _seen_kind(path) == _KINDS[stat.S_IFDIR]
+
+
+def _seen_kind(path: AnyPath) -> str | None:
+    with naming(path, "read"):
+        return _kind_of(path)
 
 
 def entries(folder: AnyPath) -> list[Path]:
@@ -175,13 +173,36 @@ def entries(folder: AnyPath) -> list[Path]:
         return sorted(Path(folder).iterdir())
 
 
+def matching(folder: AnyPath, pattern: str) -> list[Path]:
+    """What lies in a folder under a pattern such as "*.npz" or "*/audit.json", in order; nothing if there is no folder.
+
+    Unlike `Path.glob`, which passes over a folder that may not be read as if it were empty: here that is an InputError.
+    """
+    found = [Path(folder)]
+    for part in pattern.split("/"):
+        inside = [entry for place in found if is_folder(place) for entry in entries(place)]
+        found = [entry for entry in inside if fnmatch.fnmatchcase(entry.name, part)]
+    return sorted(found)
+
+
+def below(folder: AnyPath) -> list[Path]:
+    """Everything below a folder, in order, likewise; links to folders are not followed."""
+    found: list[Path] = []
+    places = [Path(folder)]
+    while places:
+        inside = entries(places.pop())
+        found += inside
+        places += [entry for entry in inside if is_folder(entry) and not entry.is_symlink()]
+    return sorted(found)
+
+
 def check_writable(path: AnyPath) -> None:
     """Raises InputError unless a file can be written there, so that long work does not end with nowhere to put it."""
     with naming(path, "write"):
         folder = _target_of(path).parent
         while not folder.exists():
             folder = folder.parent
-    if not folder.is_dir() or not os.access(folder, os.W_OK):
+    if not is_folder(folder) or not os.access(folder, os.W_OK):
         raise InputError(f"cannot write {path}: {folder} is not a folder that can be written to.")
 
 
@@ -236,7 +257,7 @@ def temporary_folder(beside: AnyPath) -> Iterator[Path]:
 def remove_stale(folder: AnyPath) -> None:
     """Removes the temporaries of killed writers from a folder: those that no living process holds."""
     _tidied.add(Path(os.path.realpath(folder)))
-    if fcntl is None or not Path(folder).is_dir():
+    if fcntl is None or not is_folder(folder):
         return
     for path in Path(folder).glob(f"{_TEMPORARY}*"):
         try:
@@ -317,7 +338,7 @@ def locked(folder: AnyPath, work: str) -> Iterator[None]:
 
 def tidy(folder: AnyPath) -> None:
     """Removes what killed processes left in a folder, the file of their lock too, unless one works there now."""
-    if Path(folder).is_dir() and any(Path(folder).glob(".ecnn-*")):
+    if is_folder(folder) and any(Path(folder).glob(".ecnn-*")):
         with suppress(InputError, OSError), locked(folder, "tidying"):
             pass
 

@@ -47,7 +47,7 @@ def adopt(folder: Path, network: Spec, asked: Spec, out: Path, root: AnyPath) ->
     for twin in twins:
         if twin == folder:
             continue
-        if (twin / runs.DONE).exists():
+        if files.exists(twin / runs.DONE):
             if runs.holds(twin, planned):
                 _copy_run(twin, folder, asked, data)
                 return
@@ -58,14 +58,14 @@ def adopt(folder: Path, network: Spec, asked: Spec, out: Path, root: AnyPath) ->
 def _copy_run(twin: Path, folder: Path, asked: Spec, data: Dataset) -> None:
     # DONE comes last: until then the run counts as unfinished.
     known = [*(twin / name for name in _NETWORK), *_outcomes(twin, asked), *_audit(twin, asked, data)]
-    for path in (*(path for path in known if path.exists()), twin / runs.DONE):
+    for path in (*(path for path in known if files.exists(path)), twin / runs.DONE):
         files.copy(path, folder / path.relative_to(twin))
 
 
 def _outcomes(twin: Path, asked: Spec) -> Iterator[Path]:
     """Files of the twin's outcomes of attacks that are asked for."""
     attacks = descriptions(asked)
-    for path in sorted((twin / FOLDER).glob("[!.]*.npz")):
+    for path in files.matching(twin / FOLDER, "[!.]*.npz"):
         found = Outcomes.load(path)
         if found.name == CLEAN or found.about["attack"] == attacks.get(found.name):
             yield path
@@ -74,7 +74,11 @@ def _outcomes(twin: Path, asked: Spec) -> Iterator[Path]:
 def _audit(twin: Path, asked: Spec, data: Dataset) -> Iterator[Path]:
     """Files of the twin's audit, if it is the one that is asked for."""
     path = twin / RESULT
-    if asked.audit is not None and path.exists() and _is_asked(load_audit(path).to_dict(), asked.audit, data):
+    if (
+        asked.audit is not None
+        and files.exists(path)
+        and _is_asked(load_audit(path).to_dict(), asked.audit, data)
+    ):
         yield from (path.with_suffix(suffix) for suffix in (".md", ".png", ".json"))
 
 

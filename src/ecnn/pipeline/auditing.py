@@ -12,6 +12,7 @@ from torch import nn
 
 from ecnn import files, runs
 from ecnn.auditing import Audit, Cost, audit, estimate_cost, resolve_budget
+from ecnn.auditing.auditor import check_settings
 from ecnn.data import Split
 from ecnn.evaluation import OwnAttack, read_images
 from ecnn.evaluation.batch import BATCH_SIZE, check_request
@@ -47,16 +48,30 @@ class AuditPlan:
 
 
 def plan_audit(
-    table: AuditTable, opened: Opened, *, classes: str | None = None, attacks: Sequence[str] = ()
+    table: AuditTable,
+    opened: Opened,
+    *,
+    classes: str | None = None,
+    attacks: Sequence[str] = (),
+    out: AnyPath | None = None,
+    batch_size: int | None = None,
+    cluster: str | None = None,
+    minutes: float | None = None,
 ) -> AuditPlan:
-    """Tries the model on one image, and counts what the suite will ask.
+    """Checks what is asked for, tries the model on one image, and counts what the suite will ask.
 
     Args:
         table: what is asked; its data were opened with the model.
         opened: the model and its images, by `open_model`.
         classes: "3,5,7" or names: only images of these.
         attacks: of the user's, each "file.py:function".
+        out, batch_size, cluster, minutes: as `audit_run` will be given them.
     """
+    asked = asdict(table)
+    del asked["data"]
+    check_settings(**asked, run_dir=out, batch_size=batch_size, cluster=cluster, minutes=minutes)
+    if out is not None:
+        files.check_writable(Path(out) / PICTURE)
     chosen, budget = opened.find_classes(classes), resolve_budget(table.budget)
     own = own_attacks(attacks, table.norm, [table.eps], table.seed)
     limit = budget.images if table.limit is None else table.limit

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from ecnn.attacks.views import members_of
 from ecnn.auditing import estimate_cost, resolve_budget
 from ecnn.checks import check_choice
 from ecnn.codes import CodeMatrix, load_code
@@ -17,6 +18,9 @@ from ecnn.constructions import random_code
 from ecnn.data import NAMES
 from ecnn.data.loading import find_folder, resolve_root
 from ecnn.data.sources import FORMS
+from ecnn.errors import InputError
+from ecnn.evaluation.batch import check_attacks
+from ecnn.evaluation.transfer import Member
 from ecnn.experiment import AUDIT
 from ecnn.models import build_model, find_kind
 from ecnn.pipeline.reproducing import Task
@@ -85,6 +89,9 @@ def estimate_tasks(
 ) -> list[TaskCost]:
     """What each run will cost; what is done, or shared with an earlier run of the list, costs nothing.
 
+    Each network is tried on one image, and so is where its attacks look: what is wrong is an InputError that names the
+    file and the arm.
+
     Args:
         root: where dataset files are, for data whose size is not known by its name.
         sizes: those of an earlier estimate, so that a network is built once.
@@ -97,7 +104,12 @@ def estimate_tasks(
             found.append(TaskCost(task, (), is_done=True))
             continue
         network = task.network.content_hash
-        parts = {f"{network} {_key(task, part.name)}": part for part in _parts(task, sizes)}
+        try:
+            parts = {f"{network} {_key(task, part.name)}": part for part in _parts(task, sizes)}
+            _try_attacks(task, sizes)
+        except InputError as error:
+            owner = task.experiment.file or f"the experiment {task.experiment.name!r}"
+            raise InputError(f"{owner}: the arm {task.arm.name!r}: {error}") from error
         repeats = tuple(part.name for key, part in parts.items() if key in known)
         found.append(
             TaskCost(task, tuple(p for key, p in parts.items() if key not in known), repeats=repeats)
@@ -145,6 +157,7 @@ class Sizes:
     root: AnyPath = "data"
     forms: dict[str, tuple[int, int, tuple[int, int], int, int]] = field(default_factory=dict)
     models: dict[str, tuple[nn.Module, float]] = field(default_factory=dict)
+    tried: set[str] = field(default_factory=set)
 
     def form(self, spec: Spec) -> tuple[int, int, tuple[int, int], int, int]:
         """Classes, channels, (height, width), training images without the validation part, test images."""
@@ -181,6 +194,63 @@ class Sizes:
             self.models[key] = (made, float(counter.get_total_flops()))
         return self.models[key]
 
+    def try_attack(self, name: str, table: Mapping[str, Any], spec: Spec) -> None:
+        """Raises InputError unless a network of that kind has what the attack looks at, and as many members."""
+        (model, _), (_, channels, size, _, _) = self.model(spec), self.form(spec)
+        key = f"{id(model)} {table}"
+        if key in self.tried:
+            return
+        images = torch.full((1, channels, *size), 0.5)
+        if "members" in table:
+            _check_members(name, table["members"], model, images)
+            model = Member(model, 0)
+        check_attacks(model, images, {name: make_attack(table)})
+        self.tried.add(key)
+
+
+def _check_members(name: str, asked: int, model: nn.Module, images: Tensor) -> None:
+    """Raises InputError unless the model has so many members."""
+    try:
+        with torch.no_grad():
+            there = members_of(model, images)[1].shape[1]
+    except InputError:
+        raise InputError(
+            f"attacks.{name}.members needs a model that has members, and {type(model).__name__} has none: leave it out."
+        ) from None
+    if asked > there:
+        raise InputError(f"attacks.{name}.members must be at most {there}, all of the model's, not {asked}.")
+
+
+def _try_attacks(task: Task, sizes: Sizes) -> None:
+    """Tries where each attack looks, those of the training too, on the network that it is crafted on."""
+    spec = task.spec
+    tables = {f"train.{name}": spec.train.get(name) for name in ("attack", "val_attack")}
+    for name, table in tables.items():
+        if table:
+            sizes.try_attack(name, training_attack(table), spec)
+    for name, table in spec.attacks.items():
+        asked = spec if "source" not in table else task.source(table["source"]).spec
+        sizes.try_attack(name, {"kind": name, **table}, asked)
+
+
+def _check_other_data(name: str, spec: Spec, sizes: Sizes) -> None:
+    """Raises InputError unless the network takes the images of another dataset that it is attacked or audited on."""
+    known = [*NAMES, SIGNS]
+    if name not in known and find_folder(name, resolve_root(sizes.root)) is not None:
+        return
+    check_choice("data", name, known)
+    classes, channels, size, _, _ = sizes.form(spec)
+    form = FORMS["gtsrb" if name == SIGNS else name]
+    for what, own, came in (
+        ("num_classes", classes, classes if name == SIGNS else form.num_classes),
+        ("in_channels", channels, form.in_channels),
+        ("image_size", size, (form.side, form.side)),
+    ):
+        if own != came:
+            raise InputError(
+                f"the model has {what} = {own}, and the data {name!r}, which it would see, {came}."
+            )
+
 
 def _code(table: CodeTable | None, classes: int) -> CodeMatrix:
     """A code of the right size; which one makes no difference to the cost."""
@@ -204,8 +274,8 @@ def _parts(task: Task, sizes: Sizes) -> list[Part]:
     )
     audited_on = None if spec.audit is None else spec.audit.data
     for other in (audited_on, *(table.get("data") for table in spec.attacks.values())):
-        if other is not None and find_folder(other, resolve_root(sizes.root)) is None:
-            check_choice("data", other, [*NAMES, SIGNS])
+        if other is not None:
+            _check_other_data(other, spec, sizes)
     passes = float(_PASSES_PER_STEP)
     if spec.train.get("attack"):
         cost = make_attack(training_attack(spec.train["attack"])).cost(classes)

@@ -21,7 +21,7 @@ from ecnn.checks import did_you_mean
 from ecnn.data import Split
 from ecnn.errors import InputError
 from ecnn.evaluation import Evaluation, OwnAttack, evaluate, load_images, read_images
-from ecnn.evaluation.batch import BATCH_SIZE, check_request
+from ecnn.evaluation.batch import BATCH_SIZE, check_attacks, check_request
 from ecnn.evaluation.records import SUMMARY
 from ecnn.pipeline.opening import Opened, load_attacks
 from ecnn.pipeline.threads import suitable_threads
@@ -143,7 +143,7 @@ def plan_evaluation(
     eps: Sequence[str] = (),
     presets: Mapping[str, Preset] | None = None,
 ) -> EvaluationPlan:
-    """Makes the spec's attacks, and tries the model on one image.
+    """Makes the spec's attacks, and tries the model, and where each attack looks, on one image.
 
     Args:
         spec: the run's own, or any for a module, with the attacks to be made; see `evaluation_spec`.
@@ -161,6 +161,7 @@ def plan_evaluation(
     chosen = opened.find_classes(classes)
     for (most, radii), group in groups.items():
         images = len(check_request(opened.model, read_images(opened.split, classes=chosen), most, BATCH_SIZE))
+        check_attacks(opened.model, opened.split[0][0], group)
         for attack in group.values():
             if isinstance(attack, Attack):
                 cost += attack.cost(opened.num_classes) * (images * len(radii or (None,)))

@@ -57,7 +57,7 @@ class Opened:
         for word in (part.strip() for part in asked.split(",")):
             if word in self.class_names:
                 found.append(self.class_names.index(word))
-            elif word.isdigit() and int(word) < self.num_classes:
+            elif word.isdecimal() and len(word) < 10 and int(word) < self.num_classes:
                 found.append(int(word))
             else:
                 raise InputError(
@@ -177,7 +177,7 @@ def load_attacks(sources: Sequence[str]) -> list[OwnFunction]:
 def _find(source: str, option: str, what: str) -> tuple[str, str, Any]:
     """The path and the name in "file.py:name", and what the file has by that name, which can be called."""
     path, colon, name = source.rpartition(":")
-    if not colon or not Path(path).is_file():
+    if not colon or not files.is_file(path):
         raise InputError(f"{option} takes file.py:name, the path of a file that exists, not {source!r}.")
     module = _run_file(path)
     found = getattr(module, name, None)

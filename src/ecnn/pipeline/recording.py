@@ -54,9 +54,9 @@ def write_record(folder: Path, *, arm: str, asked: Spec, times: dict[str, float]
     """Writes both files from what the run folder holds; audits that an earlier record has stay in it."""
     tensors, facts = load_checkpoint(folder / BEST)
     summary = runs.read_results(folder)
-    places = [folder, *(path.parent for path in sorted(folder.glob(f"{ELSEWHERE}/*/eval")))]
+    places = [folder, *(path.parent for path in files.matching(folder, f"{ELSEWHERE}/*/eval"))]
     outcomes = {name: found for place in places for name, found in read_all(place).items() if name != CLEAN}
-    transfers = {path.stem: files.read_json(path) for path in sorted(folder.glob(f"{TRANSFERS}/*.json"))}
+    transfers = {path.stem: files.read_json(path) for path in files.matching(folder, f"{TRANSFERS}/*.json")}
     buffers = {"centre.mean", "threshold"}
     record = Record(
         {
@@ -140,11 +140,11 @@ def _longest(arrays: Mapping[str, np.ndarray], column: str) -> str:
 
 def _audits(folder: Path) -> list[dict[str, Any]]:
     """The audits of an earlier record in their order, then those in the folder that it does not have."""
-    before = files.read_json(folder / RECORD) if (folder / RECORD).exists() else {}
+    before = files.read_json(folder / RECORD) if files.exists(folder / RECORD) else {}
     audits = [{**entry, "version": version_of(entry)} for entry in before.get("audits", [])]
-    later = sorted(folder.glob(f"{AUDITS}/*/{RESULT}"), key=lambda path: int(path.parent.name))
+    later = sorted(files.matching(folder, f"{AUDITS}/*/{RESULT}"), key=lambda path: int(path.parent.name))
     for path in (folder / RESULT, *later):
-        if path.exists():
+        if files.exists(path):
             found = load_audit(path).to_dict()
             entry = {**{key: found[key] for key in _AUDIT_KEYS}, "version": found["audit_version"]}
             audits += [entry] if entry not in audits else []
@@ -281,7 +281,7 @@ class Record:
 
 def read_record(folder: Path) -> Record | None:
     """The record in a folder; None where there is none."""
-    if not (folder / RECORD).exists():
+    if not files.exists(folder / RECORD):
         return None
     try:
         return _read_record(folder)

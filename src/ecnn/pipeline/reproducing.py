@@ -84,7 +84,7 @@ class Task:
 
     def is_trained(self) -> bool:
         """Whether its network is there."""
-        return (self.folder / runs.DONE).exists()
+        return files.exists(self.folder / runs.DONE)
 
     def source(self, name: str) -> Task:
         """The run of another arm, with its first seed, on whose network an attack of this one is crafted."""
@@ -153,7 +153,7 @@ def _run_stages(
         if not _is_audited(folder, spec.audit, made.images):
             with _timed(folder, AUDIT):
                 audit_run(made, out=folder, progress=progress)
-        elif not (folder / PICTURE).exists():  # a kill came between the audit and its picture
+        elif not files.exists(folder / PICTURE):  # a kill came between the audit and its picture
             plot_audit(load_audit(folder / RESULT), folder / PICTURE)
     _write_record(task)
 
@@ -162,7 +162,7 @@ def _is_audited(folder: Path, table: AuditTable, images: int) -> bool:
     """Whether the folder holds that audit, by whatever version: a later one is no reason to change a number."""
     path = folder / RESULT
     try:
-        return path.exists() and answers(load_audit(path).to_dict(), table, images)
+        return files.exists(path) and answers(load_audit(path).to_dict(), table, images)
     except InputError as error:
         raise InputError(f"{error} Delete it to have the run audited again.") from error
 
@@ -199,7 +199,7 @@ def _transfer(
 ) -> None:
     """Measures who of the members falls for what was crafted on whom, and keeps the matrix."""
     path = task.folder / TRANSFERS / f"{name}.json"
-    if path.exists():
+    if files.exists(path):
         return
     attack = make_attack({"kind": name, **table})
     matrix = member_transfer(

@@ -25,7 +25,7 @@ from ecnn.codes import CodeMatrix, codebook, load_code
 from ecnn.data import NAMES, Dataset, Split, load_adversarial_signs, load_data
 from ecnn.data.loading import find_folder, resolve_root
 from ecnn.errors import InputError
-from ecnn.evaluation.batch import BATCH_SIZE, check_request
+from ecnn.evaluation.batch import BATCH_SIZE, check_attacks, check_request
 from ecnn.evaluation.records import FOLDER
 from ecnn.kinds import ModelKind
 from ecnn.models import build_model, find_kind, resolve_recipe, spell_out
@@ -134,7 +134,14 @@ def try_plan(spec: Spec, *, root: AnyPath = "data", device: str = "auto") -> Pla
     place, data = runs.find_device(device), load_spec_data(spec, root)
     made = plan(spec, data)
     check_request(made.model.to(place), data.train, 1, BATCH_SIZE)
+    _check_attacks(made, data)
     return made
+
+
+def _check_attacks(made: Plan, data: Dataset) -> None:
+    """Raises InputError unless the model has what the attacks on training and validation images look at."""
+    attacks = {"train.attack": made.attack, "train.val_attack": made.val_attack}
+    check_attacks(made.model, data.train[0][0], attacks)
 
 
 def recipe_for(
@@ -307,6 +314,7 @@ def train_run(
     if resume and runs.is_finished(folder, made.spec):
         files.tidy(folder)
         return _finished_run(folder, made.model)
+    _check_attacks(made, data)
     with files.locked(folder, "training") if _is_first_process() else nullcontext():
         return _train(made, data, folder, place, resume, compile_parts, progress)
 
@@ -365,7 +373,7 @@ def _train(
         notes=tuple(note for note in (repaired, history.note, *history.alarms) if note),
     )
     if _is_first_process():
-        known = files.read_json(folder / runs.RESULTS) if (folder / runs.RESULTS).exists() else {}
+        known = files.read_json(folder / runs.RESULTS) if files.exists(folder / runs.RESULTS) else {}
         files.write_json(
             folder / runs.RESULTS,
             {**known, "test_accuracy": result.test_accuracy, "images": result.test_images},
@@ -396,10 +404,11 @@ def load_spec_data(spec: Spec, root: AnyPath, other: str | None = None) -> Datas
     """The images that the spec asks for; or those of another dataset, which keep their size if it has a name."""
     size = spec.data.image_size if other not in NAMES else None
     path = spec.data.path
-    is_there = path is not None and files.is_folder(path)
+    is_there = path is not None and not other and _may_be_read(path)
     if not (other or is_there or path is None or find_folder(spec.data.name, resolve_root(root))):
         raise InputError(
-            f"the images of the run were in {path}, and are not there: say where they are with --data."
+            f"the images of the run were in {path}, and are not there, or may not be read: say where they are with "
+            "--data."
         )
     return load_data(
         other or (path if path and is_there else spec.data.name),
@@ -407,6 +416,14 @@ def load_spec_data(spec: Spec, root: AnyPath, other: str | None = None) -> Datas
         val_fraction=spec.data.val_fraction,
         image_size="auto" if size is None else (size[0], size[1]) if isinstance(size, list) else size,
     )
+
+
+def _may_be_read(folder: str) -> bool:
+    """Whether a folder that a spec names is there; where the spec came from elsewhere, it may be somebody else's."""
+    try:
+        return files.is_folder(folder)
+    except InputError:
+        return False
 
 
 def load_test_images(
@@ -450,7 +467,7 @@ def _set_threshold(model: nn.Module, val: Split, folder: Path) -> None:
     if not isinstance(model, FeatureSqueezing) or len(val) == 0:
         return
     model.fit_threshold(val[:][0], _FALSE_POSITIVE_RATE)
-    if _is_first_process() and (folder / BEST).exists():
+    if _is_first_process() and files.exists(folder / BEST):
         _, facts = load_checkpoint(folder / BEST)
         save_checkpoint(folder / BEST, model_tensors(model), facts)
 

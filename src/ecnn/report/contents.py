@@ -92,18 +92,20 @@ def read_run(source: str | os.PathLike[str]) -> RunContents:
     """All that the folder of a run, or a shipped model, holds; what it lacks is None or empty."""
     folder = runs.run_folder(source)
     spec, outcomes = runs.read_spec(source), folder / OUTCOMES
-    environment = files.read_json(folder / runs.ENVIRONMENT) if (folder / runs.ENVIRONMENT).exists() else {}
+    environment = (
+        files.read_json(folder / runs.ENVIRONMENT) if files.exists(folder / runs.ENVIRONMENT) else {}
+    )
     return RunContents(
         name=_name(folder) if files.is_folder(source) else str(source),
         source=str(source),
         folder=folder,
         spec=spec,
         class_names=runs.class_names(source),
-        code=load_code(folder / runs.CODE) if (folder / runs.CODE).exists() else None,
+        code=load_code(folder / runs.CODE) if files.exists(folder / runs.CODE) else None,
         epochs=_read_epochs(folder / LOG),
-        results=runs.read_results(folder) if (folder / runs.RESULTS).exists() else None,
-        evaluation=load_evaluation(folder) if any(outcomes.glob("*.npz")) else None,
-        audit=load_audit(folder) if (folder / AUDIT_RESULT).exists() else None,
+        results=runs.read_results(folder) if files.exists(folder / runs.RESULTS) else None,
+        evaluation=load_evaluation(folder) if files.matching(outcomes, "*.npz") else None,
+        audit=load_audit(folder) if files.exists(folder / AUDIT_RESULT) else None,
         environment=environment if isinstance(environment, dict) else {},
     )
 
@@ -117,7 +119,7 @@ def _name(folder: Path) -> str:
 def _read_epochs(path: Path) -> tuple[dict[str, Any], ...]:
     """The lines of train.jsonl; one that a kill cut short ends them."""
     found: list[dict[str, Any]] = []
-    if not path.exists():
+    if not files.exists(path):
         return ()
     for line in files.read_bytes(path).splitlines():
         try:

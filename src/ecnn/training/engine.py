@@ -172,7 +172,7 @@ class Engine:
     def run_epoch(self, epoch: int, on_step: Callable[[int], None]) -> Tensor:
         """(step,) losses of the epoch, still on the device."""
         order_generator = torch.Generator().manual_seed(seed_of(self.seed, epoch, 0))
-        order = torch.randperm(len(self.train), generator=order_generator)
+        order = torch.randperm(len(self.train), generator=order_generator, device="cpu")
         batches = order[: self.steps_per_epoch * self.recipe.batch_size].to(self.device)
         batches = batches.view(self.steps_per_epoch, self.recipe.batch_size)
         self.worker.train()

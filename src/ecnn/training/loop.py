@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from ecnn import files
-from ecnn.asking import eval_mode, without_tf32
+from ecnn.asking import eval_mode, in_usual_state, without_tf32
 from ecnn.checks import build, check_count, check_entries, check_fields, check_kind
 from ecnn.data import Split
 from ecnn.errors import InputError
@@ -80,6 +80,7 @@ class _LoopState:
     alarms: list[str] = field(default_factory=list)
 
 
+@in_usual_state
 def fit(
     model: nn.Module,
     train: Split,
@@ -329,7 +330,7 @@ class _Loop:
 
     def _resume(self, fingerprint: str) -> int:
         """How many epochs are done already, with everything put back as it was after them."""
-        if self.run_dir is None or not any((self.run_dir / name).exists() for name in (LAST, PREVIOUS)):
+        if self.run_dir is None or not any(files.exists(self.run_dir / name) for name in (LAST, PREVIOUS)):
             return 0
         path, tensors, facts = self._read_checkpoint(self.run_dir)
         if facts.get("fingerprint") != fingerprint:
@@ -362,7 +363,7 @@ class _Loop:
         try:
             return path, *load_checkpoint(path)
         except InputError as error:
-            if not previous.exists():
+            if not files.exists(previous):
                 raise InputError(f"{error} Move it away to begin anew.") from error
             tensors, facts = load_checkpoint(previous)
             self.note = f"{error} Training went on from {PREVIOUS}, the checkpoint before it."

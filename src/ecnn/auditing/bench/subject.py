@@ -74,7 +74,7 @@ class Subject:
         path = None if folder is None else folder / f"{self.name}.safetensors"
         with seeded(0):
             model = self.make(data)
-            if path is not None and path.exists():
+            if path is not None and files.exists(path):
                 tensors, header = files.read_tensors(path)
                 if header.get("version") == VERSION:
                     model.load_state_dict(tensors)

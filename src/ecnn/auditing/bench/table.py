@@ -26,7 +26,7 @@ Row = dict[str, Any]
 def know(subject: Subject, data: Dataset, *, limit: int, folder: Path) -> Row:
     """What is claimed of a model and what an informed attacker leaves, on so many images; kept in the folder."""
     path = folder / "facts" / f"{subject.name}-{limit}.json"
-    known: Row = files.read_json(path) if path.exists() else {}
+    known: Row = files.read_json(path) if files.exists(path) else {}
     if known.get("version") == VERSION:
         return known
     started = time.perf_counter()
@@ -56,7 +56,7 @@ def row_path(tool: str, subject: Subject, *, limit: int, folder: Path) -> Path:
 def kept_row(tool: str, subject: Subject, *, limit: int, folder: Path) -> Row | None:
     """The row that an earlier run left, if the model is still the same, and the audit where it is one."""
     path = row_path(tool, subject, limit=limit, folder=folder)
-    row: Row = files.read_json(path) if path.exists() else {}
+    row: Row = files.read_json(path) if files.exists(path) else {}
     is_same_tool = not tool.startswith("audit-") or row.get("audit_version") == AUDIT_VERSION
     return row if row.get("version") == VERSION and is_same_tool else None
 
@@ -100,7 +100,7 @@ def gather(subjects: Iterable[Subject], tools: Iterable[str], *, limit: int, fol
     rows = []
     for subject in subjects:
         path = folder / "facts" / f"{subject.name}-{limit}.json"
-        known: Row = files.read_json(path) if path.exists() else {}
+        known: Row = files.read_json(path) if files.exists(path) else {}
         if known.get("version") != VERSION:
             continue
         kept = {tool: kept_row(tool, subject, limit=limit, folder=folder) for tool in tools}

@@ -43,7 +43,7 @@ def check_border(probe: Probe) -> Finding:
     last = torch.cat([_margin_at_border(probe, rows[part], ends[part]) for part in _parts(probe, rows)])
     left = (last / margins[rows]).nan_to_num(nan=0.0).float().cpu()
     kept, n = int((left > _LEFT).sum()), len(rows)
-    evidence |= {"margin_left": left.quantile(torch.tensor([0.25, 0.5, 0.75])), "kept_their_margin": kept}
+    evidence |= {"margin_left": left.quantile(left.new_tensor([0.25, 0.5, 0.75])), "kept_their_margin": kept}
     if exceeds(kept, n, TOLERANCE):
         claim = (
             f"Where the answer changes, the scores of {percent(kept, n)} still have more than half of their margin: "

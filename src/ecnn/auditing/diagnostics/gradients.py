@@ -191,7 +191,7 @@ def check_unstable_loss(probe: Probe) -> Finding:
     double = probe.double_model is not None
     radius, draws = (probe.eps or 0.01) / 10, Draws.of(probe.seed, probe.rows).fold(37)
     base = _losses(probe, probe.images, double=double)
-    large, small = torch.zeros(2, len(base), dtype=torch.float64)
+    large, small = torch.zeros(2, len(base), dtype=torch.float64, device="cpu")
     for k in range(_NOISES):
         noise = draws.fold(k).normal(*probe.images.shape[1:])
         for scale, total in ((1.0, large), (0.1, small)):

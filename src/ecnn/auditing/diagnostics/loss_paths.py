@@ -36,7 +36,9 @@ def check_loss_path(probe: Probe) -> Finding:
     """
     walk, standing, n = probe.margin_walk, probe.standing, probe.num_right
     losses = walk.losses[:, standing]
-    stuck = ~(losses.amax(dim=0) > losses[0]) | ~(losses[-1] >= losses[0]) if len(losses) else torch.zeros(0)
+    stuck = (
+        ~(losses.amax(dim=0) > losses[0]) | ~(losses[-1] >= losses[0]) if len(losses) else losses.new_zeros(0)
+    )
     count = int(stuck.sum())
     evidence = {
         "images": n,
@@ -155,8 +157,14 @@ def _curve(losses: Tensor) -> dict[str, list[float]]:
     """Quartiles of the loss at some of the steps, evenly spaced, for a picture."""
     if not losses.shape[1]:
         return {"step": [], "lower": [], "median": [], "upper": []}
-    steps = torch.linspace(0, len(losses) - 1, min(_CURVE_POINTS, len(losses))).round().long()
-    quartiles = losses[steps].double().quantile(torch.tensor([0.25, 0.5, 0.75], dtype=torch.float64), dim=1)
+    steps = (
+        torch.linspace(0, len(losses) - 1, min(_CURVE_POINTS, len(losses)), device=losses.device)
+        .round()
+        .long()
+    )
+    quartiles = (
+        losses[steps].double().quantile(losses.new_tensor([0.25, 0.5, 0.75], dtype=torch.float64), dim=1)
+    )
     return {
         "step": steps.tolist(),
         **{name: row.tolist() for name, row in zip(("lower", "median", "upper"), quartiles, strict=True)},

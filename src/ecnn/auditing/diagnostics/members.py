@@ -31,7 +31,12 @@ def check_member_gradients(probe: Probe) -> Finding:
         margins = _margins(probe, points, probe.labels[rows])
     if margins is None:
         return ok("The model has no members.", {"members": 0})
-    chosen = torch.linspace(0, margins.shape[1] - 1, min(_MEMBERS, margins.shape[1])).round().long().tolist()
+    chosen = (
+        torch.linspace(0, margins.shape[1] - 1, min(_MEMBERS, margins.shape[1]), device="cpu")
+        .round()
+        .long()
+        .tolist()
+    )
     gradients = torch.stack([_gradient(margins[:, member], points) for member in chosen], dim=1).double()
     probe.target.narrow(rows).count(1, len(chosen))
     alive = ~unusable(gradients.flatten(0, 1)).view(len(rows), len(chosen))

@@ -77,7 +77,11 @@ class Probe:
         self.images = subject.images[: subject.budget.probe_images].detach()
         self.labels = subject.labels[: subject.budget.probe_images]
         self.rows = torch.arange(len(self.images), device=self.images.device)
-        stood = torch.zeros(len(self.images), dtype=torch.bool) if subject.stood is None else subject.stood
+        stood = (
+            torch.zeros(len(self.images), dtype=torch.bool, device="cpu")
+            if subject.stood is None
+            else subject.stood
+        )
         self._stood = stood[: len(self.images)].cpu()
         self._spent = [0, 0]  # by attacks that count for themselves
         self._ask(subject.model)
@@ -271,7 +275,7 @@ class Probe:
 
     def broken_by(self, attack: Attack, rows: Tensor, *, seed: int | None = None) -> Tensor:
         """(image,) which of all images the attack breaks, of the rows (a mask on the CPU) it is given."""
-        found = torch.zeros(len(self.images), dtype=torch.bool)
+        found = torch.zeros(len(self.images), dtype=torch.bool, device="cpu")
         if not bool(rows.any()):  # many models refuse a batch of nothing
             return found
         chosen = torch.nonzero(rows).squeeze(1)
@@ -394,7 +398,7 @@ def _join_walks(walks: list[Walk]) -> Walk:
 
 
 def _empty_walk(images: Tensor) -> Walk:
-    nothing = torch.zeros(1, 0)
+    nothing = torch.zeros(1, 0, device="cpu")
     return Walk(
         losses=nothing,
         margins=nothing,

@@ -252,4 +252,4 @@ def check_last_iterate(probe: Probe) -> Finding:
 
 
 def _parts(n: int) -> tuple[Tensor, ...]:
-    return torch.split(torch.arange(n), at_once(128)) if n else ()
+    return torch.split(torch.arange(n, device="cpu"), at_once(128)) if n else ()
