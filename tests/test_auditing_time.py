@@ -40,7 +40,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     made = Clock()
-    for name in ("ecnn.attacks.deadlines", "ecnn.auditing.auditor"):
+    for name in ("ecnn.attacks.deadlines", "ecnn.auditing.auditor", "ecnn.auditing.examination"):
         monkeypatch.setattr(sys.modules[name], "time", SimpleNamespace(monotonic=made.monotonic))
     return made
 
@@ -156,3 +156,10 @@ def test_a_search_ends_in_the_middle_and_an_evaluation_says_so(clock: Clock, spl
     assert not time_is_over()
     assert found.failures == {"one": NO_TIME, "other": NO_TIME}
     assert found.outcomes == {}
+
+
+def test_questions_before_the_attacks_leave_time_for_attacks(clock: Clock, split: Split) -> None:
+    """A pass takes a second: all questions that look for memory alone would take longer than the whole audit may."""
+    found = audit(Timed(clock), split, **BALL, budget=TINY, minutes=2.5)
+    assert names(found)[:1] == ["pgd-ce"]
+    assert of_time(found).is_open

@@ -198,10 +198,24 @@ def test_models_are_listed() -> None:
     assert "cifar10-ecnn30-q2     cifar10   test 85.61 %" in run("models").stdout
 
 
-def test_tensorboard_events_where_it_is_installed(tmp_path: Path) -> None:
+def test_tensorboard_shows_every_epoch_in_one_file_for_each_start(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
-    train_run(SMALL.changed({"train.epochs": 1}), out=tmp_path)
-    assert list((tmp_path / "tensorboard").glob("events.*"))
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    def stop_in_the_third(done: float, total: float, news: str) -> None:
+        if done > 2 * total / 3:
+            raise KeyboardInterrupt
+
+    spec = SMALL.changed({"train.epochs": 3})
+    with pytest.raises(KeyboardInterrupt):
+        train_run(spec, out=tmp_path, progress=stop_in_the_third)
+    train_run(spec, out=tmp_path)
+    folder = tmp_path / "tensorboard"
+    assert len(list(folder.glob("events.*"))) == 2
+    shown = EventAccumulator(str(folder)).Reload().Scalars("loss")
+    log = [json.loads(line) for line in (tmp_path / "train.jsonl").read_text().splitlines()]
+    assert [event.step for event in shown] == [0, 1, 2]
+    assert [event.value for event in shown] == pytest.approx([record["loss"] for record in log])
 
 
 @pytest.fixture(scope="module")

@@ -172,7 +172,8 @@ def audit(
         together(_TOGETHER),
         nullcontext() if run_dir is None else files.locked(run_dir, "audit"),
     ):
-        deployment, findings = examine(deployment, subject)
+        patience = None if minutes is None else _PART_OF_TIME * 60 * minutes
+        deployment, findings = examine(deployment, subject, patience)
         findings += contact.findings(deployment, findings)
         request = _Request(split, folder, resume, progress, attacks, classes, batch_size, cluster, end)
         found = _audit(dataclasses.replace(subject, model=deployment.fresh()), deployment, request)

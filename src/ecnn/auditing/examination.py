@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+import time
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext, suppress
 from typing import Any, Literal
@@ -37,15 +39,19 @@ _SOURCE = "deployment: a fresh copy, one image at a time"
 Late = Literal["stateful", "outside", "batch_dependent"]
 
 
-def examine(taken: Deployment, subject: Subject) -> tuple[Deployment, list[Finding]]:
+def examine(
+    taken: Deployment, subject: Subject, patience: float | None = None
+) -> tuple[Deployment, list[Finding]]:
     """How the model must be asked, from a few questions to copies of it, and what they found.
 
     Args:
         taken: of `take_copy`.
         subject: what is audited; its model is not asked.
+        patience: seconds after which a slow model gets no more of the many questions that show whether it counts them.
+            A change that shows only later shows when the points that attacks found are judged.
     """
     with without_tf32():
-        deployment, findings = _Examination(taken, subject).run()
+        deployment, findings = _Examination(taken, subject, patience).run()
         return deployment.sped_up(subject.images, subject.seed), findings
 
 
@@ -96,8 +102,9 @@ class FirstContact:
 class _Examination:
     """Questions to fresh copies of a model, under the same seeds of torch, NumPy and Python unless said otherwise."""
 
-    def __init__(self, taken: Deployment, subject: Subject) -> None:
+    def __init__(self, taken: Deployment, subject: Subject, patience: float | None) -> None:
         self.taken, self.seed = taken, subject.seed
+        self.end = math.inf if patience is None else time.monotonic() + patience
         some = max(_ALONE, at_once(PROBED))
         self.images, self.labels = subject.images[:some], subject.labels[:some]
         self.noisy = [noisy_points(subject, self.images, number) for number in range(3)]
@@ -173,7 +180,7 @@ class _Examination:
         if questions and (self.taken.puts_back or not self.taken.surroundings.changed()):
             return self.taken
         with suppress(Exception):  # one that refuses is told by what it is like when all is put back
-            self._ask_often(ask, self.taken.fresh(), questions)
+            questions = self._ask_often(ask, self.taken.fresh(), questions)
         found = what_decides(self.taken, (self.images, self.noisy[2]), self.seed)
         if found is not None:
             self.taken = dataclasses.replace(self.taken, surroundings=found, puts_back=True)
@@ -187,9 +194,10 @@ class _Examination:
         evidence: dict[str, Any] = {"images": len(self.images), "questions": _QUESTIONS + 3}
         in_buffers = False
         try:
-            differ = self._changed_by_questions(first)
+            differ, questions = self._changed_by_questions(first)
+            evidence["questions"] = questions + 3
             if bool(differ.any()):
-                in_buffers = not bool(self._changed_by_questions(first, buffers=False).any())
+                in_buffers = not bool(self._changed_by_questions(first, buffers=False)[0].any())
         except Exception as error:  # a model that refuses after some questions has changed, too
             evidence["error"] = (str(error).splitlines() or [type(error).__name__])[0][:200]
             differ = torch.ones(len(first), dtype=torch.bool, device="cpu")
@@ -206,8 +214,8 @@ class _Examination:
             self._find(own_generator(evidence) if self._is_random(taken) else stateful(evidence), "stateful")
         return taken
 
-    def _changed_by_questions(self, first: Tensor, *, buffers: bool = True) -> Tensor:
-        """(image,) where the image, or a point near it, is answered otherwise after questions about such points.
+    def _changed_by_questions(self, first: Tensor, *, buffers: bool = True) -> tuple[Tensor, int]:
+        """(image,) where the image, or a point near it, is answered otherwise after questions, and after how many.
 
         Args:
             buffers: what the model writes into its buffers stays until the last question.
@@ -215,22 +223,29 @@ class _Examination:
         used = self.taken.fresh()
         with undisturbed(used) if buffers else nullcontext():
             asking = _ask_as_it_is if buffers else ask
-            self._ask_often(asking, used, _QUESTIONS)
+            questions = self._ask_often(asking, used, _QUESTIONS)
             differ = find_different(asking(used, self.images, self.seed), first)
             if not self.taken.trouble:
                 wanted = ask(self.taken.fresh(), self.noisy[2], self.seed)
                 differ |= find_different(asking(used, self.noisy[2], self.seed), wanted)
-        return differ
+        return differ, questions
 
     def _ask_often(
         self, asking: Callable[[nn.Module, Tensor, int], Tensor], used: nn.Module, number: int
-    ) -> None:
-        """Asks about images and points near them, and so many times about one of the images."""
+    ) -> int:
+        """Asks about images and points near them, and then about single images: so many times, or as time allows.
+
+        Returns:
+            how many times.
+        """
         for points in (self.images, *self.noisy[:2]):
             asking(used, points, self.seed)
         for count in range(number):
+            if time.monotonic() > self.end:
+                return count
             same = self.images[count % len(self.images)][None].expand_as(self.images[:2])
             asking(used, same.contiguous(), self.seed)  # as images are otherwise
+        return number
 
     def _look_for_company(self, taken: Deployment, first: Tensor) -> Deployment:
         """Whether the answer for an image is another in another batch."""

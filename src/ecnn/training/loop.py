@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import gc
 import hashlib
-import importlib.util
 import json
 import logging
 import os
@@ -29,6 +28,7 @@ from ecnn.objectives import Objective, predicted_classes
 from ecnn.progress import Milestone, Progress
 from ecnn.recipes import Recipe
 from ecnn.training.alarms import few_steps_alarm, overfitting_alarms, standstill_alarm
+from ecnn.training.board import Board
 from ecnn.training.checkpoints import (
     load_checkpoint,
     load_model_tensors,
@@ -207,6 +207,7 @@ class _Loop:
         self.about: dict[str, Any] = {}  # what the file of the best weights says besides
         self.writer = ThreadPoolExecutor(max_workers=1)
         self.writing: Future[None] | None = None
+        self.board = None if run_dir is None else Board(run_dir)
 
     def run(self, *, resume: bool, fingerprint: str) -> History:
         start = self._resume(fingerprint) if resume else 0
@@ -218,9 +219,13 @@ class _Loop:
                 if epoch == start:
                     gc.freeze()  # what compiling left in memory need not be searched for garbage every epoch
         finally:
-            self._wait_for_writer()
-            self.writer.shutdown()
             gc.unfreeze()
+            try:
+                self._wait_for_writer()
+            finally:
+                self.writer.shutdown()
+                if self.board is not None:
+                    self.board.close()
         self._finish()
         return History(
             epochs=tuple(self.state.epochs),
@@ -308,7 +313,7 @@ class _Loop:
 
     def _save(self, fingerprint: str) -> None:
         """Copies everything now and writes it while the next epoch runs; the epoch before is then safely on disk."""
-        if self.run_dir is None or self.engine.rank != 0:
+        if self.run_dir is None or self.board is None or self.engine.rank != 0:
             return
         engine = self.engine
         tensors = {**model_tensors(engine.model, "model."), **optimizer_tensors(engine.optimizer)}
@@ -321,7 +326,7 @@ class _Loop:
         best = self.best if self.best_is_new else None
         self.best_is_new = False
         self._wait_for_writer()
-        self.writing = self.writer.submit(_write, self.run_dir, tensors, facts, best, self.about)
+        self.writing = self.writer.submit(_write, self.run_dir, tensors, facts, best, self.about, self.board)
 
     def _wait_for_writer(self) -> None:
         if self.writing is not None:
@@ -383,6 +388,7 @@ def _write(
     facts: dict[str, Any],
     best: dict[str, Tensor] | None,
     about: dict[str, Any],
+    board: Board,
 ) -> None:
     _write_products(run_dir, facts, best, about)
     if len(facts["epochs"]) > 1:  # otherwise what is there belongs to another run
@@ -390,8 +396,7 @@ def _write(
     else:
         files.remove(run_dir / PREVIOUS)
     save_checkpoint(run_dir / LAST, tensors, facts)
-    with files.naming(run_dir / "tensorboard", "write"):
-        _show_on_board(run_dir, facts["epochs"][-1])
+    board.show(facts["epochs"][-1])
 
 
 def _write_products(
@@ -402,18 +407,6 @@ def _write_products(
         own = {key: facts[key] for key in ("best_epoch", "best_accuracy")}
         save_checkpoint(run_dir / BEST, best, {**own, **about})
     files.write_text(run_dir / LOG, "".join(json.dumps(record) + "\n" for record in facts["epochs"]))
-
-
-def _show_on_board(run_dir: Path, record: dict[str, Any]) -> None:
-    """TensorBoard events beside train.jsonl, where TensorBoard is installed."""
-    if importlib.util.find_spec("tensorboard") is None:
-        return
-    from torch.utils.tensorboard import SummaryWriter
-
-    with SummaryWriter(str(run_dir / "tensorboard"), purge_step=record["epoch"]) as board:
-        for key, value in record.items():
-            if key != "epoch":
-                board.add_scalar(key, value, record["epoch"])
 
 
 def _wants_graph(graph: bool | None, device: torch.device) -> bool:

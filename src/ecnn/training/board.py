@@ -1,0 +1,47 @@
+"""TensorBoard events beside train.jsonl, where TensorBoard is installed."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+from ecnn import files
+
+FOLDER = "tensorboard"
+
+
+class Board:
+    """One file of events for each time that a training starts or goes on; nothing where TensorBoard is absent.
+
+    Args:
+        run_dir: the run folder.
+    """
+
+    def __init__(self, run_dir: Path) -> None:
+        self.folder = run_dir / FOLDER
+        self._writer: Any = None
+
+    def show(self, record: dict[str, Any]) -> None:
+        """Adds the numbers of an epoch, on disk when this returns.
+
+        Args:
+            record: of the epoch, as in train.jsonl. Later epochs that an earlier start has shown are taken back.
+        """
+        if importlib.util.find_spec("tensorboard") is None:
+            return
+        from torch.utils.tensorboard import SummaryWriter
+
+        with files.naming(self.folder, "write"):
+            if self._writer is None:
+                self._writer = SummaryWriter(str(self.folder), purge_step=record["epoch"])
+            for key, value in record.items():
+                if key != "epoch":
+                    self._writer.add_scalar(key, value, record["epoch"])
+            self._writer.flush()
+
+    def close(self) -> None:
+        """Ends the file, if one was begun."""
+        if self._writer is not None:
+            with files.naming(self.folder, "write"):
+                self._writer.close()
