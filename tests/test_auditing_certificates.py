@@ -23,7 +23,8 @@ from ecnn.auditing.auditor import _contradictions
 from ecnn.auditing.certificates import _ball, _prove
 from ecnn.auditing.relaxations import interval_bounds, least_margins, lipschitz_bound, tighten
 from ecnn.auditing.smoothing import ABSTAIN, share_bound
-from ecnn.auditing.tracing import UnknownStepError, trace
+from ecnn.auditing.traced import UnknownStepError
+from ecnn.auditing.tracing import trace
 from ecnn.backbones import ResNet
 from ecnn.constructions import random_code
 from ecnn.data import Split

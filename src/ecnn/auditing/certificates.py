@@ -24,7 +24,8 @@ from ecnn.auditing.relaxations import (
     tighten,
 )
 from ecnn.auditing.smoothing import Smoothed
-from ecnn.auditing.tracing import UnknownStepError, trace
+from ecnn.auditing.traced import UnknownStepError
+from ecnn.auditing.tracing import trace
 from ecnn.checks import check_choice, parse_eps
 from ecnn.evaluation.intervals import Interval, wilson_interval
 from ecnn.objectives import predicted_classes
