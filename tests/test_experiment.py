@@ -779,6 +779,14 @@ def test_the_page_is_what_the_records_say(tmp_path: Path) -> None:
     rows = [line.split(" | ") for line in page[len(overview) :].splitlines() if line.startswith("| ")]
     measured = [row for row in rows if len(row) == 8 and row[2] not in ("paper", "-")]
     assert len(measured) == 84
+    clean = [float(row[5]) for row in measured if row[1] == "clean"]
+    attacked = [float(row[5]) for row in measured if row[1] != "clean"]
+    audited = [float(row[6].split()[0]) for row in measured if row[1] != "clean"]
+    assert f"{sum(abs(points) <= 2.5 for points in clean)} of {len(clean)} are within 2.5 points" in overview
+    below, above = sum(points < -5 for points in attacked), sum(points > 5 for points in attacked)
+    assert f"of {len(attacked)}, {below} are more than 5 points below" in overview
+    assert f"and {above} more than 5 points above" in overview
+    assert f"{sum(value <= 1 for value in audited)} of {len(audited)} are at most 1 %" in overview
     few = results_page(tmp_path / "none", figures="images/results")
     assert "Of the paper's 84 accuracies 0 are measured." in few
     drawn = draw_results(RESULTS, tmp_path)

@@ -55,6 +55,11 @@ class Cell:
         return 100 * float(np.mean([rate.accuracy for rate in self.rates])) if self.rates else None
 
     @property
+    def differs(self) -> float | None:
+        """How many points ours lies above the paper's; None where one of them is not there."""
+        return None if self.ours is None or self.paper is None else self.ours - self.paper
+
+    @property
     def truth(self) -> float | None:
         """The audited value, mean over seeds, in per cent."""
         return 100 * float(np.mean(self.audited)) if self.audited else None
@@ -114,7 +119,7 @@ def table_text(experiment: Experiment, cells: Sequence[Cell]) -> str:
             number(cell.ours),
             str(len(cell.rates)),
             number(cell.paper),
-            number(None if None in (cell.ours, cell.paper) else cell.ours - cell.paper, sign=True),  # type: ignore[operator]
+            number(cell.differs, sign=True),
             number(cell.truth),
             f"{cell.rates[0].n:,}" if cell.rates else "-",
             ", ".join(cell.flags),

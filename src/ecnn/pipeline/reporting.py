@@ -18,20 +18,27 @@ from ecnn.plots import plot_bars, plot_transfers
 
 _NOWHERE = Path("/nonexistent")  # where nothing is done yet
 _CORNER = 4  # members that the paper's figure shows
+_CLEAN_POINTS, _POINTS = (
+    2.5,
+    5,
+)  # so far from the paper a clean accuracy, and one under attack, is called near
 
 HEAD = """# Results: the paper's numbers, ours, and the audited ones
 
-Made by `tools/make_results.py` from the records in `results/`, one per column and seed; `ecnn reproduce NAME` runs an
-experiment again.
+`tools/make_results.py` makes this page from the records in `results/`, one for each network and seed.
+`ecnn reproduce NAME` runs an experiment again.
 
-- **ours** is measured as the paper says: its network, schedule, attack, loss, step, iterations and last iterate, with
-  true labels and the epoch chosen on validation images. It counts images that are right after the attack, whatever they
-  were before, and is a mean over seeds.
-- **audited** counts images that are right when clean and under every attack of ours. For attacks in a ball that is the
-  audit's worst case at the same radius; for C&W and blind-spot what the paper's C&W and our own leave together (a
-  remark says where points of PGD count too), with the median L2 of ours; for JSMA likewise within
-  the same share of pixels. 0.0 % by an older version of the audit stands: no later one finds less.
-- A dash is a number that does not exist, or was not measured yet.
+- **paper** is the number that the paper prints.
+- **ours** is measured as the paper describes: its network, schedule, attack, loss, step size and number of steps, true
+  labels, the last iterate, and the checkpoint chosen on validation images. It is the share of images that are right
+  after the attack, whether or not they were right before, and a mean over seeds.
+- **audited** is the share of images that are right without an attack and under every attack of ours. For attacks in a
+  ball it is the worst case of the audit at the same radius. For C&W and blind-spot it counts what withstands the
+  paper's C&W and ours together (the text says where points of PGD count too), with the median L2 distance of ours. For
+  JSMA it is the worst case within the same share of pixels. 0.0 % by an older version of the audit cannot become less.
+- A dash is a number that does not exist.
+- GPU times are sums over runs that shared one H200; a network that another table has trained costs nothing again. Plans
+  are computed from the number of operations, for all networks of a table and complete audits.
 """
 
 
@@ -67,7 +74,10 @@ def _overview(found: Mapping[str, Sequence[Cell]]) -> str:
     if count == len(every):
         how_many = f"All {count} accuracies of the paper are measured."
     lines = [
-        f"{how_many} The best of each table under attack, in per cent:",
+        how_many,
+        "",
+        *_in_short(every),
+        "The highest accuracy under attack in each table, in per cent:",
         "",
         _row(("table", "measured", "paper", "ours", "audited")),
         "|---" + 4 * "|---:" + "|",
@@ -85,6 +95,26 @@ def _overview(found: Mapping[str, Sequence[Cell]]) -> str:
     return "\n".join([*lines, "", *_older(found), ""])
 
 
+def _in_short(printed: Sequence[Cell]) -> list[str]:
+    """How many of the paper's numbers hold, and what the audit leaves of them: one sentence each."""
+    clean = [cell.differs for cell in printed if cell.row == CLEAN and cell.differs is not None]
+    attacked = [cell for cell in printed if cell.row != CLEAN]
+    differs = [cell.differs for cell in attacked if cell.differs is not None]
+    audited = [cell.truth for cell in attacked if cell.truth is not None]
+    if not clean or not differs or not audited:
+        return []
+    near = sum(abs(points) <= _CLEAN_POINTS for points in clean)
+    below, above = (sum(sign * points > _POINTS for points in differs) for sign in (-1, 1))
+    none = sum(value <= 1 for value in audited)
+    return [
+        f"- **Clean accuracy**: {near} of {len(clean)} are within {_CLEAN_POINTS} points of the paper.",
+        f"- **Under the paper's own attacks**: of {len(differs)}, {below} are more than {_POINTS} points below the "
+        f"paper, and {above} more than {_POINTS} points above.",
+        f"- **Audited**: {none} of {len(audited)} are at most 1 %.",
+        "",
+    ]
+
+
 def _older(found: Mapping[str, Sequence[Cell]]) -> list[str]:
     """Which audited values a stronger audit may still lower: those above 0 that an older version has made."""
     older = [
@@ -94,7 +124,7 @@ def _older(found: Mapping[str, Sequence[Cell]]) -> list[str]:
         if cell.truth and cell.versions and min(cell.versions) < AUDIT_VERSION
     ]
     return (
-        [f"Audited by an older version than {AUDIT_VERSION} and above 0: {', '.join(older)}."]
+        [f"Above 0 and audited by an older version than {AUDIT_VERSION}: {', '.join(older)}."]
         if older
         else []
     )
@@ -189,13 +219,12 @@ def _transfer_lines(matrices: Mapping[str, TransferMatrix]) -> list[str]:
 
 
 def _figures(cell: Cell) -> tuple[str, ...]:
-    differs = None if cell.ours is None or cell.paper is None else cell.ours - cell.paper
     audited = number(cell.truth)
     if cell.median_l2 is not None:
         audited += f" (L2 {cell.median_l2:.3f})"
     if "inconclusive" in cell.verdicts:
         audited += " (inconclusive)"
-    values = (number(cell.paper), number(cell.ours), str(len(cell.rates)), number(differs, sign=True))
+    values = (number(cell.paper), number(cell.ours), str(len(cell.rates)), number(cell.differs, sign=True))
     return (cell.row, *values, audited, f"{cell.rates[0].n:,}")
 
 
@@ -222,12 +251,9 @@ def _arm_notes(experiment: Experiment, out: Path, versions: Sequence[int], plann
         note = f" {arm.note}" if arm.note else ""
         lines.append(f"- {arm.title}: {count:,} parameters{same}.{note}")
     if versions:
-        lines.append(f"- Version {' and '.join(map(str, versions))} of the audit.")
-    lines.append(
-        f"- GPU time: {seconds['GPU'] / 60:.0f} min, summed over runs that shared one H200 (networks of another table "
-        "cost nothing here); planned for all arms, by "
-        f"operations and with audits in full: {planned:.0f}."
+        lines.append(f"- Audits by version {' and '.join(map(str, versions))}.")
+    spent = f"{seconds['GPU'] / 60:.0f} min" + (
+        f", and {seconds['CPU'] / 60:.0f} min of a CPU" if seconds["CPU"] else ""
     )
-    if seconds["CPU"]:
-        lines.append(f"- And {seconds['CPU'] / 60:.0f} min of a CPU.")
+    lines.append(f"- GPU time: {spent}; planned: {planned:.0f} min.")
     return [*lines, ""]
