@@ -21,12 +21,12 @@ from ecnn.attacks.apgd import _STREAM, APGD, checkpoints
 from ecnn.attacks.attempts import best_wrong_classes
 from ecnn.attacks.auto import AutoAttack, examine
 from ecnn.attacks.base import Attack, Target
-from ecnn.attacks.draws import Draws
 from ecnn.attacks.fab import FAB
 from ecnn.attacks.gradient import PGD
 from ecnn.attacks.images import at_most, together
 from ecnn.attacks.norms import NORMS, Norm, solve_capped_sum
 from ecnn.attacks.race import Race
+from ecnn.attacks.randomness import Draws
 from ecnn.attacks.square import Square, _two_bumps, square_share
 from ecnn.attacks.views import ScoreView
 from ecnn.constructions import random_code

@@ -14,10 +14,10 @@ from toys import Constant, Counted, LabelsOnly, Linear, TanhNet, distance, half_
 
 from ecnn.attacks.base import Attack, Target
 from ecnn.attacks.blackbox import HopSkipJump, RandomNoise, Transfer, _Border
-from ecnn.attacks.draws import Draws
 from ecnn.attacks.gradient import PGD
 from ecnn.attacks.jsma import JSMA
 from ecnn.attacks.norms import NORMS
+from ecnn.attacks.randomness import Draws
 from ecnn.attacks.transformed import TransformedPGD
 
 pytestmark = pytest.mark.usefixtures("one_thread")

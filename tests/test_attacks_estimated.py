@@ -11,9 +11,9 @@ from toys import Linear, TanhNet, half_spaces
 
 from ecnn.attacks import NORMS, EstimatedPGD
 from ecnn.attacks.base import Target
-from ecnn.attacks.draws import Draws
 from ecnn.attacks.estimated import _Estimating
 from ecnn.attacks.images import at_most
+from ecnn.attacks.randomness import Draws
 from ecnn.attacks.views import SCORES, Aim
 
 pytestmark = pytest.mark.usefixtures("one_thread")

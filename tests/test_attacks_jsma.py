@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from toys import Constant, Linear, TanhNet, Undecoded, tiny_ecnn
 
-from ecnn.attacks.draws import Draws
 from ecnn.attacks.jsma import JSMA, best_one, best_pair, worth_pairing
+from ecnn.attacks.randomness import Draws
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from toys import Linear, TanhNet, tiny_ecnn
 
 from ecnn.attacks import JSMA, SparsePGD
-from ecnn.attacks.draws import Draws
+from ecnn.attacks.randomness import Draws
 from ecnn.attacks.sparse import change_few
 
 pytestmark = pytest.mark.usefixtures("one_thread")

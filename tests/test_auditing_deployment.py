@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from torch.nn.utils import prune
 from torch.overrides import BaseTorchFunctionMode
 
-from ecnn.attacks.draws import Draws
 from ecnn.attacks.norms import NORMS, round_to_bytes
+from ecnn.attacks.randomness import Draws
 from ecnn.auditing import Audit, Subject, audit
 from ecnn.auditing.alone import OneAtATime
 from ecnn.auditing.confirming import confirm

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from ecnn.attacks import NORMS, PGD
 from ecnn.attacks.base import raw_gradient
-from ecnn.attacks.draws import Draws
 from ecnn.attacks.images import together
+from ecnn.attacks.randomness import Draws
 from ecnn.attacks.views import Averaged
 from ecnn.auditing import opaque
 from ecnn.auditing.adaptive import MeanAround

@@ -185,8 +185,17 @@ def test_radii_are_read_as_people_write_them_everywhere() -> None:
     assert TRADESObjective(eps="0.5/255", steps=1, step_size="0.1/255").eps == "0.5/255"
 
 
-@pytest.mark.parametrize("thing", [None, "x", 3, [], len])
-def test_what_is_no_model_code_audit_or_split_is_named_at_every_door(thing: Any) -> None:
+@pytest.mark.parametrize(
+    ("thing", "name_of_it"),
+    [
+        (None, "None"),
+        ("x", "a str"),
+        (3, "an int"),
+        ([], "a list"),
+        (len, "a builtin_function_or_method"),
+    ],
+)
+def test_what_is_no_model_code_audit_or_split_is_named_at_every_door(thing: Any, name_of_it: str) -> None:
     net, images, labels = torch.nn.Flatten(), torch.zeros(1, 1, 2, 2), torch.zeros(1, dtype=torch.int64)
     split = ecnn.load_data("digits").test.take(2)
     attack = FGSM(norm="linf", eps=0.1)
@@ -208,7 +217,7 @@ def test_what_is_no_model_code_audit_or_split_is_named_at_every_door(thing: Any)
     if thing == []:  # no items are a list of (image, label) all the same
         doors = [door for door in doors if door[0] != "split"]
     for name, call in doors:
-        with pytest.raises(InputError, match=f"{name} must be .*, not a {type(thing).__name__}"):
+        with pytest.raises(InputError, match=f"{name} must be .*, not {name_of_it}"):
             call()
 
 

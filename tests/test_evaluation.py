@@ -28,7 +28,7 @@ from toys import Saturated, Wrapped, half_spaces, images_of_classes
 from ecnn import files
 from ecnn.attacks import FGSM, FMN, PGD, Attack, AutoAttack, RandomNoise
 from ecnn.attacks.base import Target
-from ecnn.attacks.draws import Draws
+from ecnn.attacks.randomness import Draws
 from ecnn.codes import CodeMatrix
 from ecnn.constructions import random_code
 from ecnn.data import Split

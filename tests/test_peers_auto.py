@@ -15,10 +15,10 @@ import ecnn
 from ecnn.attacks.apgd import APGD
 from ecnn.attacks.auto import AutoAttack, examine
 from ecnn.attacks.base import Target
-from ecnn.attacks.draws import Draws
 from ecnn.attacks.fab import FAB
 from ecnn.attacks.gradient import PGD
 from ecnn.attacks.norms import NORMS, Norm
+from ecnn.attacks.randomness import Draws
 from ecnn.attacks.square import Square
 
 pytestmark = pytest.mark.peer

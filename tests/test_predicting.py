@@ -166,7 +166,7 @@ def test_predictions_in_order_with_names_and_numbers(tmp_path: Path) -> None:
         (np.zeros((4, 4), np.int64), "bytes .* or floats in .* not int64"),
         (np.full((3, 4, 4), 200.0), "divide by 255"),
         (np.full((3, 4, 4), np.nan), "outside"),
-        (7, "not a int"),
+        (7, "not an int"),
         (Image.new("F", (4, 4)), "32 bits per value"),
         (Image.new("I", (4, 4)), "32 bits per value"),
         (Image.new("RGB", (0, 0)), "has no pixels: its size is 0 x 0"),

@@ -181,7 +181,13 @@ def check_shares(**shares: float | None) -> None:
 def check_kind(name: str, value: Any, kind: type, words: str) -> None:
     """Raises InputError unless the value is of that class, which the words describe to a person."""
     if not isinstance(value, kind):
-        raise InputError(f"{name} must be {words}, not a {type(value).__name__}.")
+        raise InputError(f"{name} must be {words}, not {kind_of(value)}.")
+
+
+def kind_of(value: Any) -> str:
+    """A value that is of the wrong class, by the name of its class, as a sentence has it."""
+    name = type(value).__name__
+    return "None" if value is None else f"{'an' if name[0] in 'aeiouAEIO' else 'a'} {name}"
 
 
 def check_choice(name: str, value: Any, known: Iterable[str]) -> None:

@@ -22,7 +22,7 @@ from ecnn.backbones import (
     make_trunk,
     unit_plan,
 )
-from ecnn.checks import check_choice, check_count
+from ecnn.checks import check_choice, check_count, kind_of
 from ecnn.codes import CodeMatrix
 from ecnn.decoders import DEFAULT_DECODER, MemberOutput, check_member_output, make_decoder
 from ecnn.errors import InputError
@@ -323,11 +323,7 @@ def _trunk_channels(trunk: nn.Module, in_channels: int, mean: Tensor) -> int:
         for module, training in modes:
             module.training = training
     if not isinstance(maps, Tensor) or maps.ndim not in (2, 4) or len(maps) != 2:
-        came = (
-            f"a tensor of shape {tuple(maps.shape)}"
-            if isinstance(maps, Tensor)
-            else f"a {type(maps).__name__}"
-        )
+        came = f"a tensor of shape {tuple(maps.shape)}" if isinstance(maps, Tensor) else kind_of(maps)
         raise InputError(
             "the trunk must return maps (batch, channel, height, width) or vectors (batch, channel), not "
             f"{came}."

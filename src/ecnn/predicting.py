@@ -17,7 +17,7 @@ from ecnn.asking import in_usual_state, read_model, undisturbed
 from ecnn.attacks import Attack
 from ecnn.attacks.views import decoded_scores, members_of
 from ecnn.backbones import MOST_OF_ANYTHING
-from ecnn.checks import check_count, check_entries, check_number
+from ecnn.checks import check_count, check_entries, check_number, kind_of
 from ecnn.data import Split
 from ecnn.data.formats import decode_image, pixels_of, plain_image, read_image
 from ecnn.data.sources import IMAGE_SUFFIXES
@@ -421,8 +421,8 @@ def _picture(source: Any, name: str) -> Image.Image:
         source = Image.fromarray(np.ascontiguousarray(pixels[:, :, 0] if len(source) == 1 else pixels))
     if not isinstance(source, Image.Image):
         raise InputError(
-            f"{name} should be a path, the bytes of a file, a Pillow image, an array or a tensor, not a "
-            f"{type(source).__name__}."
+            f"{name} should be a path, the bytes of a file, a Pillow image, an array or a tensor, not "
+            f"{kind_of(source)}."
         )
     return plain_image(source, name)
 

@@ -5,7 +5,6 @@ from ecnn.attacks.auto import AutoAttack, Doubt
 from ecnn.attacks.base import Attack, Attacked, Cost
 from ecnn.attacks.blackbox import HopSkipJump, RandomNoise, Transfer, Unchanged
 from ecnn.attacks.carlini import BlindSpot, CarliniWagnerL2, MemberCarliniWagner
-from ecnn.attacks.draws import Draws
 from ecnn.attacks.estimated import EstimatedPGD
 from ecnn.attacks.fab import FAB
 from ecnn.attacks.gradient import BIM, FGSM, PGD
@@ -13,6 +12,7 @@ from ecnn.attacks.jsma import JSMA
 from ecnn.attacks.minimal import FMN, DeepFool
 from ecnn.attacks.norms import NORMS
 from ecnn.attacks.race import Race
+from ecnn.attacks.randomness import Draws
 from ecnn.attacks.ray_directions import Neighbours
 from ecnn.attacks.rays import RaySearch
 from ecnn.attacks.sparse import SparsePGD

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from ecnn.attacks.attempts import Attempts, ClimbingAttack, Rows, iterate_rows, spread
 from ecnn.attacks.base import Cost, Target
-from ecnn.attacks.draws import Draws
 from ecnn.attacks.images import per_image
 from ecnn.attacks.norms import NORMS, Norm, share_step
+from ecnn.attacks.randomness import Draws
 from ecnn.attacks.views import Aim, Look, Loss, View, find_view
 from ecnn.checks import check_count
 from ecnn.objectives import predicted_classes

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from ecnn.attacks.base import BallAttack, Target
-from ecnn.attacks.draws import Draws
 from ecnn.attacks.images import copies_at_once, per_image
+from ecnn.attacks.randomness import Draws
 from ecnn.attacks.views import Loss, LossFunction, View, find_view
 from ecnn.checks import check_count
 from ecnn.errors import InputError

@@ -14,9 +14,9 @@ from torch import Tensor
 from ecnn.attacks.apgd import APGD
 from ecnn.attacks.attempts import Attempts
 from ecnn.attacks.base import Attack, BallAttack, Cost, Target
-from ecnn.attacks.draws import Draws
 from ecnn.attacks.fab import FAB
 from ecnn.attacks.norms import NORMS, l2_norm
+from ecnn.attacks.randomness import Draws
 from ecnn.attacks.square import Square
 from ecnn.attacks.views import View, find_score_view, score_loss
 from ecnn.checks import check_choice

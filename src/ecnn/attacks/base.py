@@ -15,13 +15,13 @@ from torch import Tensor, nn
 
 from ecnn.asking import full_precision, in_usual_state, read_model, undisturbed, without_tf32
 from ecnn.attacks.deadlines import check_time
-from ecnn.attacks.draws import Draws, forked_generators
 from ecnn.attacks.images import at_once, check_pixels, per_image
 from ecnn.attacks.norms import NORMS, Norm
+from ecnn.attacks.randomness import Draws, forked_generators
 from ecnn.attacks.speed.quick_copy import prepare, quick_copy
 from ecnn.attacks.speed.replay import Recorder, Values, run_in_pieces
 from ecnn.attacks.views import Aim, Look, View
-from ecnn.checks import check_choice, check_kind, parse_eps
+from ecnn.checks import check_choice, check_kind, kind_of, parse_eps
 from ecnn.errors import InputError
 from ecnn.objectives import largest_score, predicted_classes
 
@@ -455,11 +455,7 @@ def check_batch(model: nn.Module, images: Tensor, labels: Tensor, index: Tensor 
 def check_tensor(name: str, values: Any, count: int) -> None:
     """Raises InputError unless the values are an int64 tensor of that many."""
     if not isinstance(values, Tensor) or values.shape != (count,) or values.dtype != torch.int64:
-        came = (
-            f"{values.dtype} of {tuple(values.shape)}"
-            if isinstance(values, Tensor)
-            else f"a {type(values).__name__}"
-        )
+        came = f"{values.dtype} of {tuple(values.shape)}" if isinstance(values, Tensor) else kind_of(values)
         raise InputError(f"{name} must be int64 of shape ({count},), one per image, not {came}.")
 
 

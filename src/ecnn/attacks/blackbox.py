@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from ecnn.asking import undisturbed
 from ecnn.attacks.attempts import Attempts
 from ecnn.attacks.base import Attack, Attacked, BallAttack, Cost, Target
-from ecnn.attacks.draws import Draws
 from ecnn.attacks.images import add_up, at_once, per_image
 from ecnn.attacks.norms import NORMS, Norm, l2_norm
+from ecnn.attacks.randomness import Draws
 from ecnn.attacks.views import score_loss
 from ecnn.checks import check_choice, check_count, check_counts
 from ecnn.errors import InputError

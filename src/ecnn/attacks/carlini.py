@@ -11,9 +11,9 @@ from torch import Tensor
 
 from ecnn.attacks.attempts import Rows
 from ecnn.attacks.base import Cost, Target
-from ecnn.attacks.draws import Draws
 from ecnn.attacks.images import per_image
 from ecnn.attacks.minimal import MinimumNormAttack, misclassified
+from ecnn.attacks.randomness import Draws
 from ecnn.attacks.views import Aim, Look, View, WeakestBit, decode_linearly, find_score_view, members_of
 from ecnn.checks import check_count, check_counts, check_number
 

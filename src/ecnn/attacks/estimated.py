@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 from ecnn.asking import undisturbed
 from ecnn.attacks.base import Cost, Target, gradient_of
-from ecnn.attacks.draws import Draws
 from ecnn.attacks.gradient import PGD
 from ecnn.attacks.images import at_once, per_image
 from ecnn.attacks.norms import NORMS, l2_norm
+from ecnn.attacks.randomness import Draws
 from ecnn.attacks.views import SCORES, Aim, Look, View, find_view
 from ecnn.checks import check_choice, check_count, check_number
 from ecnn.errors import InputError

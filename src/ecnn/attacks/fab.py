@@ -12,9 +12,9 @@ from torch import Tensor
 
 from ecnn.attacks.attempts import Attempts, Rows, best_wrong_classes, iterate_rows, spread
 from ecnn.attacks.base import BallAttack, Cost, Target
-from ecnn.attacks.draws import Draws
 from ecnn.attacks.images import per_image
 from ecnn.attacks.norms import NORMS, Norm
+from ecnn.attacks.randomness import Draws
 from ecnn.attacks.views import Aim, View, find_score_view
 from ecnn.checks import check_counts, check_number
 from ecnn.objectives import largest_score, predicted_classes, score_margin

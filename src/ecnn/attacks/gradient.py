@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from ecnn.attacks.attempts import Attempts, ClimbingAttack, Rows, iterate_rows, spread
 from ecnn.attacks.base import Cost, Target
-from ecnn.attacks.draws import Draws
 from ecnn.attacks.images import per_image
 from ecnn.attacks.norms import NORMS
+from ecnn.attacks.randomness import Draws
 from ecnn.attacks.views import SCORES, Aim, Look, Loss, ScoreView, View, find_view
 from ecnn.checks import check_choice, parse_eps
 from ecnn.objectives import predicted_classes

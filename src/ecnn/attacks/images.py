@@ -10,6 +10,7 @@ from contextvars import ContextVar
 import torch
 from torch import Tensor
 
+from ecnn.checks import kind_of
 from ecnn.errors import InputError
 
 _MOST: ContextVar[int | None] = ContextVar("most_images_at_once", default=None)
@@ -60,7 +61,7 @@ def check_pixels(images: Tensor) -> None:
     """
     is_tensor = isinstance(images, Tensor)
     if not is_tensor or images.ndim < 2 or images.dtype not in (torch.float32, torch.float64):
-        came = f"{images.dtype} of {tuple(images.shape)}" if is_tensor else f"a {type(images).__name__}"
+        came = f"{images.dtype} of {tuple(images.shape)}" if is_tensor else kind_of(images)
         raise InputError(
             f"images must be a float32 or float64 tensor (batch, channel, height, width), not {came}: convert them, "
             "and divide bytes by 255."

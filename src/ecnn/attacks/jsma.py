@@ -11,8 +11,8 @@ from torch import Tensor
 
 from ecnn.attacks.attempts import Attempts
 from ecnn.attacks.base import Attack, Target, gradient_of
-from ecnn.attacks.draws import Draws
 from ecnn.attacks.images import count_features, per_image
+from ecnn.attacks.randomness import Draws
 from ecnn.attacks.views import View, find_score_view
 from ecnn.checks import check_choice, check_count, check_number
 from ecnn.errors import InputError

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from ecnn.attacks.base import Attack, Cost, Target, gradient_of
-from ecnn.attacks.draws import Draws
 from ecnn.attacks.images import per_image
 from ecnn.attacks.norms import NORMS, Norm
+from ecnn.attacks.randomness import Draws
 from ecnn.attacks.views import Aim, View, find_score_view
 from ecnn.checks import check_choice, check_count, check_number
 from ecnn.errors import InputError

@@ -12,8 +12,8 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from ecnn.attacks.draws import Draws
 from ecnn.attacks.images import per_image, room_of
+from ecnn.attacks.randomness import Draws
 from ecnn.checks import check_choice
 
 Norm = Literal["linf", "l2", "l1"]

@@ -11,8 +11,8 @@ from torch import Tensor
 from ecnn.attacks.apgd import APGD
 from ecnn.attacks.attempts import best_wrong_classes
 from ecnn.attacks.base import BallAttack, Cost, Target
-from ecnn.attacks.draws import Draws
 from ecnn.attacks.norms import NORMS
+from ecnn.attacks.randomness import Draws
 from ecnn.attacks.views import Aim, Loss, View, find_score_view, find_view
 from ecnn.checks import check_count
 from ecnn.errors import InputError

@@ -11,8 +11,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from ecnn.attacks.draws import Draws
 from ecnn.attacks.norms import NORMS, Norm
+from ecnn.attacks.randomness import Draws
 from ecnn.errors import InputError
 
 #: Directions that are tried together, a fixed number, so that the size of a batch changes no result.

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from ecnn.attacks.base import Attack, BallAttack, Cost, Target
-from ecnn.attacks.draws import Draws
 from ecnn.attacks.images import add_up, at_once, per_image
 from ecnn.attacks.norms import NORMS, l2_norm
+from ecnn.attacks.randomness import Draws
 from ecnn.attacks.ray_directions import (
     LARGE,
     Neighbours,

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from ecnn.attacks.base import Target
-from ecnn.attacks.draws import Draws
 from ecnn.attacks.gradient import PGD
 from ecnn.attacks.images import add_up, count_features, per_image
 from ecnn.attacks.norms import Norm
+from ecnn.attacks.randomness import Draws
 from ecnn.checks import check_number
 
 _SMALLEST = 1e-30

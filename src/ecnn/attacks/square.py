@@ -12,9 +12,9 @@ from torch import Tensor
 
 from ecnn.attacks.attempts import Attempts, Rows, iterate_rows
 from ecnn.attacks.base import BallAttack, Cost, Target
-from ecnn.attacks.draws import Draws
 from ecnn.attacks.images import per_image
 from ecnn.attacks.norms import NORMS, Norm, l2_norm
+from ecnn.attacks.randomness import Draws
 from ecnn.attacks.views import Aim, Loss, View, find_score_view
 from ecnn.checks import check_choice, check_counts, check_number
 from ecnn.objectives import predicted_classes

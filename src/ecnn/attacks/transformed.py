@@ -10,9 +10,9 @@ import torch.nn.functional as F  # noqa: N812 the name everybody knows
 from torch import Tensor
 
 from ecnn.attacks.base import BallAttack, Cost, Target, gradient_of
-from ecnn.attacks.draws import Draws
 from ecnn.attacks.images import per_image
 from ecnn.attacks.norms import NORMS
+from ecnn.attacks.randomness import Draws
 from ecnn.attacks.views import Aim, Loss, find_view
 from ecnn.checks import check_count, check_number, parse_eps
 

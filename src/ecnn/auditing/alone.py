@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from ecnn.asking import copy_model, full_precision, undisturbed, without_tf32
 from ecnn.attacks.base import raw_gradient
-from ecnn.attacks.draws import forked_generators
 from ecnn.attacks.images import at_once
+from ecnn.attacks.randomness import forked_generators
 from ecnn.attacks.views import score_loss
 
 _PASS = 256  # images of one pass, company included

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from ecnn import files
 from ecnn.asking import in_usual_state, read_model, undisturbed, without_tf32
 from ecnn.attacks.deadlines import OutOfTimeError, time_is_over, until
-from ecnn.attacks.draws import forked_generators
 from ecnn.attacks.images import at_most, together
 from ecnn.attacks.norms import NORMS, Norm
+from ecnn.attacks.randomness import forked_generators
 from ecnn.auditing.budgets import Budget, resolve_budget
 from ecnn.auditing.certificates import Certificate, certify
 from ecnn.auditing.deployment import Deployment, filled_up, largest_batch, meet, take_copy

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ecnn.asking import full_precision
-from ecnn.attacks.draws import forked_generators
+from ecnn.attacks.randomness import forked_generators
 
 _MOST_PASSES = 10_007  # streams of two seeds do not meet
 

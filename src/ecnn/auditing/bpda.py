@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from ecnn.asking import full_precision
-from ecnn.attacks.draws import forked_generators
+from ecnn.attacks.randomness import forked_generators
 from ecnn.attacks.views import Aim, Look, WrappedView, find_view
 from ecnn.auditing.soft_calls import (
     CASTS,

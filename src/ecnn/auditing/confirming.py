@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from ecnn.asking import read_model, undisturbed, without_tf32
 from ecnn.attacks.base import Attacked
-from ecnn.attacks.draws import forked_generators
 from ecnn.attacks.images import at_once
 from ecnn.attacks.norms import NORMS, round_to_bytes
+from ecnn.attacks.randomness import forked_generators
 from ecnn.attacks.ray_directions import Neighbours
 from ecnn.attacks.rays import RaySearch
 from ecnn.auditing.deployment import Deployment

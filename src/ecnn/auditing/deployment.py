@@ -25,7 +25,7 @@ from ecnn.asking import (
     settings,
     undisturbed,
 )
-from ecnn.attacks.draws import forked_generators
+from ecnn.attacks.randomness import forked_generators
 from ecnn.auditing.alone import OneAtATime, can_be_vectorised
 from ecnn.auditing.surroundings import PutBack, Surroundings
 

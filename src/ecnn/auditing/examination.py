@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from ecnn.asking import read_model, undisturbed, without_tf32
-from ecnn.attacks.draws import Draws, forked_generators
 from ecnn.attacks.images import at_once
 from ecnn.attacks.norms import NORMS, Norm
+from ecnn.attacks.randomness import Draws, forked_generators
 from ecnn.auditing.deployment import Deployment
 from ecnn.auditing.diagnostics.statistics import TOLERANCE, exceeds
 from ecnn.auditing.findings import Finding, alarm, note

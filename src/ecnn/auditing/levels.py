@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from ecnn.asking import full_precision
 from ecnn.attacks.base import Attack, BallAttack, Cost, Target
-from ecnn.attacks.draws import Draws
 from ecnn.attacks.norms import round_to_bytes
+from ecnn.attacks.randomness import Draws
 from ecnn.attacks.views import ScoreView
 
 _LEVELS = 255

@@ -11,8 +11,8 @@ from ecnn.asking import half_precision_of
 from ecnn.attacks.auto import examine as examine_as_autoattack
 from ecnn.attacks.base import Target
 from ecnn.attacks.deadlines import NO_TIME
-from ecnn.attacks.draws import forked_generators
 from ecnn.attacks.images import at_once
+from ecnn.attacks.randomness import forked_generators
 from ecnn.auditing.diagnostics import CHECKS
 from ecnn.auditing.diagnostics.sanity import grey_radius
 from ecnn.auditing.findings import Finding, alarm, note

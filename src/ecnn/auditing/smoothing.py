@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ecnn.asking import full_precision, in_usual_state, read_model, undisturbed
-from ecnn.attacks.draws import forked_generators
+from ecnn.attacks.randomness import forked_generators
 from ecnn.checks import check_count, check_kind, check_number
 from ecnn.objectives import predicted_classes
 

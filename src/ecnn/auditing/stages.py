@@ -19,8 +19,8 @@ from ecnn import files
 from ecnn.asking import undisturbed
 from ecnn.attacks import Attack
 from ecnn.attacks.deadlines import OutOfTimeError, time_is_over
-from ecnn.attacks.draws import forked_generators
 from ecnn.attacks.images import at_once, per_image
+from ecnn.attacks.randomness import forked_generators
 from ecnn.auditing.confirming import confirm
 from ecnn.auditing.deployment import Deployment
 from ecnn.auditing.diagnostics.evidence import asks_answers_alone

@@ -20,9 +20,9 @@ from ecnn import files
 from ecnn.asking import full_precision, undisturbed
 from ecnn.attacks import PGD, Draws, Neighbours, RaySearch
 from ecnn.attacks.deadlines import check_time
-from ecnn.attacks.draws import forked_generators
 from ecnn.attacks.images import at_once
 from ecnn.attacks.norms import Norm
+from ecnn.attacks.randomness import forked_generators
 from ecnn.auditing.adaptive import features_of
 from ecnn.auditing.subject import Subject, once
 from ecnn.data import Split

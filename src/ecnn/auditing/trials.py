@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from ecnn.asking import full_precision
 from ecnn.attacks import PGD, Draws
-from ecnn.attacks.draws import forked_generators
 from ecnn.attacks.images import at_once
 from ecnn.attacks.norms import NORMS
+from ecnn.attacks.randomness import forked_generators
 from ecnn.attacks.views import Averaged, View
 from ecnn.auditing.adaptive import ScaledCrossEntropy
 from ecnn.auditing.decisions import Forced

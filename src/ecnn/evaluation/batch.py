@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from ecnn.asking import InFixedBatches, find_fixed_batch, read_model, undisturbed
 from ecnn.attacks import Aim, Attack, Transfer, View
-from ecnn.attacks.draws import forked_generators
 from ecnn.attacks.norms import NORMS
+from ecnn.attacks.randomness import forked_generators
 from ecnn.attacks.views import Loss, find_view
 from ecnn.checks import check_count, check_kind
 from ecnn.data import Split

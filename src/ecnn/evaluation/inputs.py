@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from torch.utils.data import Dataset as TorchDataset
 
-from ecnn.attacks.draws import forked_generators
-from ecnn.checks import MOST, check_count, shown
+from ecnn.attacks.randomness import forked_generators
+from ecnn.checks import MOST, check_count, kind_of, shown
 from ecnn.data import Dataset, Split
 from ecnn.data.datasets import check_dense, check_range
 from ecnn.errors import InputError
@@ -110,7 +110,7 @@ def _chunks(data: Any, step: int) -> Iterator[tuple[Any, Any]]:
             yield images, labels
     elif isinstance(data, IterableDataset) or not (hasattr(data, "__getitem__") and hasattr(data, "__len__")):
         hint = ": wrap it in a DataLoader." if isinstance(data, IterableDataset) else "."
-        raise InputError(f"split must be {_KINDS}, not a {type(data).__name__}{hint}")
+        raise InputError(f"split must be {_KINDS}, not {kind_of(data)}{hint}")
     elif isinstance(data, str | bytes | Mapping | Tensor | np.ndarray):
         raise InputError(f"split must be {_KINDS}, not {_named(data)}.")
     else:
@@ -124,7 +124,7 @@ def _ndim(values: Any) -> int:
 
 def _slices(images: Any, labels: Any, step: int) -> Iterator[tuple[Any, Any]]:
     if not isinstance(labels, Tensor | np.ndarray | list | tuple):
-        raise InputError(f"labels must be a tensor, an array or a list, not a {type(labels).__name__}.")
+        raise InputError(f"labels must be a tensor, an array or a list, not {kind_of(labels)}.")
     check_dense("images", images)
     check_dense("labels", labels)
     for name, values in (("images", images), ("labels", labels)):
@@ -166,7 +166,7 @@ def _pair(item: Any, owner: str, form: str) -> tuple[Any, Any]:
 def _named(value: Any) -> str:
     """The kind of a thing and, of a table, what it has."""
     entries = f" of {', '.join(map(str, value))}" if isinstance(value, Mapping) else ""
-    return f"a {type(value).__name__}{entries}"
+    return f"{kind_of(value)}{entries}"
 
 
 def _tensor(image: Any) -> Tensor:
@@ -183,7 +183,7 @@ def _tensor(image: Any) -> Tensor:
             else image.dtype.newbyteorder("=")
         )
         return torch.from_numpy(np.require(image, dtype, ["C", "W"]))
-    came = f"an array of {image.dtype}" if isinstance(image, np.ndarray) else f"a {type(image).__name__}"
+    came = f"an array of {image.dtype}" if isinstance(image, np.ndarray) else kind_of(image)
     hint = ": give the dataset a transform such as torchvision's ToTensor()"
     raise InputError(
         f"images must be tensors or arrays of numbers, not {came}{hint if 'Image' in came else ''}."

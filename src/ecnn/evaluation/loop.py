@@ -19,8 +19,8 @@ from ecnn import files
 from ecnn.asking import in_usual_state, read_model, undisturbed, without_tf32
 from ecnn.attacks import NORMS, Attack
 from ecnn.attacks.deadlines import NO_TIME, OutOfTimeError, time_is_over
-from ecnn.attacks.draws import forked_generators
 from ecnn.attacks.images import at_most
+from ecnn.attacks.randomness import forked_generators
 from ecnn.data import Split
 from ecnn.errors import InputError
 from ecnn.evaluation.batch import (

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 import ecnn
 from ecnn.asking import half_precision_of, read_model, undisturbed, without_tf32
 from ecnn.attacks.auto import passes_apart
-from ecnn.attacks.draws import Draws, forked_generators
+from ecnn.attacks.randomness import Draws, forked_generators
 from ecnn.data import Split
 from ecnn.errors import InputError
 from ecnn.evaluation.batch import place

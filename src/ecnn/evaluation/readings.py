@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ecnn.asking import read_model, undisturbed, without_tf32
-from ecnn.attacks.draws import forked_generators
+from ecnn.attacks.randomness import forked_generators
 from ecnn.data import Split
 from ecnn.errors import InputError
 from ecnn.evaluation.batch import place

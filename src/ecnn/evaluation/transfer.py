@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ecnn.asking import in_usual_state, undisturbed, without_tf32
 from ecnn.attacks import PGD, Attack
-from ecnn.attacks.draws import forked_generators
+from ecnn.attacks.randomness import forked_generators
 from ecnn.attacks.views import member_margins, members_of
 from ecnn.data import Split
 from ecnn.errors import InputError

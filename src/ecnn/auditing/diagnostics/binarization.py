@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from ecnn.asking import full_precision
-from ecnn.attacks.draws import Draws
 from ecnn.attacks.norms import NORMS
+from ecnn.attacks.randomness import Draws
 from ecnn.attacks.views import Aim, ScoreView
 from ecnn.auditing.diagnostics.probes import Probe, diagnostic, percent
 from ecnn.auditing.diagnostics.statistics import TOLERANCE, exceeds

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from ecnn.attacks.base import Target
-from ecnn.attacks.draws import Draws
 from ecnn.attacks.norms import NORMS
+from ecnn.attacks.randomness import Draws
 from ecnn.attacks.views import SCORES, Aim, Averaged
 from ecnn.auditing.diagnostics.probes import Probe, diagnostic, percent, share, unusable
 from ecnn.auditing.diagnostics.statistics import DOMINATED_TOLERANCE, TOLERANCE, exceeds

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from ecnn.asking import copy_in_double, full_precision, undisturbed, without_tf32
 from ecnn.attacks.auto import passes_apart
 from ecnn.attacks.base import Attack, Target
-from ecnn.attacks.draws import Draws, forked_generators
 from ecnn.attacks.gradient import PGD
 from ecnn.attacks.images import at_once, per_image
 from ecnn.attacks.norms import NORMS
+from ecnn.attacks.randomness import Draws, forked_generators
 from ecnn.attacks.views import SCORES, Aim, Look, Loss, View, score_loss
 from ecnn.auditing.averaging import MeanOfPasses
 from ecnn.auditing.diagnostics.statistics import STOOD_TOLERANCE, exceeds
