@@ -10,6 +10,7 @@ import sqlite3
 import sys
 import threading
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -20,15 +21,21 @@ from torch import Tensor, nn
 from torch.nn.utils import prune
 from torch.overrides import BaseTorchFunctionMode
 
+from ecnn.asking import Around, InFixedBatches, copy_model, settings
 from ecnn.attacks.norms import NORMS, round_to_bytes
 from ecnn.attacks.randomness import Draws
+from ecnn.attacks.views import decoded_scores, has_code, members_of
 from ecnn.auditing import Audit, Subject, audit
+from ecnn.auditing.adaptive import InnerScores, features_of
 from ecnn.auditing.alone import OneAtATime
 from ecnn.auditing.confirming import confirm
-from ecnn.auditing.deployment import Deployment, FreshEachTime, take_copy
+from ecnn.auditing.deployment import Deployment, FreshBuffers, FreshEachTime, Isolated, Settled, take_copy
 from ecnn.auditing.examination import examine
+from ecnn.auditing.surroundings import PutBack, Surroundings
 from ecnn.auditing.traits import find_traits
+from ecnn.constructions import random_code
 from ecnn.data import Split
+from ecnn.model import ECNN
 from ecnn.objectives import score_margin
 
 EPS = 0.08
@@ -365,10 +372,16 @@ class SaysYesOrNo(toys.LinearOfThree):
 
 
 class Switches(toys.LinearOfThree):
-    """Turns torch to float64 by default."""
+    """Turns torch to float64 by default, or whatever is switched here; with a lock it cannot be copied."""
+
+    def __init__(
+        self, switch: Callable[[], Any] = lambda: torch.set_default_dtype(torch.float64), lock: Any = None
+    ) -> None:
+        super().__init__()
+        self.switch, self.lock = switch, lock
 
     def forward(self, images: Tensor) -> Tensor:
-        torch.set_default_dtype(torch.float64)
+        self.switch()
         return super().forward(images) * torch.tensor(1.0)
 
 
@@ -397,6 +410,106 @@ def test_models_that_cannot_be_asked_as_usual_are_judged_all_the_same(
     assert torch.equal(SPLIT.images, images)
     assert torch.get_default_dtype() == torch.float32
     assert not [finding for finding in found.findings if "could not be made" in finding.claim]
+
+
+@pytest.mark.parametrize("lock", [None, threading.Lock()], ids=["", "locked"])
+@pytest.mark.parametrize(
+    "switch",
+    [
+        lambda: torch.set_default_dtype(torch.float64),
+        lambda: torch.set_num_threads(2),
+        lambda: torch.use_deterministic_algorithms(True, warn_only=True),
+    ],
+    ids=["precision", "threads", "deterministic"],
+)
+def test_settings_of_torch_are_put_back(switch: Callable[[], Any], lock: Any) -> None:
+    """Also what the questions before all others have changed, to a model that cannot be copied."""
+    before = settings()
+    found = run_audit(Switches(switch, lock), limit=4)
+    assert settings() == before
+    assert "switches" in [finding.kind for finding in found.findings]
+
+
+def test_a_model_that_cannot_be_copied_does_not_write_into_the_images_of_others() -> None:
+    model = WritesImages()
+    model.lock = threading.Lock()  # type: ignore[assignment]
+    images = SPLIT.images[:20].float() / 255
+    kept = images.clone()
+    found = audit(model, (images, SPLIT.labels[:20]), norm="linf", eps=EPS, budget=BUDGET, limit=4)
+    assert torch.equal(images, kept)
+    assert [finding.kind for finding in found.findings if finding.name == "copies"] == [
+        "not_copied",
+        "writes",
+    ]
+
+
+WAYS: dict[str, Callable[[nn.Module], Around]] = {
+    "copies": FreshEachTime,
+    "buffers": FreshBuffers,
+    "images": Isolated,
+    "settings": Settled,
+    "surroundings": lambda model: PutBack(model, Surroundings(model)),
+    "alone": lambda model: OneAtATime(model, torch.zeros(0, 3, 8, 8)),
+    "vectorised": lambda model: OneAtATime(model, torch.zeros(0, 3, 8, 8), is_vectorised=True),
+    "batches": lambda model: InFixedBatches(model, 2),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_what_attacks_look_for_in_a_model_is_there_however_it_is_asked(way: str) -> None:
+    """A line in `forward` that makes no difference to any answer would otherwise take the members from sight."""
+    model, images = toys.tiny_ecnn(), torch.rand(3, 3, 8, 8)
+    asked = WAYS[way](model)
+    assert has_code(asked)
+    for one, other in zip(members_of(asked, images), members_of(model, images), strict=True):
+        torch.testing.assert_close(one, other)
+    logits = model.member_logits(images)
+    torch.testing.assert_close(decoded_scores(asked, logits), model(images))
+    for one, other in zip(
+        InnerScores(num_classes=4).read(asked, images),
+        InnerScores(num_classes=4).read(model, images),
+        strict=True,
+    ):
+        torch.testing.assert_close(one, other)
+    torch.testing.assert_close(features_of(asked, images)[0], features_of(model, images)[0])
+    assert find_traits(asked, images, 4) == find_traits(model, images, 4)
+    copied: Any = copy_model(asked)
+    assert copied.code is not model.code
+    plain = WAYS[way](toys.LinearOfThree())
+    assert not has_code(plain)
+    assert not hasattr(plain, "member_scores")
+    with pytest.raises(AttributeError, match="'nothing'"):
+        plain.nothing  # noqa: B018
+
+
+def test_questions_to_members_are_asked_like_all_others() -> None:
+    """Of the members of a model that writes into images, in a copy of them."""
+
+    class Writing(ECNN):
+        def member_logits(self, images: Tensor) -> Tensor:
+            return super().member_logits(images.clamp_(0.5, 1))
+
+    model = Writing(random_code(4, 6, seed=0), 3, width=4, depth=8, feature_dim=8).eval()
+    images = torch.rand(2, 3, 8, 8)
+    kept = images.clone()
+    said: Any = Isolated(model)
+    assert torch.equal(said.member_logits(images), model.member_logits(kept.clone()))
+    assert torch.equal(images, kept)
+
+
+def test_a_question_that_fails_teaches_a_fresh_copy_nothing() -> None:
+    class Raising(Learning):
+        def forward(self, images: Tensor) -> Tensor:
+            said = super().forward(images)
+            if len(images) == 1:
+                raise ValueError("one image")
+            return said
+
+    model, images = FreshEachTime(Raising("in place")), SPLIT[:4][0]
+    with pytest.raises(ValueError, match="one image"):
+        model(images[:1])
+    assert torch.equal(next(model.parameters()), toys.LinearOfThree().weight)
+    assert torch.equal(model(images), Learning("in place")(images))
 
 
 def test_a_model_whose_batch_decides_is_asked_beside_the_same_images() -> None:
@@ -495,7 +608,7 @@ def test_fresh_copies_share_parameters_and_pass_gradients() -> None:
         scores = model(images)
         assert torch.equal(scores, toys.LinearOfThree()(images))
     assert torch.autograd.grad(scores.sum(), images)[0].abs().sum() > 0
-    assert model.pristine.left == 1
+    assert model.model.left == 1
 
 
 @pytest.mark.parametrize("how", ["in place", "by an optimiser"])

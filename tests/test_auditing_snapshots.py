@@ -20,7 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from ecnn.auditing.snapshots import TooLargeError, take_snapshot
+from ecnn.auditing.snapshots import Snapshots, TooLargeError
 
 
 class Holder:
@@ -120,7 +120,7 @@ def test_what_was_in_a_value_is_put_back_into_the_same_value(name: str) -> None:
     make, change, tell = CASES[name]
     value = make()
     before = tell(value)
-    kept = take_snapshot(value)
+    kept = Snapshots().take(value)
     assert kept.is_like(value)
     for _ in range(3):
         change(value)
@@ -133,7 +133,7 @@ def test_what_was_in_a_value_is_put_back_into_the_same_value(name: str) -> None:
 def test_what_is_held_stays_the_same_object() -> None:
     lock, network, code, inner = threading.Lock(), nn.Linear(1, 1), print, [1]
     value = Holder(lock=lock, network=network, code=code, inner=inner, weak=types.MethodType(print, 1))
-    kept = take_snapshot(value)
+    kept = Snapshots().take(value)
     value.inner = [1]  # another that says the same
     assert kept.is_like(value)
     inner.append(2)
@@ -143,12 +143,88 @@ def test_what_is_held_stays_the_same_object() -> None:
     assert value.inner is inner
 
 
+def test_tensors_that_share_memory_share_it_again() -> None:
+    """In a place of their own each would be another model: one writes the whole, another reads a part."""
+    log = torch.zeros(8)
+    value = {"log": log, "last": log[-1:], "odd": log.view(2, 4).t()[1:, 1], "own": torch.ones(2)}
+    snapshots = Snapshots()
+    kept, other = snapshots.take(value), snapshots.take([log])
+    holder: list[Any] = [log]
+    log += 1
+    assert not kept.is_like(value)
+    kept.restored()
+    assert log.tolist() == [0.0] * 8
+    assert other.is_like(holder)
+    log[-1], log[5] = 7, 5
+    assert value["last"].tolist() == [7]
+    assert value["odd"].tolist() == [5, 0, 7]
+    assert value["own"].tolist() == [1, 1]
+
+
+def test_a_counter_that_several_hold_stays_one() -> None:
+    counter = itertools.count()
+    snapshots = Snapshots()
+    value, other = [counter, counter], {"own": counter}
+    kept = [snapshots.take(value), snapshots.take(other)]
+    next(counter)
+    for each in kept:
+        each.restored()
+    assert value[0] is value[1] is other["own"]
+    assert next(value[0]) == 0
+    assert not kept[1].is_like(other)
+
+
+@pytest.mark.parametrize(
+    ("make", "change"),
+    [
+        (lambda: {"low": float("nan")}, lambda value: value.update(low=float("nan"))),
+        (lambda: {-1, -2}, lambda value: (value.clear(), value.update([-2]), value.update([-1]))),
+        (lambda: {"graph": torch.eye(2).to_sparse(), "n": [0]}, lambda value: value["n"].__setitem__(0, 0)),
+    ],
+    ids=["NaN", "set", "sparse"],
+)
+def test_what_says_the_same_has_not_changed(make: Callable[[], Any], change: Callable[[Any], Any]) -> None:
+    value = make()
+    kept = Snapshots().take(value)
+    change(value)
+    assert kept.is_like(value)
+
+
+@pytest.mark.parametrize(
+    ("make", "change"),
+    [
+        (lambda: {torch.zeros(2): 1}, lambda value: value.update({torch.zeros(2): 1})),
+        (lambda: {"graph": torch.eye(2).to_sparse(), "n": 0}, lambda value: value.update(n=1)),
+        (lambda: [np.zeros(3)], lambda value: value[0].resize(5, refcheck=False)),
+        (lambda: [torch.zeros(3)], lambda value: value[0].resize_(5)),
+    ],
+    ids=["tensors as keys", "beside a sparse tensor", "resized array", "resized tensor"],
+)
+def test_what_is_odd_to_compare_is_put_back(make: Callable[[], Any], change: Callable[[Any], Any]) -> None:
+    value = make()
+    kept = Snapshots().take(value)
+    change(value)
+    assert not kept.is_like(value)
+    kept.restored()
+    assert kept.is_like(value)
+
+
+def test_what_could_not_be_noted_is_not_taken_for_noted() -> None:
+    snapshots = Snapshots()
+    inner = [1]
+    with pytest.raises(TooLargeError):
+        snapshots.take([inner, [[0.5 + number] for number in range(60_000)]])
+    kept = snapshots.take(inner)
+    inner.append(2)
+    assert not kept.is_like(inner)
+
+
 def test_a_handle_of_a_hook_still_removes_it() -> None:
     """It cannot be copied twice: a deep copy ended in an empty object here."""
     network = nn.Linear(1, 1)
     value = Holder(asked=0)
     value.hook = network.register_forward_pre_hook(lambda module, images: value.add(1))
-    kept = take_snapshot(value)
+    kept = Snapshots().take(value)
     network(torch.zeros(1, 1))
     kept.restored()
     assert not hasattr(value, "count")
@@ -161,7 +237,7 @@ def test_a_handle_of_a_hook_still_removes_it() -> None:
 def test_copies_take_the_place_of_what_only_goes_on(make: Callable[[], Any]) -> None:
     value = make()
     before = next(value)
-    kept = take_snapshot(value)
+    kept = Snapshots().take(value)
     ahead = [next(value) for _ in range(2)]
     assert not kept.is_like(value)
     for _ in range(2):
@@ -172,19 +248,19 @@ def test_copies_take_the_place_of_what_only_goes_on(make: Callable[[], Any]) -> 
 
 def test_generators_of_random_numbers_are_left_alone() -> None:
     for value in (random.Random(0), np.random.default_rng(0), torch.Generator()):
-        kept = take_snapshot([value])
+        kept = Snapshots().take([value])
         (value.random if not isinstance(value, torch.Generator) else value.seed)()
         assert kept.is_like([value])
 
 
 def test_too_much_is_refused_and_not_half_noted() -> None:
     with pytest.raises(TooLargeError):
-        take_snapshot([[0.5 + number] for number in range(60_000)])
+        Snapshots().take([[0.5 + number] for number in range(60_000)])
     deep: list[Any] = []
     for _ in range(200):
         deep = [deep]
     with pytest.raises(TooLargeError):
-        take_snapshot(deep)
+        Snapshots().take(deep)
 
 
 values = st.recursive(
@@ -196,11 +272,11 @@ values = st.recursive(
 
 @given(one=values, other=values)
 def test_snapshots_are_compared_by_what_they_hold(one: Any, other: Any) -> None:
-    kept = take_snapshot(one)
+    kept = Snapshots().take(one)
     assert kept.is_like(copy.deepcopy(one))
     assert kept.is_like(other) == (repr(one) == repr(other))
     holder = [one]
-    around = take_snapshot(holder)
+    around = Snapshots().take(holder)
     holder[0] = other
     around.restored()
     assert holder[0] is one

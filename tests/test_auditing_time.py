@@ -158,8 +158,18 @@ def test_a_search_ends_in_the_middle_and_an_evaluation_says_so(clock: Clock, spl
     assert found.outcomes == {}
 
 
-def test_questions_before_the_attacks_leave_time_for_attacks(clock: Clock, split: Split) -> None:
+class Locked(Timed):
+    """It cannot be copied."""
+
+    def __deepcopy__(self, memo: Any) -> Timed:
+        raise TypeError("locked")
+
+
+@pytest.mark.parametrize("kind", [Timed, Locked])
+def test_questions_before_the_attacks_leave_time_for_attacks(
+    kind: type[Timed], clock: Clock, split: Split
+) -> None:
     """A pass takes a second: all questions that look for memory alone would take longer than the whole audit may."""
-    found = audit(Timed(clock), split, **BALL, budget=TINY, minutes=2.5)
+    found = audit(kind(clock), split, **BALL, budget=TINY, minutes=2.5)
     assert names(found)[:1] == ["pgd-ce"]
     assert of_time(found).is_open

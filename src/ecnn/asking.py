@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import warnings
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any, ParamSpec, TypeVar
@@ -24,18 +25,14 @@ _Result = TypeVar("_Result")
 def in_usual_state(function: Callable[_Parameters, _Result]) -> Callable[_Parameters, _Result]:
     """The function, run as torch starts: gradients on, no inference mode, float32 as the default.
 
-    Whatever the caller has switched off comes back afterwards, also if a model changes it.
+    Afterwards torch's settings are the caller's again, whatever a model has made of them.
     """
 
     @functools.wraps(function)
     def run(*args: _Parameters.args, **kwargs: _Parameters.kwargs) -> _Result:
-        default = torch.get_default_dtype()
-        with torch.inference_mode(False), torch.enable_grad():
+        with torch.inference_mode(False), torch.enable_grad(), keeping_settings():
             torch.set_default_dtype(torch.float32)
-            try:
-                return function(*args, **kwargs)
-            finally:
-                torch.set_default_dtype(default)
+            return function(*args, **kwargs)
 
     return run
 
@@ -200,7 +197,49 @@ def _round_images(model: nn.Module, given: tuple[Any, ...]) -> tuple[Any, ...]:
     return given[0].to(own.dtype), *given[1:]
 
 
-class InFixedBatches(nn.Module):
+#: A question to a model about images: what it says of them, or what its members say.
+Question = Callable[[nn.Module, Tensor], Any]
+
+
+class Around(nn.Module, ABC):
+    """A model that is asked otherwise than as it is. Derive from this and say how in `ask`.
+
+    What attacks look for in a model is there if the model has it: its code and decoder, and what its members say, asked
+    in the same way. Otherwise a wrapper would hide it from them.
+
+    Args:
+        model: the model.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    @abstractmethod
+    def ask(self, question: Question, images: Tensor) -> Any:
+        """What the question gives, asked of the model in this way."""
+
+    def forward(self, images: Tensor) -> Any:
+        return self.ask(_call, images)
+
+    def __getattr__(self, name: str) -> Any:
+        model = self.__dict__.get("_modules", {}).get("model")
+        if model is not None and name in _PARTS:
+            return getattr(model, name)
+        if model is not None and name in _QUESTIONS and hasattr(model, name):
+            return functools.partial(self.ask, functools.partial(_call, what=name))
+        return super().__getattr__(name)
+
+
+_PARTS = ("code", "code_symbols", "decode")
+_QUESTIONS = ("member_logits", "member_scores")
+
+
+def _call(model: nn.Module, images: Tensor, what: str = "") -> Any:
+    return getattr(model, what)(images) if what else model(images)
+
+
+class InFixedBatches(Around):
     """A model that takes so many images, no more and no fewer, asked about any number of them.
 
     Exported and traced networks are often made for one size of batch. The last batch is filled up with copies of its
@@ -212,15 +251,15 @@ class InFixedBatches(nn.Module):
     """
 
     def __init__(self, model: nn.Module, size: int) -> None:
-        super().__init__()
+        super().__init__(model)
         check_count("size", size)
-        self.model, self.size = model, size
+        self.size = size
 
-    def forward(self, images: Tensor) -> Any:
+    def ask(self, question: Question, images: Tensor) -> Any:
         lacking = -len(images) % self.size if len(images) else self.size
         filling = images[-1:] if len(images) else images.new_zeros(1, *images.shape[1:])
         whole = torch.cat([images, filling.expand(lacking, *images.shape[1:])])
-        said = torch.cat([self.model(part.contiguous()) for part in torch.split(whole, self.size)])
+        said = torch.cat([question(self.model, part.contiguous()) for part in torch.split(whole, self.size)])
         return said[: len(images)]
 
 

@@ -23,13 +23,13 @@ from torch import Tensor, nn
 
 import ecnn
 from ecnn import files, runs
-from ecnn.attacks.views import members_of
+from ecnn.attacks.views import has_code, members_of
 from ecnn.auditing.report import find_audit
 from ecnn.baselines import FeatureSqueezing
 from ecnn.checks import check_choice, eps_text, parse_eps, printable
 from ecnn.errors import InputError
 from ecnn.objectives import codeword_distances
-from ecnn.predicting import Classifier, ask_model, has_code, load_classifier
+from ecnn.predicting import Classifier, ask_model, load_classifier
 
 #: Formats by the end of the file's name.
 FORMATS = {".onnx": "onnx", ".pt2": "torchexport"}

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ecnn import files, runs
 from ecnn.asking import in_usual_state, read_model, undisturbed
 from ecnn.attacks import Attack
-from ecnn.attacks.views import decoded_scores, members_of
+from ecnn.attacks.views import decoded_scores, has_code, members_of
 from ecnn.backbones import MOST_OF_ANYTHING
 from ecnn.checks import check_count, check_entries, check_number, kind_of
 from ecnn.data import Split
@@ -358,11 +358,6 @@ def ask_model(model: nn.Module, images: Tensor) -> Reading:
         scores = decoded_scores(model, logits)
         scores = read_model(model, images) if scores is None else scores
         return Reading(scores.cpu(), logits.cpu(), codeword_distances(logits, symbols).cpu())
-
-
-def has_code(model: nn.Module) -> bool:
-    """Whether it has members that write codewords, from which an image can be far."""
-    return hasattr(model, "member_logits") and (hasattr(model, "code") or hasattr(model, "code_symbols"))
 
 
 def check_has_code(model: nn.Module) -> None:

@@ -141,12 +141,17 @@ def _spread(scores: Tensor, *, targeted: bool) -> Tensor:
     return top[:, 0] - low + 1e-12
 
 
+def has_code(model: nn.Module) -> bool:
+    """Whether it has members that write codewords."""
+    return hasattr(model, "member_logits") and (hasattr(model, "code") or hasattr(model, "code_symbols"))
+
+
 def members_of(model: nn.Module, images: Tensor) -> tuple[Tensor, Tensor]:
     """What the members say, (batch, member) or (batch, member, symbol), and the code (class, task) they speak.
 
     Any model with `member_logits(images)` and `code` (a CodeMatrix) has members; an ECNN has.
     """
-    if not hasattr(model, "member_logits") or not (hasattr(model, "code") or hasattr(model, "code_symbols")):
+    if not has_code(model):
         raise InputError(f'{type(model).__name__} has no members (member_logits and code): look on="scores".')
     anything: Any = model
     logits = full_precision(anything.member_logits(images))

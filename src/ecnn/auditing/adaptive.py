@@ -15,7 +15,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
-from ecnn.asking import copy_in_double, full_precision, undisturbed
+from ecnn.asking import Around, copy_in_double, full_precision, undisturbed
 from ecnn.attacks import NORMS, PGD, Attack, Draws, Transfer
 from ecnn.attacks.base import BallAttack, Cost, Target, raw_gradient
 from ecnn.attacks.images import copies_at_once, per_image
@@ -246,6 +246,9 @@ class InnerScores(ScoreView):
     num_classes: int
 
     def read(self, model: nn.Module, images: Tensor) -> tuple[Tensor, Tensor]:
+        if isinstance(model, Around):  # who is asked may be a copy of it, in other batches
+            both = model.ask(lambda asked, part: torch.cat(self.read(asked, part), dim=1), images)
+            return both[:, : self.num_classes], both[:, self.num_classes :].detach()
         heard: list[Tensor] = []
         with _overhearing(last_layers(model, self.num_classes), heard, inputs=False):
             scores = full_precision(model(images))
@@ -263,6 +266,8 @@ def features_of(model: nn.Module, images: Tensor) -> tuple[Tensor, Tensor | None
     That is what its `trunk` gives, averaged over the image; or `model.features(images)`; or else the input of the last
     linear layer to be run.
     """
+    if isinstance(model, Around):
+        return model.ask(lambda asked, part: features_of(asked, part)[0], images), None
     anything: Any = model
     trunk, own = getattr(model, "trunk", None), getattr(model, "features", None)
     has_trunk = isinstance(trunk, nn.Module)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ecnn.asking import copy_model, full_precision, undisturbed, without_tf32
+from ecnn.asking import Around, Question, copy_model, full_precision, undisturbed, without_tf32
 from ecnn.attacks.base import raw_gradient
 from ecnn.attacks.images import at_once
 from ecnn.attacks.randomness import forked_generators
@@ -23,7 +23,7 @@ _ALIKE, _ALIKE_SLOPES = 1e-4, 1e-2  # differences of scores and of slopes, relat
 _TRIED = 4
 
 
-class OneAtATime(nn.Module):
+class OneAtATime(Around):
     """A model that is asked about each image by itself, or beside the same clean images every time.
 
     Args:
@@ -33,24 +33,25 @@ class OneAtATime(nn.Module):
     """
 
     def __init__(self, model: nn.Module, company: Tensor, *, is_vectorised: bool = False) -> None:
-        super().__init__()
-        self.model = model
+        super().__init__(model)
         self.company = company  # no buffer: its precision says nothing of the model's
         self.is_vectorised = is_vectorised
 
-    def forward(self, images: Tensor) -> Any:
+    def ask(self, question: Question, images: Tensor) -> Any:
         if not len(images):
-            return self.model(images)
+            return question(self.model, images)
         company = self.company.to(images)
         # What listens to torch's calls, or changes them, was made for tensors as they are.
         if self.is_vectorised and len(images) > 1 and not torch._C._len_torch_function_stack():
             with suppress(RuntimeError):
-                return self._answer_all(images, company)
-        return torch.cat([self.model(torch.cat([image[None], company]))[:1] for image in images])
+                return self.ask_at_once(question, images, company)
+        return torch.cat([question(self.model, torch.cat([image[None], company]))[:1] for image in images])
 
-    def _answer_all(self, images: Tensor, company: Tensor) -> Tensor:
+    def ask_at_once(self, question: Question, images: Tensor, company: Tensor) -> Tensor:
+        """The same in one pass, or a RuntimeError."""
+
         def answer(image: Tensor) -> Any:
-            return self.model(torch.cat([image[None], company]))[0]
+            return question(self.model, torch.cat([image[None], company]))[0]
 
         chunk = max(1, at_once(_PASS) // (1 + len(company)))
         scores: Tensor = torch.func.vmap(answer, randomness="same", chunk_size=chunk)(images)
@@ -90,7 +91,11 @@ def _ask(
     asked = OneAtATime(model, company)
     points = images.detach().clone().requires_grad_(True)
     with undisturbed(model), without_tf32(), torch.enable_grad(), forked_generators(images.device, seed):
-        said = asked._answer_all(points, company.to(points)) if is_vectorised else asked(points)
+        said = (
+            asked.ask_at_once(nn.Module.__call__, points, company.to(points))
+            if is_vectorised
+            else asked(points)
+        )
         scores = full_precision(said)
         slopes = raw_gradient(score_loss(scores, scores.detach().argmax(dim=1), "margin"), points)
     return scores.detach(), slopes

@@ -148,11 +148,13 @@ def audit(
     )
     check_kind("model", model, nn.Module, "a torch module")
     end = None if minutes is None else time.monotonic() + 60 * minutes
+    patience = None if minutes is None else _PART_OF_TIME * 60 * minutes
     deployment = take_copy(model)  # before anything is asked
     split = read_images(split, limit + MOST_EXAMPLES, classes=classes, progress=progress)
     strangers = place(model, split[max(0, len(split) - _STRANGERS) :][0])
-    contact = FirstContact(deployment, strangers, norm, eps, int(seed))
+    contact = FirstContact(deployment, strangers, norm, eps, int(seed), patience and patience / 4)
     deployment = meet(deployment, place(model, split[:_FEW][0]))
+    deployment = dataclasses.replace(deployment, switches=deployment.switches or contact.switches)
     most = batch_size or BATCH_SIZE
     chosen = check_request(deployment.fresh(), split, limit, most)
     some = place(model, chosen[:most][0])
@@ -172,7 +174,6 @@ def audit(
         together(_TOGETHER),
         nullcontext() if run_dir is None else files.locked(run_dir, "audit"),
     ):
-        patience = None if minutes is None else _PART_OF_TIME * 60 * minutes
         deployment, findings = examine(deployment, subject, patience)
         findings += contact.findings(deployment, findings)
         request = _Request(split, folder, resume, progress, attacks, classes, batch_size, cluster, end)

@@ -60,6 +60,14 @@ _LEAKY: tuple[str, ...] = (
 _LEAKY += ("hardsigmoid", "threshold", "sigmoid", "tanh")
 _WHOLE = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.bool)
 _LEAK = 0.2  # slope of what is flat, where flat parts get one
+_NUMBERS = (
+    "item",
+    "__float__",
+    "__int__",
+    "__bool__",
+    "__complex__",
+    "__index__",
+)  # what makes one of Python's
 _GET_DATA = Tensor.data.__get__  # type: ignore[attr-defined]
 
 
@@ -115,6 +123,10 @@ class StraightThrough(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         replacement = self._replacement(plain_name(name), func, args, kwargs)
         if replacement is None:
+            if (
+                name in _NUMBERS and args[0].requires_grad
+            ):  # where the model has detached it; torch warns otherwise
+                args = (args[0].detach(), *args[1:])
             return func(*args, **kwargs)
         self.replaced += 1
         return replacement()

@@ -17,7 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from ecnn.asking import (
+    Around,
     InFixedBatches,
+    Question,
     copy_model,
     find_fixed_batch,
     keeping_settings,
@@ -33,64 +35,64 @@ from ecnn.auditing.surroundings import PutBack, Surroundings
 _MANY = 2**20
 
 
-class FreshEachTime(nn.Module):
+class FreshEachTime(Around):
     """A model whose every question goes to a new copy, so that nothing it was asked before plays a part.
 
     A generator of its own would draw the same in each copy: it is seeded anew, from torch's. Copies share the
     parameters, until one changes them while it answers, as models do that learn from what they are asked.
 
     Args:
-        pristine: the model, never asked itself.
-    """
-
-    def __init__(self, pristine: nn.Module) -> None:
-        super().__init__()
-        self.pristine = pristine
-        self.shares = True
-
-    def forward(self, images: Tensor) -> Any:
-        shared = list(self.pristine.parameters()) if self.shares else []
-        before = [(parameter.detach().clone(), parameter.grad) for parameter in shared]
-        memo: dict[int, Any] = {id(parameter): parameter for parameter in shared}
-        fresh = copy_model(self.pristine, memo)
-        for value in list(memo.values())[len(shared) :]:
-            _seed_anew(value)
-        said = fresh(images)
-        for parameter, (numbers, gradient) in zip(shared, before, strict=True):
-            if parameter.grad is not gradient or not torch.equal(parameter, numbers):
-                # Not in place: what was said has a gradient, which needs the numbers that it was made with.
-                parameter.data, parameter.grad = numbers, gradient
-                self.shares = False
-        return said
-
-
-class _Around(nn.Module):
-    """A model that is asked otherwise than as it is.
-
-    Args:
-        model: the model.
+        model: the model, never asked itself.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
+        super().__init__(model)
+        self.shares = True
+
+    def ask(self, question: Question, images: Tensor) -> Any:
+        with torch._C.DisableTorchFunction():  # copying is no part of what the model does
+            shared = list(self.model.parameters()) if self.shares else []
+            before = [(parameter.detach().clone(), parameter.grad) for parameter in shared]
+            memo: dict[int, Any] = {id(parameter): parameter for parameter in shared}
+            fresh = copy_model(self.model, memo)
+            for value in list(memo.values())[len(shared) :]:
+                _seed_anew(value)
+        try:
+            return question(fresh, images)
+        finally:
+            for parameter, (numbers, gradient) in zip(shared, before, strict=True):
+                if parameter.grad is not gradient or not torch.equal(parameter, numbers):
+                    # Not in place: what was said has a gradient, which needs the numbers that it was made with.
+                    parameter.data, parameter.grad = numbers, gradient
+                    self.shares = False
 
 
-class FreshBuffers(_Around):
+class FreshBuffers(Around):
     """A model whose every question finds its buffers as they were: what it writes there is forgotten.
 
     That is `FreshEachTime` for a model that remembers in its buffers alone, without the copies.
     """
 
-    def forward(self, images: Tensor) -> Any:
+    def ask(self, question: Question, images: Tensor) -> Any:
         # The zero makes each a copy; and one for each image, where torch asks about many as if each were alone.
         buffers = {
-            name: value ^ False
+            f"model.{name}": value ^ False
             if value.dtype == torch.bool
             else value + images.new_zeros((), dtype=value.dtype)
             for name, value in self.model.named_buffers()
         }
-        return torch.func.functional_call(self.model, buffers, (images,))
+        return torch.func.functional_call(_Asked(self.model, question), buffers, (images,))
+
+
+class _Asked(nn.Module):
+    """A question to a model, as a module."""
+
+    def __init__(self, model: nn.Module, question: Question) -> None:
+        super().__init__()
+        self.model, self.question = model, question
+
+    def forward(self, images: Tensor) -> Any:
+        return self.question(self.model, images)
 
 
 def _seed_anew(value: Any) -> None:
@@ -108,20 +110,20 @@ def _draw_seed() -> int:
     return int(torch.randint(2**31, (), device="cpu"))
 
 
-class Isolated(_Around):
+class Isolated(Around):
     """A model that gets a copy of the images, which it may change, and gives a copy of its scores, which it reuses."""
 
-    def forward(self, images: Tensor) -> Any:
-        said = self.model(images.clone())
+    def ask(self, question: Question, images: Tensor) -> Any:
+        said = question(self.model, images.clone())
         return said.clone() if isinstance(said, Tensor) else said
 
 
-class Settled(_Around):
+class Settled(Around):
     """A model after whose questions torch's settings are what they were."""
 
-    def forward(self, images: Tensor) -> Any:
+    def ask(self, question: Question, images: Tensor) -> Any:
         with keeping_settings():
-            return self.model(images)
+            return question(self.model, images)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from ecnn.asking import read_model, undisturbed, without_tf32
+from ecnn.asking import keeping_settings, read_model, settings, undisturbed, without_tf32
 from ecnn.attacks.images import at_once
 from ecnn.attacks.norms import NORMS, Norm
 from ecnn.attacks.randomness import Draws, forked_generators
@@ -64,13 +64,24 @@ class FirstContact:
     Args:
         taken: of `take_copy`, of a model that nobody has asked.
         strangers: (image, channel, height, width) that it is asked about now, and where the model is.
-        subject: how far and by which seed points lie near.
+        norm, eps: how far points near them lie.
+        seed: of these.
+        patience: seconds after which a slow model is asked about no further image.
+
+    Attributes:
+        switches: it has changed settings of torch, which were put back.
     """
 
-    def __init__(self, taken: Deployment, strangers: Tensor, norm: Norm, eps: float, seed: int) -> None:
+    def __init__(
+        self, taken: Deployment, strangers: Tensor, norm: Norm, eps: float, seed: int, patience: float | None
+    ) -> None:
         self.norm, self.eps, self.seed = norm, eps, seed
+        self.patience = math.inf if patience is None else patience
         self.now, self.later = strangers[::2], strangers[1::2]
-        self.differ = self._ask(taken.pristine, self.now) if taken.trouble else 0
+        before = settings()
+        with keeping_settings():
+            self.differ = self._ask(taken.pristine, self.now) if taken.trouble else 0
+            self.switches = settings() != before
 
     def findings(self, deployment: Deployment, others: Iterable[Finding]) -> list[Finding]:
         """An open alarm if it does, also as it is asked now, unless the others say so."""
@@ -85,9 +96,11 @@ class FirstContact:
     def _ask(self, model: nn.Module, images: Tensor) -> int:
         """How many images are answered otherwise after a few questions, and then always the same."""
         near = NORMS[self.norm].random
-        count = 0
+        count, end = 0, time.monotonic() + self.patience
         with suppress(Exception), undisturbed(model):  # one that takes no single images is not asked here
             for number, image in enumerate(images):
+                if time.monotonic() > end:
+                    break
                 once = image[None]
                 draws = Draws.of(self.seed, torch.tensor([number], device=images.device)).fold(_STREAM)
                 first = _ask_as_it_is(model, once, self.seed)
@@ -304,7 +317,7 @@ def ask(model: nn.Module, images: Tensor, seed: int) -> Tensor:
 
 def _ask_as_it_is(model: nn.Module, images: Tensor, seed: int) -> Tensor:
     with forked_generators(images.device, seed):
-        return read_model(model, images)
+        return read_model(model, images.clone())  # it may write into them
 
 
 def what_decides(deployment: Deployment, points: Iterable[Tensor], seed: int) -> Surroundings | None:

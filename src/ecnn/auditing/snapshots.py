@@ -35,15 +35,12 @@ COUNTERS: tuple[type, ...] = (
 )
 #: Numbers of a tensor or array; what is larger is data, not memory.
 LARGEST = 2**22
+_BYTES = 8 * LARGEST
 _CODE: tuple[type, ...] = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, nn.Module)
 _LIBRARIES = {*sys.stdlib_module_names, "torch", "numpy", "scipy", "sklearn", "PIL", "cv2", "torchvision"}
 _LIBRARIES |= {"timm", "torchaudio", "triton", "numba", "tqdm", "ecnn"}
-_HOLDERS = {
-    "types",
-    "argparse",
-    "collections",
-    "queue",
-}  # whose objects are there to hold somebody else's values
+#: Modules whose objects are there to hold somebody else's values.
+_HOLDERS = {"types", "argparse", "collections", "queue"}
 _MOST = 100_000  # values within one
 _DEEPEST = 100
 
@@ -69,16 +66,6 @@ class Snapshot(ABC):
     @abstractmethod
     def restored(self) -> Any:
         """The object, and in it again what was there."""
-
-
-def take_snapshot(value: Any) -> Snapshot:
-    """What a value is now, and all that it holds: containers, objects, tensors, what methods are bound to.
-
-    Networks, code and generators of random numbers within it are noted as the objects that they are.
-    """
-    if isinstance(value, nn.Parameter):
-        return _Numbers(value)  # within something else it belongs to a network
-    return _Maker().make(value, 0)
 
 
 def is_library(value: Any) -> bool:
@@ -123,23 +110,52 @@ def _slots(kind: type) -> dict[str, Any]:
     }
 
 
-class _Maker:
-    """Makes snapshots of a value's parts; each object has one, however often it is met."""
+class Snapshots:
+    """Takes snapshots of values and of all that they hold; each object has one, however often it is met.
+
+    So values that share something share it again when they are put back: an object, or tensors a piece of memory.
+    """
 
     def __init__(self) -> None:
-        self.made: dict[int, Snapshot] = {}
-        self.count = 0
+        self._made: dict[int, Snapshot] = {}
+        self._memories: dict[int, _Memory] = {}
+        self._count = 0
 
-    def make(self, value: Any, depth: int) -> Snapshot:
-        if id(value) in self.made:
-            return self.made[id(value)]
-        self.count += 1
-        if self.count > _MOST or depth > _DEEPEST:
+    def take(self, value: Any) -> Snapshot:
+        """What a value is now, and all that it holds: containers, objects, tensors, what methods are bound to.
+
+        Networks, code and generators of random numbers within it are noted as the objects that they are.
+        """
+        before = set(self._made)
+        self._count = 0
+        try:
+            if isinstance(value, nn.Parameter):  # within something else it belongs to a network
+                return self._note(value, _Numbers)
+            return self._make(value, 0)
+        except BaseException:
+            for key in set(self._made) - before:  # they may lack parts
+                del self._made[key]
+            raise
+
+    def _make(self, value: Any, depth: int) -> Snapshot:
+        if id(value) in self._made:
+            return self._made[id(value)]
+        self._count += 1
+        if self._count > _MOST or depth > _DEEPEST:
             raise TooLargeError(f"more than {_MOST} values, or {_DEEPEST} within each other")
-        kind = next(kind for fits, kind in _KINDS if fits(value))
-        self.made[id(value)] = snapshot = kind(value)
+        snapshot = self._note(value, next(kind for fits, kind in _KINDS if fits(value)))
         if isinstance(snapshot, _Held):
-            snapshot.parts = {key: self.make(part, depth + 1) for key, part in snapshot.read(value).items()}
+            snapshot.parts = {key: self._make(part, depth + 1) for key, part in snapshot.read(value).items()}
+        return snapshot
+
+    def _note(self, value: Any, kind: type[Snapshot]) -> Snapshot:
+        self._made[id(value)] = snapshot = kind(value)
+        if isinstance(snapshot, _Numbers) and _lies_in_memory(value):
+            storage = value.untyped_storage()
+            if storage._cdata not in self._memories:
+                self._memories[storage._cdata] = _Memory(storage)
+            snapshot.memory = self._memories[storage._cdata]
+            snapshot.memory.add(value)
         return snapshot
 
 
@@ -149,18 +165,54 @@ class _Same(Snapshot):
     def is_like(self, now: Any) -> bool:
         if now is self.value:
             return True
-        return isinstance(self.value, CONSTANTS) and type(now) is type(self.value) and bool(now == self.value)
+        if not isinstance(self.value, CONSTANTS) or type(now) is not type(self.value):
+            return False
+        return bool(now == self.value) or bool(now != now and self.value != self.value)  # NaN is NaN
 
     def restored(self) -> Any:
         return self.value
 
 
+class _Memory:
+    """A piece of memory as it was, and the tensors that lie in it, whole or in part.
+
+    Args:
+        storage: of one of them.
+    """
+
+    def __init__(self, storage: Any) -> None:
+        self.storage, self.kept = storage, storage.clone()
+        self.layouts: list[tuple[Tensor, int, torch.Size, tuple[int, ...]]] = []
+
+    def add(self, tensor: Tensor) -> None:
+        self.layouts.append((tensor, int(tensor.storage_offset()), tensor.shape, tensor.stride()))
+
+    def restore(self) -> None:
+        """Makes the tensors share it again. It is another piece, as a graph may hold the one that was there."""
+        storage = self.kept.clone()
+        for tensor, *layout in self.layouts:
+            tensor.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(storage, *layout)
+
+
+def _lies_in_memory(value: Tensor) -> bool:
+    """Whether a tensor is a view of memory that is small enough to be kept whole."""
+    is_plain = type(value) in (Tensor, nn.Parameter) and not (
+        value.is_quantized or value.is_conj() or value.is_neg()
+    )
+    return is_plain and value.untyped_storage().nbytes() <= _BYTES
+
+
 class _Numbers(Snapshot):
-    """A tensor."""
+    """A tensor.
+
+    Attributes:
+        memory: where it lies, perhaps beside others; None where that cannot be put back as a whole.
+    """
 
     def __init__(self, value: Tensor) -> None:
         super().__init__(value)
         self.kept = value.detach().clone()
+        self.memory: _Memory | None = None
 
     def is_like(self, now: Any) -> bool:
         if not isinstance(now, Tensor) or (now.shape, now.dtype) != (self.kept.shape, self.kept.dtype):
@@ -169,7 +221,10 @@ class _Numbers(Snapshot):
 
     def restored(self) -> Any:
         if not self.is_like(self.value):
-            self.value.data = self.kept.clone()  # not in place: a graph may hold what was there
+            if self.memory is None:
+                self.value.data = self.kept.clone()
+            else:
+                self.memory.restore()
         return self.value
 
 
@@ -189,6 +244,8 @@ class _Array(Snapshot):
 
     def restored(self) -> Any:
         if not self.is_like(self.value):
+            if self.value.shape != self.kept.shape:
+                self.value.resize(self.kept.shape, refcheck=False)
             self.value[...] = self.kept
         return self.value
 
@@ -220,17 +277,18 @@ class _Counter(Snapshot):
         return type(now) is type(self.kept) and _state_of(now) == _state_of(self.kept)
 
     def restored(self) -> Any:
-        return _copy_counter(self.kept)
+        if not self.is_like(self.value):
+            self.value = _copy_counter(self.kept)  # one for all who hold it
+        return self.value
 
 
 def _copy_counter(value: Any) -> Any:
-    with (
-        warnings.catch_warnings()
-    ):  # itertools' lose it in Python 3.14, and are no memory then that could be put back
+    with warnings.catch_warnings():
+        # Those of itertools cannot be copied any more in Python 3.14, and are no memory then that could be put back.
         warnings.simplefilter("ignore", DeprecationWarning)
         return (
             copy.deepcopy(value) if isinstance(value, itertools.cycle) else copy.copy(value)
-        )  # it holds another
+        )  # a cycle holds another
 
 
 def _state_of(value: Any) -> str | tuple[Any, ...]:
@@ -264,6 +322,15 @@ class _Held(Snapshot):
     def fill(self, parts: dict[Any, Any]) -> None:
         """Makes the value hold these again."""
 
+    def has_places(self, held: dict[Any, Any]) -> bool:
+        """Whether these are the places that there were, in their order."""
+        pairs = zip(held, self.parts, strict=False)
+        return len(held) == len(self.parts) and all(
+            # Keys of other hashes are not compared: tensors, for one, would be number by number.
+            now is before or (hash(now) == hash(before) and now == before)
+            for now, before in pairs
+        )
+
     def is_like(self, now: Any) -> bool:
         if type(now) is not type(self.value):
             return False
@@ -272,9 +339,7 @@ class _Held(Snapshot):
         self._busy = True
         try:
             held = self.read(now)
-            return [*held] == [*self.parts] and all(
-                part.is_like(held[key]) for key, part in self.parts.items()
-            )
+            return self.has_places(held) and all(part.is_like(held[key]) for key, part in self.parts.items())
         finally:
             self._busy = False
 
@@ -284,7 +349,7 @@ class _Held(Snapshot):
             try:
                 parts = {key: part.restored() for key, part in self.parts.items()}
                 held = self.read(self.value)
-                if [*held] != [*parts] or any(held[key] is not parts[key] for key in parts):
+                if not self.has_places(held) or any(held[key] is not parts[key] for key in parts):
                     self.fill(parts)
             finally:
                 self._busy = False
@@ -323,7 +388,10 @@ class _Set(_Held):
     """What it holds cannot change."""
 
     def read(self, value: Any) -> dict[Any, Any]:
-        return dict.fromkeys(sorted(value, key=hash))
+        return dict.fromkeys(value)
+
+    def has_places(self, held: dict[Any, Any]) -> bool:
+        return held.keys() == self.parts.keys()  # in any order
 
     def fill(self, parts: dict[Any, Any]) -> None:
         self.value.clear()
@@ -361,10 +429,12 @@ class _Object(_Held):
 
 
 def _is_fixed(value: Any) -> bool:
-    """Whether a value is plain, or code, or is put back by others, or is too large to be memory."""
-    if isinstance(value, Tensor | np.ndarray):
-        is_large = (value.numel() if isinstance(value, Tensor) else value.size) > LARGEST
-        return is_large or isinstance(value, nn.Parameter)
+    """Whether a value is plain, or code, or is put back by others, or too large to be memory, or not to be compared."""
+    if isinstance(value, Tensor):
+        is_dense = value.layout == torch.strided and not (value.is_meta or value.is_nested)
+        return isinstance(value, nn.Parameter) or not is_dense or value.numel() > LARGEST
+    if isinstance(value, np.ndarray):
+        return value.size > LARGEST
     return isinstance(value, (*CONSTANTS, frozenset, *_CODE, *GENERATORS))
 
 

@@ -18,17 +18,18 @@ from typing import Any
 import numpy as np
 from torch import Tensor, nn
 
+from ecnn.asking import Around, Question
 from ecnn.auditing.snapshots import (
     CONSTANTS,
     COUNTERS,
     GENERATORS,
     LARGEST,
     Snapshot,
+    Snapshots,
     attributes,
     has_own_values,
     is_library,
     is_library_name,
-    take_snapshot,
 )
 
 _MOST = 10_000  # values within one container: what holds more is data, not memory; and what is looked through in all
@@ -135,7 +136,7 @@ class Surroundings:
         return made
 
 
-class PutBack(nn.Module):
+class PutBack(Around):
     """A model whose every question finds its surroundings as they were.
 
     Args:
@@ -144,14 +145,13 @@ class PutBack(nn.Module):
     """
 
     def __init__(self, model: nn.Module, surroundings: Surroundings) -> None:
-        super().__init__()
-        self.model = model
+        super().__init__(model)
         self.surroundings = surroundings
 
-    def forward(self, images: Tensor) -> Any:
+    def ask(self, question: Question, images: Tensor) -> Any:
         self.surroundings.put_back()
         try:
-            return self.model(images)
+            return question(self.model, images)
         finally:
             self.surroundings.put_back()
 
@@ -289,11 +289,12 @@ def _inner(value: Any) -> list[Any]:
 
 def _keep(places: Iterable[_Place]) -> Iterator[_Kept]:
     """What places hold now; those that hold no data are left out."""
+    snapshots = Snapshots()
     for place in places:
         with contextlib.suppress(Exception):  # whatever cannot be noted is no memory that could be put back
             value = place.get()
             if _is_data(value):
-                yield _Kept(place, take_snapshot(value))
+                yield _Kept(place, snapshots.take(value))
 
 
 def _is_data(value: Any) -> bool:

@@ -11,13 +11,11 @@ from torch import Tensor, nn
 from ecnn.asking import copy_in_double, full_precision, undisturbed, without_tf32
 from ecnn.attacks.auto import passes_apart
 from ecnn.attacks.images import at_once
-from ecnn.attacks.views import Aim, View
+from ecnn.attacks.views import Aim, View, has_code
 from ecnn.auditing.adaptive import (
     CheapestBits,
-    Coded,
     InnerScores,
     MeanMembers,
-    Voting,
     features_of,
     gradient_lengths,
     last_layers,
@@ -84,9 +82,9 @@ def find_traits(model: nn.Module, images: Tensor, num_classes: int) -> Traits:
             hides_scores=_hides_scores(model, images[:4], num_classes),
             can_be_double=_answers(lambda: _ask_in_double(model, images[:4])),
             knows_bytes=not is_random and _knows_bytes(model, images, scores),
-            has_members=isinstance(model, Coded)
-            and _answers(lambda: _ask(CheapestBits(), model, images[:4])),
-            has_votes=isinstance(model, Voting) and _answers(lambda: _ask(MeanMembers(), model, images[:4])),
+            has_members=has_code(model) and _answers(lambda: _ask(CheapestBits(), model, images[:4])),
+            has_votes=hasattr(model, "member_scores")
+            and _answers(lambda: _ask(MeanMembers(), model, images[:4])),
             has_features=_answers(lambda: features_of(model, images[:4])),
         )
 
@@ -101,8 +99,8 @@ def unseen_traits(model: nn.Module) -> Traits:
         hides_scores=False,
         can_be_double=False,
         knows_bytes=False,
-        has_members=isinstance(model, Coded),
-        has_votes=isinstance(model, Voting),
+        has_members=has_code(model),
+        has_votes=hasattr(model, "member_scores"),
         has_features=False,
     )
 

@@ -18,6 +18,7 @@ from ecnn import files, runs
 from ecnn.asking import read_model, undisturbed
 from ecnn.attacks import APGD, PGD, Attack
 from ecnn.attacks.norms import NORMS
+from ecnn.attacks.views import has_code
 from ecnn.auditing import Audit, load_audit
 from ecnn.auditing.report import RESULT as AUDIT_RESULT
 from ecnn.checks import check_choice, check_entries, parse_eps
@@ -36,7 +37,6 @@ from ecnn.evaluation import (
 from ecnn.evaluation.batch import place
 from ecnn.evaluation.records import FOLDER as OUTCOMES
 from ecnn.objectives import predicted_classes
-from ecnn.predicting import has_code
 from ecnn.progress import Progress
 from ecnn.spec import Spec
 from ecnn.training.loop import LOG

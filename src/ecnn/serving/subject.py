@@ -9,11 +9,11 @@ from typing import Any
 import torch
 
 from ecnn import runs
-from ecnn.attacks.views import members_of
+from ecnn.attacks.views import has_code, members_of
 from ecnn.auditing.report import Audit, AuditSummary, find_audit
 from ecnn.data import Split
 from ecnn.errors import InputError
-from ecnn.predicting import Classifier, Reading, ask_model, has_code, load_classifier
+from ecnn.predicting import Classifier, Reading, ask_model, load_classifier
 
 
 @dataclass(frozen=True, kw_only=True)
