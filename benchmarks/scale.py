@@ -1,15 +1,18 @@
 """Larger networks: a ResNet-18 and a WRN-28-10 on CIFAR-10, audited beside AutoAttack.
 
-Run: python benchmarks/scale.py [--device cuda] [--networks resnet18 wrn28_10] [--minutes 5] [--steps 7]
-[--images 1000] [--budget fast standard] [--weights FOLDER] [--root data] [--out FOLDER]
+Run: python benchmarks/scale.py [--device cuda] [--networks resnet18_published resnet18 wrn28_10] [--minutes 5]
+[--steps 7] [--eps 8/255] [--images 1000] [--budget fast standard] [--weights FOLDER] [--root data] [--out FOLDER]
 [--quick: tiny widths, random images, seconds, to out/quick]
-Each network is first trained adversarially (PGD of --steps at 8/255, bfloat16 on CUDA) for --minutes on the training
-images, or read from --weights/NAME.safetensors, which a training run leaves there. How far a few minutes go is printed
-with the clean accuracy: what is compared is tools on the same network, not the network with published ones. A network
-that has not been trained says nothing, so that --minutes 0 without weights only times: its row is marked.
-Then: seconds, images forwarded and verdicts of AutoAttack, of the audit at each budget, and of pyautoattack where it is
-installed; memory at its peak. Writes scale.json and scale.md beside this file, or into --out. Rows of networks that are
-not asked for stay, and a tool's row is kept as soon as it is there, so that a killed run goes on.
+resnet18_published is the ResNet-18 that AutoAttack's authors ship as their example, in the package pyautoattack (make
+peers). It needs no training here; it was not trained against attacks, so that only a small --eps such as 1/255 leaves
+any images. The others are first trained adversarially (PGD of --steps at --eps, bfloat16 on CUDA) for --minutes on the
+training images, or read from --weights/NAME.safetensors, which a training run leaves there. How far a few minutes go is
+printed with the clean accuracy: what is compared is tools on the same network, not the network with published ones. A
+network that has not been trained says nothing, so that --minutes 0 without weights only times: its row is marked.
+Then: seconds (of the processor, on a CPU), images forwarded and verdicts of AutoAttack, of the audit at each budget,
+and of pyautoattack where it is installed; memory at its peak. Writes scale.json and scale.md beside this file, or into
+--out. Rows of networks that are not asked for stay, and a tool's row is kept as soon as it is there, so that a killed
+run goes on.
 """
 
 from __future__ import annotations
@@ -35,10 +38,11 @@ from ecnn.asking import without_tf32
 from ecnn.attacks import AutoAttack
 from ecnn.auditing import audit
 from ecnn.backbones import Normalized
+from ecnn.checks import eps_text, parse_eps
 from ecnn.data import Dataset, Split
 
 HERE = Path(__file__).parent
-EPS = 8 / 255
+PUBLISHED = "resnet18_published"
 MEAN, STD = (0.4914, 0.4822, 0.4465), (0.2471, 0.2435, 0.2616)
 Row = dict[str, Any]
 
@@ -102,8 +106,27 @@ def build(name: str, *, tiny: bool) -> nn.Module:
     return Normalized(Residual(widths, blocks, stem), MEAN, STD)
 
 
-def train(model: nn.Module, split: Split, minutes: float, attack_steps: int, device: str) -> int:
+def published() -> nn.Module:
+    """The ResNet-18 (11.2 million parameters) that pyautoattack brings as its example; takes pixels as they are."""
+    package = importlib.util.find_spec("pyautoattack")
+    if package is None or package.origin is None:
+        raise SystemExit(
+            f"{PUBLISHED} comes with the package pyautoattack: run this in the environment of `make peers`"
+        )
+    folder = Path(package.origin).parent / "examples"
+    source = importlib.util.spec_from_file_location("autoattack_resnet", folder / "resnet.py")
+    assert source is not None
+    assert source.loader is not None
+    architecture = importlib.util.module_from_spec(source)
+    source.loader.exec_module(architecture)
+    model: nn.Module = architecture.ResNet18()
+    model.load_state_dict(torch.load(folder / "model_test.pt", map_location="cpu", weights_only=True))
+    return model
+
+
+def train(model: nn.Module, split: Split, options: argparse.Namespace) -> int:
     """Adversarial training for so long, the learning rate rising and falling once; how many batches were seen."""
+    device, minutes, eps = options.device, options.minutes, options.eps
     images, labels = split.images.to(device), split.labels.to(device)
     half = device.startswith("cuda")
     optimiser = torch.optim.SGD(model.parameters(), lr=0.0, momentum=0.9, weight_decay=5e-4, nesterov=True)
@@ -115,7 +138,7 @@ def train(model: nn.Module, split: Split, minutes: float, attack_steps: int, dev
         rows = torch.randint(0, len(labels), (size,), device=device, generator=noise)
         batch = shift(images[rows].float() / 255, noise)
         with torch.autocast(device.split(":")[0], dtype=torch.bfloat16, enabled=half):
-            crafted = craft(model, batch, labels[rows], attack_steps, noise)
+            crafted = craft(model, batch, labels[rows], eps, options.steps, noise)
             model.train()
             loss = F.cross_entropy(model(crafted), labels[rows])
         optimiser.zero_grad(set_to_none=True)
@@ -133,20 +156,22 @@ def train(model: nn.Module, split: Split, minutes: float, attack_steps: int, dev
     return batches
 
 
-def craft(model: nn.Module, images: Tensor, labels: Tensor, steps: int, noise: torch.Generator) -> Tensor:
+def craft(
+    model: nn.Module, images: Tensor, labels: Tensor, eps: float, steps: int, noise: torch.Generator
+) -> Tensor:
     """The last point of PGD on cross-entropy from a random start, in the caller's precision.
 
     Not `ecnn.attacks.PGD`, which judges its points in float32: most of the cost of so few steps on a network so wide.
     """
     model.eval()
-    step = max(EPS / 4, 1.25 * EPS / steps)
-    points = images + EPS * (2 * torch.rand(images.shape, device=images.device, generator=noise) - 1)
+    step = max(eps / 4, 1.25 * eps / steps)
+    points = images + eps * (2 * torch.rand(images.shape, device=images.device, generator=noise) - 1)
     for _ in range(steps):
         points = points.clamp(0, 1).requires_grad_(True)
         (gradient,) = torch.autograd.grad(F.cross_entropy(model(points), labels, reduction="sum"), points)
         # Early on the running statistics do not fit the weights, and scores overflow; NaN images would stay in them.
         points = points.detach() + step * gradient.nan_to_num().sign()
-        points = torch.minimum(torch.maximum(points, images - EPS), images + EPS)
+        points = torch.minimum(torch.maximum(points, images - eps), images + eps)
     return points.clamp(0, 1)
 
 
@@ -164,9 +189,11 @@ def shift(images: Tensor, noise: torch.Generator) -> Tensor:
 def prepare(name: str, data: Dataset, options: argparse.Namespace) -> tuple[nn.Module, str]:
     """The network, and in a few words where its weights come from."""
     torch.manual_seed(0)
-    model = build(name, tiny=options.quick).to(options.device)
+    model = (published() if name == PUBLISHED else build(name, tiny=options.quick)).to(options.device)
     if options.device.startswith("cuda"):
         model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    if name == PUBLISHED:
+        return model.eval(), "as AutoAttack's authors ship it"
     path = options.weights / f"{name}.safetensors"
     if path.exists():
         tensors, header = files.read_tensors(path)
@@ -174,7 +201,7 @@ def prepare(name: str, data: Dataset, options: argparse.Namespace) -> tuple[nn.M
         return model.eval(), str(header.get("training", "given weights"))
     if options.minutes <= 0:
         return model.eval(), "untrained: only its times mean something"
-    batches = train(model, data.train, options.minutes, options.steps, options.device)
+    batches = train(model, data.train, options)
     words = f"{batches} batches against PGD-{options.steps} in {options.minutes:g} minutes"
     tensors = {key: value.contiguous() for key, value in model.state_dict().items()}
     files.write_tensors(path, tensors, {"training": words})
@@ -191,14 +218,20 @@ def examine(name: str, data: Dataset, known: list[Row], options: argparse.Namesp
     images, labels = (part.to(options.device) for part in data.test[: options.images])
     with torch.no_grad(), without_tf32():
         clean = torch.cat([model(part).argmax(dim=1) for part in torch.split(images, 250)]) == labels
-    same = {"training": training, "images": len(labels), "clean": int(clean.sum())}
+    same = {
+        "training": training,
+        "eps": eps_text(options.eps),
+        "images": len(labels),
+        "clean": int(clean.sum()),
+    }
     rows = [row for row in known if all(row[key] == value for key, value in same.items())]
     for tool, ask in tools(data, options).items():
         if any(row["tool"] == tool for row in rows):
             continue
         if images.is_cuda:
             torch.cuda.reset_peak_memory_stats()
-        started = time.perf_counter()
+        clock = time.perf_counter if images.is_cuda else time.process_time
+        started = clock()
         own, forwarded, verdict = ask(model, images, labels)
         own &= clean.cpu().numpy()
         stands = np.array(rows[0]["stands"]) if rows else own
@@ -212,7 +245,7 @@ def examine(name: str, data: Dataset, known: list[Row], options: argparse.Namesp
             "gained": int((~own & stands).sum()),
             "verdict": verdict,
             "forwarded": forwarded,
-            "seconds": time.perf_counter() - started,
+            "seconds": clock() - started,
             "gigabytes": torch.cuda.max_memory_allocated() / 2**30 if images.is_cuda else None,
             "stands": [bool(value) for value in own],
         }
@@ -230,7 +263,7 @@ def tools(data: Dataset, options: argparse.Namespace) -> dict[str, Ask]:
 
     def attack(model: nn.Module, images: Tensor, labels: Tensor) -> tuple[np.ndarray, int, str]:
         version: Any = "apgd-ce" if options.quick else "standard"
-        ours = AutoAttack(norm="linf", eps=EPS, version=version, quick=True)
+        ours = AutoAttack(norm="linf", eps=options.eps, version=version, quick=True)
         parts = [ours.run(model, *part, index=place) for place, part in batches(images, labels)]
         stands = np.concatenate([(~part.success).cpu().numpy() for part in parts])
         return stands, sum(int(part.forwards.sum()) for part in parts), ""  # recorded passes call no hook
@@ -238,7 +271,8 @@ def tools(data: Dataset, options: argparse.Namespace) -> dict[str, Ask]:
     def examined(budget: str) -> Ask:
         def ask(model: nn.Module, images: Tensor, labels: Tensor) -> tuple[np.ndarray, int, str]:
             with Count(model, images) as counted:
-                found = audit(model, data.test, norm="linf", eps=EPS, limit=len(labels), budget=budget)
+                settings = {"norm": "linf", "eps": options.eps, "limit": len(labels), "budget": budget}
+                found = audit(model, data.test, **settings)
             return np.array(found.broken_by) == -1, counted.images, found.verdict
 
         return ask
@@ -246,7 +280,7 @@ def tools(data: Dataset, options: argparse.Namespace) -> dict[str, Ask]:
     def original(model: nn.Module, images: Tensor, labels: Tensor) -> tuple[np.ndarray, int, str]:
         program = importlib.import_module("pyautoattack")
         suite = program.AutoAttack(
-            model, norm="Linf", eps=EPS, seed=0, version="standard", device=options.device
+            model, norm="Linf", eps=options.eps, seed=0, version="standard", device=options.device
         )
         with Count(model, images) as counted:
             points, _ = suite.run_standard_evaluation(images, labels, batch_size=min(500, len(labels)))
@@ -276,9 +310,11 @@ def read_data(options: argparse.Namespace) -> Dataset:
 
 
 ABOUT = """
-`python benchmarks/scale.py`: networks trained adversarially for a few minutes on the machine that audits
-them, so that what is compared is the tools on the same network, Linf 8/255. missed: images that stand, and
-do not under AutoAttack (ours); gained: the reverse.
+`python benchmarks/scale.py`: ResNet-18 and WRN-28-10 on the first test images of CIFAR-10, Linf, all tools on the same
+network. resnet18_published comes with AutoAttack and was trained without attacks; the others are trained against
+attacks for a few minutes on the machine that audits them. missed: images that stand, and do not under AutoAttack
+(ours); gained: the reverse; forwarded: images that went through the network; seconds: on a CPU those of all its
+threads together, without what other processes took.
 """
 
 
@@ -287,25 +323,29 @@ def markdown(everything: dict[str, Any]) -> str:
 
 
 def _section(device: str, result: Row) -> list[str]:
-    plain = ("training", "tool", "images", "clean", "robust", "missed", "gained")
+    plain = ("training", "eps", "tool", "images", "clean", "robust", "missed", "gained")
     cells = []
     for row in result["rows"]:
         memory = "" if row["gigabytes"] is None else f"{row['gigabytes']:.1f}"
         network = f"{row['network']}, {row['parameters'] / 1e6:.1f} M"
         numbers = (f"{row['forwarded']:,}", f"{row['seconds']:.1f}", memory)
         cells.append([network, *(row[name] for name in plain), *numbers])
-    head = "network | training | tool | images | clean | robust | missed | gained | forwarded | seconds | GiB"
-    return table(head, cells, words=3)
+    head = "network | training | eps | tool | images | clean | robust | missed | gained | forwarded | seconds | GiB"
+    return table(head, cells, words=4)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", default="cpu")
     parser.add_argument(
-        "--networks", nargs="+", choices=["resnet18", "wrn28_10"], default=["resnet18", "wrn28_10"]
+        "--networks",
+        nargs="+",
+        choices=[PUBLISHED, "resnet18", "wrn28_10"],
+        default=["resnet18", "wrn28_10"],
     )
     parser.add_argument("--minutes", type=float, default=5.0, help="of training, each network; 0 trains none")
     parser.add_argument("--steps", type=int, default=7, help="of the attack that training resists")
+    parser.add_argument("--eps", type=parse_eps, default=8 / 255, help="of training and of all tools")
     parser.add_argument("--images", type=int, default=1000)
     parser.add_argument("--budget", nargs="+", default=["fast"], help="of the audits")
     parser.add_argument("--weights", type=Path, default=Path("out/scale"))
