@@ -1,7 +1,7 @@
-"""Attacks made for the model that they attack: more views to look at it, and searches that need a loop of their own.
+"""Adaptive attacks: views of a model's inner parts, and attacks that chain or wrap other attacks.
 
-Tramer et al. (2020) broke thirteen defences, two of them ensembles and one a code, by attacking the part that matters
-in place of the scores. A view here is such a part; any attack takes it as `on=`.
+Tramer et al. (2020) broke thirteen defences, two of them ensembles and one a code, by attacking the part of the model
+that decides instead of its scores. A view reads such a part. Any attack takes a view as `on=`.
 """
 
 from __future__ import annotations
@@ -41,30 +41,31 @@ from ecnn.objectives import bounded, member_margin, member_targets, predicted_cl
 
 @runtime_checkable
 class Coded(Protocol):
-    """A model whose members speak a code: the attacks on members take any such, an ECNN is one."""
+    """A model whose members predict the symbols of a codeword, such as an ECNN: attacks on members take any of them."""
 
     code: CodeMatrix
 
     def member_logits(self, images: Tensor) -> Tensor:
-        """(batch, member), or (batch, member, symbol)."""
+        """(batch, member) logits, or (batch, member, symbol)."""
 
 
 @runtime_checkable
 class Voting(Protocol):
-    """An ensemble whose members each know all classes."""
+    """An ensemble in which every member scores all classes."""
 
     def member_scores(self, images: Tensor) -> Tensor:
-        """(batch, member, class)."""
+        """(batch, member, class) scores."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheapestBits(View):
-    """How few members still stand between the image and another codeword, in units of their own logits.
+    """Minus the total logit margin of the members that still have to flip before another codeword is nearer.
 
-    A codeword at Hamming distance d is reached for a decoder when half of the d members have changed sides. So of the
-    members in which two codewords differ only the half that is nearest to changing counts, and of the other classes
-    the one that needs least: members that would be hard to turn are left alone. A member that has changed sides is
-    pushed on until it is as wrong as an average member is sure, since soft decoders weigh.
+    A decoder prefers a codeword at Hamming distance d once more than half of the d differing members have flipped. So
+    for each other class only the d // 2 + 1 differing members with the smallest margins count, and the loss is that
+    of the class with the smallest total: members that are hard to flip are left alone. Soft decoders weigh members by
+    their logits, so a member that has flipped is pushed further, until its margin is minus the image's mean absolute
+    margin.
     """
 
     name: str = "cheapest bits"
@@ -89,7 +90,7 @@ class CheapestBits(View):
 
 @dataclass(frozen=True, kw_only=True)
 class MeanMembers(ScoreView):
-    """The mean of all members' scores before any softmax, whoever is outvoted."""
+    """The mean of the members' scores, taken before any vote or softmax over the members."""
 
     name: str = "mean of members"
 
@@ -100,13 +101,13 @@ class MeanMembers(ScoreView):
 
 @dataclass(frozen=True, kw_only=True)
 class WorstMembers(View):
-    """Margins of the members, weighted by how little each needs to change sides.
+    """Margins of the members, with the largest weights on members that are right by the smallest margin.
 
-    A member that is already wrong, or far from being so, gets little weight, as in the reweighing of MORA (Yu et al.
-    2022): the vote falls with the members that are about to.
+    A member that is already wrong, or right by a wide margin, gets little weight, as in the reweighing of MORA (Yu et
+    al. 2022): the members closest to an error decide the vote.
 
-    Departs: MORA derives its weights from the ensemble's own loss and its softmax; these depend on the members' leads
-        alone, each on its own scale, so that a rule of voting without a gradient can be attacked too.
+    Departs: MORA derives its weights from the ensemble's own loss and its softmax. These weights depend on the
+        members' margins alone, each on its own scale, so that a voting rule without a gradient can be attacked too.
     """
 
     name: str = "worst members"
@@ -118,7 +119,7 @@ class WorstMembers(View):
 
 
 def weigh_members(scores: Tensor, aim: Aim) -> Tensor:
-    """(batch,) the margins of members (batch, member, class), weighted by how little each needs to change sides."""
+    """(batch,) loss of member scores (batch, member, class): `WorstMembers` says how it weights their margins."""
     batch, members = scores.shape[:2]
     flat = scores.flatten(0, 1)
     own_goals = None if aim.goals is None else aim.goals.repeat_interleave(members)
@@ -127,14 +128,14 @@ def weigh_members(scores: Tensor, aim: Aim) -> Tensor:
     leads = (leads / scale).view(batch, members)
     standing = torch.where(leads.detach() < 0, leads.detach(), -1e4)
     weights = torch.softmax(standing, dim=1)
-    # Where every member is wrong already, all of them are pushed on.
+    # If every member is already wrong, all of them get the same weight.
     weights = torch.where((leads.detach() < 0).any(dim=1, keepdim=True), weights, 1 / members)
     return (weights * leads).sum(dim=1) + leads.clamp(max=0).mean(dim=1)
 
 
 @dataclass(frozen=True, kw_only=True)
 class LogScores(ScoreView):
-    """The logarithms of scores that are probabilities: the logits, up to rounding and a constant of each image."""
+    """Logarithms of scores that are probabilities: the logits, up to rounding and a constant per image."""
 
     name: str = "log scores"
 
@@ -145,7 +146,10 @@ class LogScores(ScoreView):
 
 @dataclass(frozen=True, kw_only=True)
 class ScaledCrossEntropy(View):
-    """Cross-entropy of scores brought to spread 1, image by image: neither rounding to 1 nor to 0."""
+    """Cross-entropy of the scores after division by their largest deviation from the mean, image by image.
+
+    The softmax of scores on this scale cannot round to 0 or 1, so its gradient does not vanish.
+    """
 
     name: str = "scaled cross-entropy"
 
@@ -158,7 +162,10 @@ class ScaledCrossEntropy(View):
 
 @dataclass(frozen=True, kw_only=True)
 class MeanProbability(UntargetedView):
-    """Minus the probability of the label: averaged over passes it is what a random model is judged by."""
+    """Minus the softmax probability of the label.
+
+    Averaged over passes, it is a smooth stand-in for the share of right passes, by which a random model is judged.
+    """
 
     name: str = "mean probability"
 
@@ -169,14 +176,14 @@ class MeanProbability(UntargetedView):
 
 @dataclass(frozen=True, kw_only=True)
 class MeanAround(WrappedView):
-    """The mean of another view around each point: a gradient that jumps from place to place still leads somewhere.
+    """The mean loss of another view over noisy copies of each point, for gradients that jump from point to point.
 
-    The noise is the same for every image and in every look, in pairs of opposite sign; the point itself is among those
-    that are looked at, and the scores are those of the point.
+    The noise is the same for every image and every call, in pairs of opposite sign. The point itself is one of the
+    copies, and the scores are those of the point. Without gradients only the point itself is looked at.
 
     Attributes:
-        pairs: of noisy points.
-        deviation: of the noise, on the [0, 1] scale.
+        pairs: how many pairs of noisy copies.
+        deviation: standard deviation of the Gaussian noise, on the [0, 1] scale.
     """
 
     name: str = "mean around"
@@ -208,7 +215,7 @@ class MeanAround(WrappedView):
 
 
 def last_layers(model: nn.Module, num_classes: int) -> list[nn.Module]:
-    """The layers of a model that give one number, or one map, per class."""
+    """The linear and convolutional layers of a model with one output, or one output map, per class."""
     return [
         layer
         for layer in model.modules()
@@ -219,7 +226,7 @@ def last_layers(model: nn.Module, num_classes: int) -> list[nn.Module]:
 
 @contextmanager
 def _overhearing(layers: list[nn.Module], heard: list[Tensor], *, inputs: bool) -> Iterator[None]:
-    """While this lasts, the outputs of the layers, or their inputs, are appended to the list."""
+    """Appends the outputs of the layers, or with `inputs` their inputs, to the list while the context is open."""
 
     def hear(module: nn.Module, told: tuple[Any, ...], said: Any) -> None:
         heard.append(told[0] if inputs else said)
@@ -234,9 +241,9 @@ def _overhearing(layers: list[nn.Module], heard: list[Tensor], *, inputs: bool) 
 
 @dataclass(frozen=True, kw_only=True)
 class InnerScores(ScoreView):
-    """What the last layer with one output per class says, before whatever is made of it.
+    """The output of the last layer to run that has one output per class.
 
-    A softmax, a temperature, a rounding or a noise behind that layer cannot hide its gradient.
+    A softmax, a temperature, rounding or noise after that layer cannot hide its gradient.
 
     Attributes:
         num_classes: of the model.
@@ -246,7 +253,7 @@ class InnerScores(ScoreView):
     num_classes: int
 
     def read(self, model: nn.Module, images: Tensor) -> tuple[Tensor, Tensor]:
-        if isinstance(model, Around):  # who is asked may be a copy of it, in other batches
+        if isinstance(model, Around):  # `ask` may split the batch or use a copy: hooks must be set inside it
             both = model.ask(lambda asked, part: torch.cat(self.read(asked, part), dim=1), images)
             return both[:, : self.num_classes], both[:, self.num_classes :].detach()
         heard: list[Tensor] = []
@@ -254,17 +261,17 @@ class InnerScores(ScoreView):
             scores = full_precision(model(images))
         if not heard or len(heard[-1]) != len(images):
             raise InputError(
-                f"{type(model).__name__} has no layer with {self.num_classes} outputs to look at."
+                f"{type(model).__name__} ran no linear or convolutional layer with {self.num_classes} outputs."
             )
         inner = full_precision(heard[-1])
         return (inner if inner.ndim == 2 else inner.flatten(2).mean(dim=2)), scores.detach()
 
 
 def features_of(model: nn.Module, images: Tensor) -> tuple[Tensor, Tensor | None]:
-    """(batch, feature) what the model sees before it decides, and its scores where the same pass gives them.
+    """(batch, feature) the model's features, and its scores without gradient, or None if the pass does not give them.
 
-    That is what its `trunk` gives, averaged over the image; or `model.features(images)`; or else the input of the last
-    linear layer to be run.
+    Features are the output of `model.trunk`, averaged over positions; without a trunk `model.features(images)`; without
+    that the input of the last linear layer to run.
     """
     if isinstance(model, Around):
         return model.ask(lambda asked, part: features_of(asked, part)[0], images), None
@@ -280,7 +287,7 @@ def features_of(model: nn.Module, images: Tensor) -> tuple[Tensor, Tensor | None
         scores = full_precision(model(images))
     if not heard or not isinstance(heard[-1], Tensor) or len(heard[-1]) != len(images):
         raise InputError(
-            f"{type(model).__name__} has no trunk, no features(images) and no linear layer to listen at."
+            f"{type(model).__name__} has no trunk, no features(images) and no linear layer to read features from."
         )
     features = full_precision(heard[-1])
     if has_trunk and features.ndim == 4:
@@ -290,12 +297,12 @@ def features_of(model: nn.Module, images: Tensor) -> tuple[Tensor, Tensor | None
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class FeatureDistance(View):
-    """How much nearer the features are to another class's mean than to their own.
+    """Distance of the features from the mean of the image's class, minus that from the nearest other class's mean.
 
-    What comes after the features, a decoder or whatever hides gradients there, plays no part.
+    Everything after the features, such as a decoder that hides gradients, plays no part.
 
     Attributes:
-        means: (class, feature) mean features of each class; a class without examples has NaN and is never aimed at.
+        means: (class, feature) mean features of each class; NaN for a class without examples, which is never aimed at.
     """
 
     name: str = "features"
@@ -319,18 +326,19 @@ class FeatureDistance(View):
 
 @dataclass(frozen=True, kw_only=True)
 class Relay(BallAttack):
-    """One search after another, each at its own view and from the best point so far.
+    """PGD on several views in turn; each search, called a leg, starts at the best point so far.
 
-    A view that stalls hands over to one that sees further: what the members gave way to, the scores may finish. The
-    best point is the one where the last view of the list, the yardstick, is highest; of equal ones the latest, so that
-    a flat yardstick does not hold the others back.
+    Where PGD on one view stalls, PGD on the next can go on: an attack on the members may bring an image close enough
+    for one on the scores to finish. A misclassified point replaces the best one. Otherwise the best point is the one
+    with the highest loss in the last view, the yardstick. Of equal losses the latest wins, so that a flat yardstick
+    does not discard the progress of the other legs.
 
     Attributes:
         norm: of the ball, a name of `NORMS`.
         eps: radius on the [0, 1] scale, or a fraction such as "8/255".
         steps: of each leg.
         views: one leg each, in this order: names of `VIEWS`, or views.
-        restarts: rounds of all legs; the first round starts at the image, later ones go on from the best point.
+        restarts: how often all legs are run; the first round starts at the image, later ones at the best point.
     """
 
     steps: int
@@ -381,13 +389,13 @@ class Relay(BallAttack):
 
 @dataclass(frozen=True, kw_only=True)
 class InDouble(BallAttack):
-    """Another attack, searching on a copy of the model in float64: gradients that float32 rounds to zero come back.
+    """Another attack that searches on a float64 copy of the model, for gradients that float32 rounds to zero.
 
-    The verdict stays that of the model as it is.
+    The original model judges the points.
 
     Attributes:
-        norm, eps: of the ball, the attack's own.
-        attack: one with a ball.
+        norm, eps: of the ball, the same as the attack's.
+        attack: an attack within a ball.
     """
 
     attack: Attack
@@ -404,12 +412,12 @@ class InDouble(BallAttack):
 
 @dataclass(frozen=True, kw_only=True)
 class OnMean(BallAttack):
-    """Another attack, searching on the mean of several passes over a random model, drawn from the same seeds.
+    """Another attack that searches on `MeanOfPasses`, the mean of several passes of a random model with fixed seeds.
 
     Attributes:
-        norm, eps: of the ball, the attack's own.
-        attack: one with a ball.
-        passes: how many.
+        norm, eps: of the ball, the same as the attack's.
+        attack: an attack within a ball.
+        passes: how many passes a mean is taken over.
         seed: of the passes.
     """
 
@@ -436,7 +444,7 @@ class OnMean(BallAttack):
 
 @dataclass(frozen=True, kw_only=True)
 class OwnTransfer(Transfer):
-    """`Transfer` from a source that contains the model: what is asked of the source is asked of the model."""
+    """`Transfer` from a source that contains the model: passes of the source count as passes of the model."""
 
     def search(self, target: Target, images: Tensor, labels: Tensor, draws: Draws) -> Tensor:
         with undisturbed(self.source):
@@ -447,13 +455,13 @@ class OwnTransfer(Transfer):
 
 @dataclass(frozen=True, kw_only=True)
 class Within(BallAttack):
-    """An attack without a ball, made to obey one: points outside the ball are projected onto it.
+    """An attack that knows no ball, restricted to one: points outside the ball are projected onto it.
 
-    The projection may no longer be misclassified; then the attack has failed.
+    The projection may no longer be misclassified. Then the attack has failed.
 
     Attributes:
         norm, eps: of the ball.
-        attack: such as HopSkipJump.
+        attack: an attack such as HopSkipJump.
     """
 
     attack: Attack
@@ -469,7 +477,7 @@ class Within(BallAttack):
 def gradient_lengths(model: nn.Module, images: Tensor) -> Tensor:
     """(batch,) Euclidean length of the gradient of the margin between the two best scores.
 
-    It is 0 where there is none, also because the model cannot be differentiated, and not finite where an entry is not.
+    It is 0 for all images if the model cannot be differentiated, and not finite if an entry of the gradient is not.
     """
     points = images.detach().clone().requires_grad_(True)
     try:
@@ -477,6 +485,6 @@ def gradient_lengths(model: nn.Module, images: Tensor) -> Tensor:
             scores = full_precision(model(points))
             losses = score_loss(scores, scores.detach().argmax(dim=1), "margin")
             gradient = raw_gradient(losses, points)
-    except Exception:  # autograd, or the model that does not want to be differentiated
+    except Exception:  # raised by autograd, or by a model that refuses to be differentiated
         gradient = torch.zeros_like(images)
     return l2_norm(gradient.double())

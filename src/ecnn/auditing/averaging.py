@@ -1,4 +1,4 @@
-"""A random model as a function: the mean of several passes, always of the same ones."""
+"""A random model made deterministic: the mean of several passes with fixed seeds."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from torch import Tensor, nn
 from ecnn.asking import full_precision
 from ecnn.attacks.randomness import forked_generators
 
-_MOST_PASSES = 10_007  # streams of two seeds do not meet
+_MOST_PASSES = 10_007  # up to so many passes, two seeds share no random numbers
 
 
 class MeanOfPasses(nn.Module):
-    """The mean of several passes over a random model, drawn from the same seeds every time: a function again.
+    """The mean of the scores of several passes of a random model, with the same random numbers in every call.
 
-    Compared with each other, two single passes differ by what was drawn; two of these means do not. So a check of
-    gradients and losses asks what it is meant to ask, and takes no noise for masking.
+    Two single passes differ by their random numbers, two of these means do not. So a check that compares gradients
+    and losses does not take the noise for gradient masking.
 
     Args:
         model: the random model.
-        passes: how many.
-        seed: of the first.
+        passes: how many passes the mean is taken over.
+        seed: from which the seeds of the passes follow.
     """
 
     def __init__(self, model: nn.Module, passes: int, seed: int) -> None:
