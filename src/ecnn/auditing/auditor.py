@@ -1,4 +1,4 @@
-"""audit(): the strongest attacks we have, then reasons to doubt even them, then a verdict."""
+"""audit(): the strongest attacks we have, then checks whether they were misled, then a verdict."""
 
 from __future__ import annotations
 
@@ -60,14 +60,12 @@ from ecnn.evaluation.readings import check_reading
 from ecnn.progress import Progress
 
 FOLDER, PAGE = "audit", "audit.md"
-#: Alarms beside which a proof says little: it is of another object than the one deployed, or an attack refutes it.
+#: Alarms that devalue a certificate: it is not about the deployed model, or an attack contradicts it.
 _NOT_PROVEN = {"stateful", "copies", "certificate_contradicted"}
 _QUESTIONS, _PART_OF_TIME = 200, 0.1
-_FEW = 8  # images by which a model is met, before anything else is asked
-_STRANGERS = (
-    16  # images, audited ones only if there are no others, about which a model is asked before anything else
-)
-_TOGETHER = 2**16  # pixel values of the attempts at a few images that are made at once
+_FEW = 8  # images for the first queries, by which `meet` adapts to the model; also the smallest batch
+_STRANGERS = 16  # images for `FirstContact`, audited ones only if there are no others
+_TOGETHER = 2**16  # pixel values up to which several attempts at few images share a pass
 
 
 @in_usual_state
@@ -91,46 +89,46 @@ def audit(
     resume: bool = True,
     progress: Progress | None = None,
 ) -> Audit:
-    """What accuracy a model keeps under attack, and whether to believe a claimed one.
+    """Measures the accuracy of a model under attack, and judges whether to believe a claimed one.
 
-    The suite of attacks is made in its order, each on the images that the earlier ones left, and an image counts as
-    robust only if it is right when clean and under all of them, by fresh passes in float32. Then the diagnostics look
-    for signs that attacks fail for another reason than robustness. The verdict is
+    The attacks of the suite run in a fixed order, each on the images that the earlier ones left. An image counts as
+    robust only if fresh passes in float32 classify it correctly, both clean and under every attack. Then the
+    diagnostics look for signs that attacks fail for another reason than robustness. The verdict is
 
-    - "not believable" when the claim lies above the audited accuracy by more than a point and above its interval;
+    - "not believable" when the claim is more than a point above the audited accuracy and above its interval;
     - "below minimum" when the audited accuracy is below `min_accuracy`;
-    - "inconclusive" when no attack contradicts the claim, or what was found, but an alarm says that attacks are
-      fooled; or when the images are too few to rule out, at 95 %, that the truth lies five points below the claim,
-      or ten where what was found is at most two points below it;
-    - "believable" otherwise. Without a claim there is nothing to believe: what was found is then "trustworthy".
+    - "inconclusive" when the claim is not refuted, but an open alarm says that the attacks may be misled, and the claim
+      is not proven either; or when the images are too few to rule out, at 95 %, that the true accuracy is five points
+      below the claim (ten points if the audited accuracy is at most two points below it);
+    - "believable" otherwise. Without a claim the audited accuracy itself is judged, and this verdict is "trustworthy".
 
-    A model whose passes differ is judged by the mean over passes: of each image the point is taken at which it is
-    wrong most often, and the share of new passes that are right there is its part in the accuracy. Counting an image
-    as broken by one unlucky pass in hundreds would condemn every random model. A finding says so where its randomness
-    follows no seed of torch, NumPy or Python.
+    A model whose passes differ is judged by the mean over passes, and every attack runs on all images. Of each image
+    the point with the fewest correct passes is kept; the share of new passes that are correct there is the image's
+    part in the accuracy. If one unlucky pass in hundreds counted as broken, every random model would fail. A finding
+    reports randomness that follows no seed of torch, NumPy or Python.
 
     Args:
-        model: pixels in [0, 1] to scores (batch, class), of two classes or more, on any device; left as it was.
-        split: as `evaluate` takes it: a Split, (images, labels), a torch Dataset or a DataLoader. Of what follows the
-            audited images up to 1,000 serve to train surrogates.
-        norm, eps: of the ball it is said to be robust in.
-        claim: the accuracy under attack in question, from 0 to 1; None where nothing is claimed.
-        min_accuracy: the least that is asked for, from 0 to 1; None asks for nothing.
-        limit: how many images, the first of the data; the budget's number if not given.
-        classes: only images of these classes; the model may answer with any of its classes.
-        attacks: of your own, by name, which join the suite at its end: an `Attack`, or a function (model, images,
-            labels, *, norm, eps, seed) -> images as `ecnn.evaluation.OwnAttack` takes it. Points outside of the ball
-            do not count and are named in a finding; one that raises an error is among the attacks not made.
-        batch_size: images attacked at a time, on which the memory depends; changes no result but rounding.
-        cluster: "ray" makes the attacks on batches as tasks of a Ray cluster, as `evaluate` does; the rest of the audit
+        model: maps pixels in [0, 1] to scores (batch, class) of two classes or more, on any device; left as it was.
+        split: as `evaluate` takes it: a Split, (images, labels), a torch Dataset or a DataLoader. Up to 1,000 images
+            after the audited ones are used to train surrogates.
+        norm, eps: of the ball in which robustness is claimed.
+        claim: the claimed accuracy under attack, from 0 to 1; None if nothing is claimed.
+        min_accuracy: the lowest acceptable accuracy under attack, from 0 to 1; None accepts any.
+        limit: how many images to audit, the first of the data; by default the budget's number.
+        classes: audits only images of these classes; the model may answer with any of its classes.
+        attacks: your own attacks by name, made at the end of the suite: an `Attack`, or a function (model, images,
+            labels, *, norm, eps, seed) -> images as `ecnn.evaluation.OwnAttack` takes it. Points outside the ball do
+            not count and are reported in a finding. An attack that raises an error is listed as not made.
+        batch_size: images attacked at a time; it decides the memory needed, and changes results only by rounding.
+        cluster: "ray" runs the attacks on batches as tasks of a Ray cluster, as `evaluate` does. The rest of the audit
             stays in this process, and the result is that of one process.
-        budget: "quick", "fast", "standard", "thorough", or one of your own.
-        minutes: after which nothing more is searched for: a finding names what was not made, and what was found by then
-            is judged, which takes as long as it takes. With a run_dir the next audit goes on there. Attacks of your own
-            are not cut short. None searches to the end.
+        budget: "quick", "fast", "standard", "thorough", or a `Budget` of your own.
+        minutes: time limit of the search; None for none. Afterwards the points found so far are judged, however long
+            that takes, and a finding reports what was left out. With a run_dir the next audit continues there. Your
+            own attacks are not interrupted.
         seed: of all randomness.
-        run_dir: keeps the records there under audit/, and the result as audit.json and audit.md.
-        resume: goes on with what a killed audit left there; False begins anew.
+        run_dir: folder for the records (under audit/) and the result (audit.json and audit.md); None keeps nothing.
+        resume: continues with the records of an interrupted audit; False starts anew.
         progress: called as progress(done, total, note).
     """
     eps, budget, limit = check_settings(
@@ -149,7 +147,7 @@ def audit(
     check_kind("model", model, nn.Module, "a torch module")
     end = None if minutes is None else time.monotonic() + 60 * minutes
     patience = None if minutes is None else _PART_OF_TIME * 60 * minutes
-    deployment = take_copy(model)  # before anything is asked
+    deployment = take_copy(model)  # before the model is asked anything
     split = read_images(split, limit + MOST_EXAMPLES, classes=classes, progress=progress)
     strangers = place(model, split[max(0, len(split) - _STRANGERS) :][0])
     contact = FirstContact(deployment, strangers, norm, eps, int(seed), patience and patience / 4)
@@ -169,7 +167,7 @@ def audit(
         model=model, images=images, labels=labels, norm=norm, eps=eps, budget=budget, seed=int(seed)
     )
     with (
-        forked_generators(images.device, subject.seed),  # what a random model draws follows from the seed
+        forked_generators(images.device, subject.seed),  # a random model draws from these generators
         at_most(batch_size),
         together(_TOGETHER),
         nullcontext() if run_dir is None else files.locked(run_dir, "audit"),
@@ -189,7 +187,7 @@ def audit(
         result = _conclude(subject, found, findings, claim, min_accuracy, deployment)
         if run_dir is not None:
             files.write_text(Path(run_dir) / PAGE, result.markdown())
-            result.save(Path(run_dir) / RESULT)  # last: who finds it takes the audit for finished
+            result.save(Path(run_dir) / RESULT)  # written last: it marks the audit as finished
     return result
 
 
@@ -207,9 +205,9 @@ def check_settings(
     seed: int,
     run_dir: str | os.PathLike[str] | None,
 ) -> tuple[float, Budget, int]:
-    """The radius, the budget and how many images; InputError where `audit` would refuse its settings, which these are.
+    """The radius, the budget and the number of images; raises InputError for settings that `audit` would refuse.
 
-    No model and no image is looked at, so that a plan can ask, too.
+    Needs no model and no images, so that settings can be checked before anything is loaded.
     """
     check_choice("norm", norm, NORMS)
     check_count("seed", seed, least=0)
@@ -230,13 +228,13 @@ def check_settings(
 
 
 def _batch_in_time(model: nn.Module, images: Tensor, seconds: float) -> int | None:
-    """How many images to attack at a time; None for as many as usual.
+    """How many images to attack at a time so that an audit of so many seconds loses little; None for the usual number.
 
-    What is under way when the time is over is lost, so that a few hundred passes over a batch should take no more than
-    a tenth of it.
+    The batch under way when the time is over is lost. So 200 passes over a batch should take no more than a tenth of
+    the time.
     """
     started = time.monotonic()
-    with undisturbed(model), suppress(Exception):  # one that cannot be asked says so later
+    with undisturbed(model), suppress(Exception):  # a model that fails here raises its error later
         read_model(model, images)
     each = (time.monotonic() - started) / len(images)
     most = int(_PART_OF_TIME * seconds / (_QUESTIONS * each)) if each > 0 else BATCH_SIZE
@@ -245,7 +243,7 @@ def _batch_in_time(model: nn.Module, images: Tensor, seconds: float) -> int | No
 
 @dataclass(frozen=True)
 class _Request:
-    """What was asked for besides the subject; `audit` says what these mean."""
+    """Settings of an audit besides its subject: arguments of `audit`, and `end`, the `time.monotonic` at its limit."""
 
     split: Split
     folder: Path | None
@@ -260,7 +258,7 @@ class _Request:
 
 @dataclass(frozen=True)
 class _Found:
-    """What attacks and diagnostics found."""
+    """Results of the attacks and of the diagnostics; `checks` is how many diagnostics were made."""
 
     staged: Staged
     is_random: bool
@@ -271,7 +269,7 @@ class _Found:
 
 
 def _audit(subject: Subject, deployment: Deployment, request: _Request) -> _Found:
-    """All attacks and all diagnostics on a subject whose model is a copy."""
+    """Runs attacks and diagnostics on a model from `Deployment.fresh`; stops when `late` asks for another one."""
     with undisturbed(subject.model), without_tf32():
         num_classes = read_model(subject.model, subject.images[:2]).shape[1]
         is_random = find_traits(subject.model, subject.images[:FLAGGED], num_classes).is_random
@@ -304,7 +302,7 @@ def _audit(subject: Subject, deployment: Deployment, request: _Request) -> _Foun
             if not doubts and (luck := luck_of(power)):
                 found += luck
                 more = take_turns(responses, stages, [finding.name for finding in luck], start=turns.effort)
-                turns = more if more.effort > turns.effort else turns  # the budget may have no more turns
+                turns = more if more.effort > turns.effort else turns  # the budget's turns may be used up
                 power = stages.power(turns)
         staged = stages.result()
         if staged.late is not None:
@@ -326,7 +324,7 @@ def _audit(subject: Subject, deployment: Deployment, request: _Request) -> _Foun
 
 
 def _read(subject: Subject, staged: Staged, is_random: bool) -> list[Finding]:
-    """What the outcomes say, and what the attacks met. One pass of a random model is no evidence."""
+    """Findings from outcomes, failed attacks and settings; a random model's outcomes are of one pass, so left out."""
     evidence = [] if is_random else read_evidence(staged.evaluation)
     return [
         *evidence,
@@ -338,7 +336,7 @@ def _read(subject: Subject, staged: Staged, is_random: bool) -> list[Finding]:
 
 
 def _ask_otherwise(deployment: Deployment, late: Late, subject: Subject) -> tuple[Deployment, Finding]:
-    """How to ask a model of which only the attacks have shown that it remembers, or that company decides."""
+    """The new deployment and the finding if only attacks revealed that a model remembers or depends on its batch."""
     evidence = {"shown_by": "the points that attacks found"}
     if late == "outside":
         changed = deployment.surroundings.changed()
@@ -352,7 +350,7 @@ def _ask_otherwise(deployment: Deployment, late: Late, subject: Subject) -> tupl
 
 
 def _certify(subject: Subject, is_random: bool) -> Certificate | None:
-    """What is proven of the model; of random ones only those are known that say how they are random."""
+    """What can be proven of the model; None for a random one, unless it is `Smoothed`, whose noise is known."""
     if is_random and not isinstance(subject.model, Smoothed):
         return None
     return certify(
@@ -361,12 +359,12 @@ def _certify(subject: Subject, is_random: bool) -> Certificate | None:
 
 
 def _contradictions(subject: Subject, staged: Staged, certified: Certificate | None) -> list[Finding]:
-    """An alarm where images were broken that are proven to be unbreakable: one of the two is wrong, and we with it."""
+    """An alarm if attacks broke images that are proven robust: either the proof or the attacks must be wrong."""
     if certified is None:
         return []
     proven = np.array(certified.proven)
     broken = int(((proven == 1) & (staged.right == 0)).sum())
-    if isinstance(subject.model, Smoothed):  # shares of passes: they may differ by chance
+    if isinstance(subject.model, Smoothed):  # shares of correct passes, which vary by chance
         spread = 0.5 / np.sqrt(JUDGED_PASSES * subject.budget.eot * len(proven))
         broken = int((proven.mean() - staged.right.mean() > 5 * spread) * len(proven))
     if not broken:
@@ -385,7 +383,7 @@ def _contradictions(subject: Subject, staged: Staged, certified: Certificate | N
 def _find(
     subject: Subject, evaluation: Evaluation, folder: Path | None, resume: bool, progress: Progress | None
 ) -> list[Finding]:
-    """What AutoAttack's flags and the diagnostics find, or found in an earlier run of the same audit."""
+    """Findings of AutoAttack's flags and of the diagnostics, from `folder` if an earlier run has completed them."""
     asked = {"norm": subject.norm, "eps": subject.eps, "budget": subject.budget, "seed": subject.seed}
     model, images = evaluation.clean.about["model"], evaluation.images_sha256
     identity = {"model": model, "images": images, **describe(asked)}
@@ -406,7 +404,7 @@ def _find(
 
 
 def _plain(finding: Finding) -> Finding:
-    """With evidence that JSON can hold, and gives back as it was."""
+    """The finding with evidence of plain JSON values, so that saving and reading does not change it."""
     return dataclasses.replace(finding, evidence=describe(finding.evidence))
 
 
@@ -418,7 +416,7 @@ def _conclude(
     min_accuracy: float | None,
     deployment: Deployment,
 ) -> Audit:
-    """The verdict.
+    """The result of the audit, with its verdict.
 
     Args:
         deployed: findings on how the model must be asked.
@@ -470,7 +468,7 @@ def _conclude(
 def _kept_findings(
     folder: Path | None, identity: dict[str, Any], answers: dict[str, Any] | None
 ) -> list[Finding] | None:
-    """The findings of an earlier run of the same audit, if its diagnostics had come to an end."""
+    """The findings of an earlier run of the same audit, if its diagnostics were completed; None otherwise."""
     if folder is None or not files.exists(folder / "findings.json"):
         return None
     kept = files.read_json(folder / "findings.json")

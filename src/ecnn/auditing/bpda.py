@@ -1,9 +1,9 @@
-"""Gradients through what hides them: the same forward pass, differentiated as if nothing in it were rounded or cut.
+"""Straight-through gradients: the forward pass is unchanged, the backward pass ignores what hides gradients.
 
-Athalye, Carlini & Wagner (2018) replace what has no useful derivative by something near that has one, on the way back
-only (BPDA), by hand for each defence. Here every call that a model makes is watched instead, wherever in its code it
-stands, so that the model need not be known. What is computed stays as it is. Masks, counts and indices stay what they
-are too, and carry a soft companion from which gradients come where they are used.
+Athalye, Carlini & Wagner (2018) replace an operation without a useful derivative by a similar one that has a
+derivative, in the backward pass only (BPDA), by hand for each defence. Here a torch function mode intercepts every
+torch call of a model instead, so that nothing need be known of its code. Computed values do not change. Masks, counts
+and indices do not change either; each carries a soft companion (`Soft`), which supplies the gradient when it is used.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ _LEAKY: tuple[str, ...] = (
 )
 _LEAKY += ("hardsigmoid", "threshold", "sigmoid", "tanh")
 _WHOLE = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.bool)
-_LEAK = 0.2  # slope of what is flat, where flat parts get one
+_LEAK = 0.2  # slope added to activations, with `leaks`
 _NUMBERS = (
     "item",
     "__float__",
@@ -67,31 +67,35 @@ _NUMBERS = (
     "__bool__",
     "__complex__",
     "__index__",
-)  # what makes one of Python's
+)  # calls that turn a tensor into a Python number
 _GET_DATA = Tensor.data.__get__  # type: ignore[attr-defined]
 
 
 class StraightThrough(TorchFunctionMode):
-    """While it is on, what hides derivatives gives what it always gives, but passes gradients.
+    """A torch function mode in which calls that hide derivatives return their usual values, but pass gradients.
 
-    Rounding, casting and detaching pass them as if they were not there; a comparison as a soft step; the place of the
-    largest, of the k largest or of the median as a softmax over all places; a look into a table as the slope of the
-    table, or as the mean over the places that might have been chosen; what leaves torch and comes back in the same
-    shape as if it had stayed. `torch.no_grad` and `torch.inference_mode` have no effect, and neither have hooks on
-    gradients. Gradients that the model takes itself are constants.
+    - Rounding, casting and `detach` pass the gradient as if they were not there.
+    - A comparison has the gradient of a soft step, and a sign that of a tanh.
+    - The index of the largest value, of the k largest or of the median has that of a softmax over all places.
+    - A table lookup has the slope of the table, or the mean over the places that might have been chosen.
+    - A value that leaves torch (for NumPy, PIL or a list) and comes back in the same shape passes the gradient.
+
+    `torch.no_grad`, `torch.inference_mode` and hooks on gradients have no effect. Gradients that the model takes itself
+    are constants, unless it takes them with create_graph=True.
 
     Args:
-        cuts_remainders: x % q has no slope, so that x - x % q has that of x; otherwise it has slope 1.
-        leaks: flat parts of ReLU, clamp, sigmoid and tanh have a small slope.
-        stays_flat: rounding and casting keep their own slope, which is 0: then x - round(x) has that of x.
-        batch: how many images are classified: what leaves torch in that number is a batch, anything else one image.
-        bridges: stand-ins for what leaves torch and comes back in another shape, by `bridge_key`.
-        opaque: modules that no gradient comes through, though it looks as if one did.
+        cuts_remainders: x % q gets slope 0, so that x - x % q has the slope of x; otherwise x % q has slope 1.
+        leaks: adds a slope of 0.2 to ReLU, clamp, sigmoid, tanh and the like, so that flat parts pass a gradient.
+        stays_flat: rounding and casting keep their true slope of 0, so that x - round(x) has the slope of x.
+        batch: how many images are classified. Values outside torch count as a batch if there are that many, and
+            otherwise as one image.
+        bridges: stand-ins for computations outside torch that change the shape, by `bridge_key`.
+        opaque: modules whose own gradient is not used: they are treated like computations outside torch.
 
     Attributes:
-        replaced: how many calls were given another derivative.
-        rounded: how many of these round or cast.
-        crossings: what left torch and came back in another shape: (key, rows before, rows after).
+        replaced: how many calls got another derivative.
+        rounded: how many of these round, or cast to integers.
+        crossings: computations outside torch that changed the shape: (key, rows before, rows after).
     """
 
     def __init__(
@@ -123,9 +127,8 @@ class StraightThrough(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         replacement = self._replacement(plain_name(name), func, args, kwargs)
         if replacement is None:
-            if (
-                name in _NUMBERS and args[0].requires_grad
-            ):  # where the model has detached it; torch warns otherwise
+            # The model may have detached it, which has no effect here; torch would warn.
+            if name in _NUMBERS and args[0].requires_grad:
                 args = (args[0].detach(), *args[1:])
             return func(*args, **kwargs)
         self.replaced += 1
@@ -156,7 +159,7 @@ class StraightThrough(TorchFunctionMode):
     def _of_floats(
         self, name: str, func: Any, first: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Callable[[], Any] | None:
-        """The replacement of a call whose first argument is a floating tensor with a gradient."""
+        """The replacement of a call whose first argument is a floating tensor with a gradient; None to leave it."""
         if name in ("register_hook", "register_post_accumulate_grad_hook"):
             return lambda: _NoHandle()
         if name == "backward":
@@ -195,18 +198,18 @@ class StraightThrough(TorchFunctionMode):
         return None
 
     def _rounded(self, values: Tensor) -> Tensor:
-        """What stands for rounded values on the way back."""
+        """The tensor whose gradient rounded values get: the values themselves, or these with slope 0."""
         self.rounded += 1
         return values.detach() + 0 * values if self.stays_flat else values
 
     def ignore(self, *given: Any) -> None:
-        """In place of something that would have switched gradients off."""
+        """Does nothing, in place of a call that would switch gradients off or on again."""
         self.replaced += 1
 
     # Companions ------------------------------------------------------------------------------------------------------
 
     def _carry(self, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A call on what has companions: the same result, with their gradient where it can be carried on."""
+        """Makes a call on values with soft companions; its result gets their gradient where `carry` can pass it on."""
         try:
             own = Soft.of(args[0]) if args else None
             if name in _LEAVING and own is not None:
@@ -215,20 +218,20 @@ class StraightThrough(TorchFunctionMode):
         except (RuntimeError, TypeError, IndexError, ValueError):
             return func(*args, **kwargs)
 
-    # What leaves torch and comes back --------------------------------------------------------------------------------
+    # Values that leave torch and come back ---------------------------------------------------------------------------
 
     def _leave(
         self, func: Any, soft: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any], asked: Any = None
     ) -> Any:
-        """NumPy, PIL and lists take what has no gradient; what left is remembered until something comes back."""
+        """Makes a call that leaves torch on the detached tensor, and remembers `soft` until a value comes back."""
         self._left.append(soft)
         return func((soft if asked is None else asked).detach(), *args[1:], **kwargs)
 
     def enter(self, values: Any) -> Any:
-        """What comes into torch from outside, with the gradient of what left: the oldest of its shape, or a bridge."""
+        """A value that enters torch, with the gradient of one that left: the oldest in its shape, or by a bridge."""
         if not isinstance(values, Tensor) or values.requires_grad or not self._left:
             return values
-        with torch._C.DisableTorchFunction():  # hooks and `from_numpy` come here while the mode is on
+        with torch._C.DisableTorchFunction():  # called by hooks and `from_numpy` while the mode is on
             return self._enter(values)
 
     def _enter(self, values: Tensor) -> Tensor:
@@ -243,12 +246,12 @@ class StraightThrough(TorchFunctionMode):
         key = bridge_key(rows, after)
         self.crossings.append((key, rows.detach(), after.detach().to(rows.dtype)))
         del self._left[0]
-        if key not in self.bridges:  # what is made of it depends on the images all the same
+        if key not in self.bridges:  # slope 0, but it stays connected to the images
             return _with_gradient(values, (0 * rows.sum()).expand(values.shape))
         return _with_gradient(values, self.bridges[key](rows).view(values.shape))
 
     def hear_module(self, module: nn.Module, given: tuple[Any, ...], said: Any) -> Any:
-        """A forward hook: what a module makes of images without a gradient, though they had one."""
+        """A forward hook: reconnects the output of a module to its input if the module is opaque or cut the graph."""
         inputs = [value for value in given if isinstance(value, Tensor) and value.requires_grad]
         if not inputs or not isinstance(said, Tensor) or not said.is_floating_point():
             return None
@@ -261,7 +264,7 @@ class StraightThrough(TorchFunctionMode):
 
 
 def bridge_key(before: Tensor, after: Tensor) -> str:
-    """A name for what makes rows of one shape of rows of another."""
+    """The name of a bridge, from the shapes of its rows: "3x32x32-to-192" for images to vectors."""
     return f"{'x'.join(map(str, before.shape[1:]))}-to-{'x'.join(map(str, after.shape[1:]))}"
 
 
@@ -277,7 +280,7 @@ def _with_gradient(values: Tensor, soft: Tensor) -> Tensor:
 
 
 def _in_shape(left: Tensor, values: Tensor) -> Tensor | None:
-    """What left, in the shape of what came: the same, without axes of length 1, or with channels last or first."""
+    """`left` in the shape of `values`, by axes of length 1 or channels moved last or first; None if neither helps."""
     if left.numel() != values.numel():
         return None
     short = [size for size in left.shape if size != 1], [size for size in values.shape if size != 1]
@@ -290,7 +293,7 @@ def _in_shape(left: Tensor, values: Tensor) -> Tensor | None:
 
 
 def plain_name(name: str) -> str:
-    """`__gt__` and `gt` are the same; others keep their underscores."""
+    """The name without underscores if it is a comparison (`gt` for `__gt__`); other names stay as they are."""
     bare = name.strip("_")
     return bare if name.startswith("__") and bare in {*COMPARISONS, *EQUALITIES} else name
 
@@ -300,24 +303,24 @@ class _NoHandle:
 
 
 def is_followed(value: Any) -> bool:
-    """Whether it is a floating tensor that gradients go through."""
+    """Whether it is a floating tensor that requires a gradient."""
     return isinstance(value, Tensor) and value.is_floating_point() and value.requires_grad
 
 
 def _keep_gradient(values: Tensor) -> Tensor:
-    """What a model calls a new leaf is none here; it finds `.grad` there all the same."""
+    """`requires_grad_` on a tensor that is no leaf here: it stays in the graph, and the model can read its `.grad`."""
     values.retain_grad()
     return values
 
 
 def _step(func: Any, first: Tensor, soft: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """Rounding passes the gradient of what stands for it, a sign that of a tanh; in place if it was asked for so."""
+    """The result of a rounding or sign call, with the gradient of `soft`; in place if the call is."""
     passed = pass_gradient(func(first.detach().clone(), *args[1:], **kwargs), soft)
     return first.copy_(passed) if is_in_place(func.__name__) else passed
 
 
 def _leak(func: Any, first: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """What is flat in places, with a little slope everywhere; in place if it was asked for in place."""
+    """The result of an activation with a slope of `_LEAK` added everywhere; in place if the call is."""
     before, changes_first = first.clone(), is_in_place(func.__name__) or bool(kwargs.get("inplace"))
     hard: Tensor = func(before.clone(), *args[1:], **kwargs)
     passed = add_gradient(hard, _LEAK * before) if hard.shape == before.shape else hard
@@ -325,7 +328,7 @@ def _leak(func: Any, first: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any
 
 
 def _whole_type(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.dtype | None:
-    """The whole-number type that a call casts to, if it does; also the bits of a number seen as a whole one."""
+    """The integer or bool type that a call casts to, or reads bits as with `view`; None if it does neither."""
     if name in CASTS:
         return CASTS[name]
     if name not in ("to", "type", "view"):
@@ -335,7 +338,7 @@ def _whole_type(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tor
 
 
 class _Context:
-    """What a custom function's forward may ask of its context, when only the forward is of interest."""
+    """A stand-in for the context of a custom autograd function of which only the forward runs."""
 
     def __init__(self, count: int) -> None:
         self.needs_input_grad = (True,) * count
@@ -353,7 +356,7 @@ class _Context:
 
 @contextmanager
 def _forwards_alone(mode: StraightThrough) -> Iterator[None]:
-    """Custom functions are differentiated by what their forward computes; what their backward says is not asked."""
+    """Inside, custom autograd functions are differentiated through their forward; their own backward is not called."""
 
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
         mode.replaced += 1
@@ -361,7 +364,7 @@ def _forwards_alone(mode: StraightThrough) -> Iterator[None]:
             return cls.forward(*args, **kwargs)
         return cls.forward(_Context(len(args)), *args, **kwargs)
 
-    # One class below the public one: `apply` may have been taken from a subclass long ago, but still ends up there.
+    # The base class of `Function`: an `apply` that a model has stored long ago still ends up there.
     below: Any = torch.autograd.function._SingleLevelFunction
     below.apply = classmethod(apply)
     try:
@@ -372,7 +375,7 @@ def _forwards_alone(mode: StraightThrough) -> Iterator[None]:
 
 @contextmanager
 def _without_backward_hooks(model: nn.Module, mode: StraightThrough) -> Iterator[None]:
-    """The hooks that modules put on gradients are taken off for a while."""
+    """Inside, the backward hooks of the model's modules are removed."""
     kept = []
     for module in model.modules():
         for hooks in (module._backward_hooks, module._backward_pre_hooks):
@@ -399,9 +402,9 @@ def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 @contextmanager
 def _keeping_no_graph(model: nn.Module) -> Iterator[None]:
-    """Afterwards no tensor that a module keeps for itself has a graph, unless it had one before.
+    """Afterwards detaches tensors that modules hold, unless they required a gradient before.
 
-    What a model detaches and keeps, as a mean over questions, is not detached meanwhile.
+    `detach` has no effect inside, so what a model detaches and stores, such as a running mean, would keep its graph.
     """
     before = {id(value) for _, _, value in _kept_tensors(model) if value.requires_grad}
     try:
@@ -413,7 +416,7 @@ def _keeping_no_graph(model: nn.Module) -> Iterator[None]:
 
 
 def _kept_tensors(model: nn.Module) -> list[tuple[nn.Module, str, Tensor]]:
-    """Buffers and plain attributes of all modules that are tensors."""
+    """(module, name, tensor) of all buffers and plain attributes that are tensors, except in TorchScript modules."""
     return [
         (module, name, value)
         for module in model.modules()
@@ -427,10 +430,11 @@ def _kept_tensors(model: nn.Module) -> list[tuple[nn.Module, str, Tensor]]:
 def straight_through(
     model: nn.Module | None = None, *, dead: tuple[str, ...] = (), **options: Any
 ) -> Iterator[StraightThrough]:
-    """Everything computed inside passes gradients; what is computed stays as it is.
+    """Inside, everything computed passes gradients, and computed values stay as they are: see `StraightThrough`.
 
     Args:
-        model: whose modules' hooks on gradients are taken off meanwhile, and whose modules may be opaque.
+        model: the model that is asked inside. Its backward hooks are removed meanwhile, and modules through which no
+            gradient comes are bridged; with None neither happens.
         dead: names of its modules that count as opaque.
         options: of `StraightThrough`.
     """
@@ -452,12 +456,12 @@ def straight_through(
 
 
 def can_pass_through(model: nn.Module, images: Tensor, **options: Any) -> bool:
-    """Whether the model hides a derivative that this finds, and says the same of these images when it is passed.
+    """Whether `straight_through` replaces a derivative of the model, yields a gradient and leaves its scores the same.
 
     Both passes draw the same random numbers.
     """
     points = images.detach().clone().requires_grad_(True)
-    # A model may do anything with what it is given here; whatever it raises means no.
+    # A model may fail in any way on the tensors that it gets here; any error means no.
     try:
         with torch.no_grad(), forked_generators(images.device, 0):
             plain = model(images)
@@ -474,7 +478,7 @@ def can_pass_through(model: nn.Module, images: Tensor, **options: Any) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class Passing(WrappedView):
-    """Another view, with the gradient that nothing hides.
+    """Another view with straight-through gradients; values, and passes without a gradient, stay as they are.
 
     Attributes:
         cuts_remainders, leaks: as `StraightThrough` takes them.

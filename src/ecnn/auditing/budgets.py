@@ -1,4 +1,4 @@
-"""How much an audit may ask of the model."""
+"""Budgets of an audit: how many images it takes, and how much each attack may ask of the model."""
 
 from __future__ import annotations
 
@@ -12,21 +12,23 @@ class Budget:
     """The size of an audit.
 
     Attributes:
-        images: how many, the first of the split, unless the caller says.
-        steps: of each gradient attack in the adaptive suite.
-        restarts: of each, from fresh random points.
-        targets: other classes that targeted attacks try, the best ones first.
-        autoattack: whether the whole of AutoAttack runs, with its own settings; else its two APGD attacks, with these.
-        probe_images: how many images the diagnostics look at.
-        probe_steps: of the gradient attacks that diagnostics make.
-        queries: of black-box attacks in diagnostics.
-        eot: passes that are averaged when the model is random.
-        answers: questions per image of the search by answers alone. A tenth of them, 1,000 at least, goes to every
-            image that stands, and all of them to
-        searched: so many of the audited images, chosen by chance, if there are more; what diagnostics doubt is searched
-            again, on all that stand.
-        race: whether `ecnn.attacks.Race` stands in for the APGD attacks on the scores.
-        turns: how often the effort is doubled at most, on what stands, where diagnostics doubt; 0 never doubles it.
+        images: how many images are audited, the first of the split, unless the caller sets a limit.
+        steps: steps of each gradient attack in the adaptive suite.
+        restarts: starts of each gradient attack, each with its own random numbers.
+        targets: how many other classes targeted attacks try, those with the highest scores first.
+        autoattack: whether all of AutoAttack runs, with its own settings; otherwise its APGD attacks and Square run
+            with the settings of this budget.
+        probe_images: how many images the diagnostics use.
+        probe_steps: steps of the diagnostics' gradient attacks.
+        queries: queries per image of Square (unless `autoattack`) and of the diagnostics' black-box attacks.
+        eot: passes over which attacks average if the model is random.
+        answers: queries per image of the long search that uses answers alone. A short search comes first, on every
+            image that is still classified correctly, with a tenth of the queries, but at least 1,000.
+        searched: the long search takes all images if no more than so many are audited, and otherwise a random share
+            of `searched / images`. If diagnostics raise doubts, it is repeated on all that are still right.
+        race: whether `ecnn.attacks.Race` replaces the APGD attacks on the scores.
+        turns: how often, at most, the effort is doubled on images that are still classified correctly, with the attacks
+            for what diagnostics doubt, or a single attack if they doubt nothing; 0 for never.
     """
 
     name: str
@@ -66,7 +68,7 @@ BUDGETS: dict[str, Budget] = {
 
 
 def resolve_budget(budget: str | Budget) -> Budget:
-    """The budget of that name, or the one given."""
+    """The budget of that name, or the given `Budget` itself."""
     if isinstance(budget, Budget):
         return budget
     check_choice("budget", budget, BUDGETS)

@@ -1,4 +1,4 @@
-"""What can be proven: images that no point of the ball can break, so that certified <= truth <= audited."""
+"""Certificates: images that provably no point of the ball can break. Accuracy: certified <= true <= audited."""
 
 from __future__ import annotations
 
@@ -31,27 +31,25 @@ from ecnn.evaluation.intervals import Interval, wilson_interval
 from ecnn.objectives import predicted_classes
 
 INTERVALS, LINEAR, LIPSCHITZ, SMOOTHING = "intervals", "linear bounds", "Lipschitz bound", "smoothing"
-_VALUES_AT_ONCE = 2**23  # of float64, in the largest step of a batch
-_MOST_WORK = 2**32  # multiplications of linear bounds through every layer, for all images
-_LARGE = 2**16  # values of all steps, for one image
-_PROBED = 4  # images that show whether a large network is worth the work
-_HOPELESS = (
-    100.0  # intervals of scores this many times as wide as the scores differ are no start for linear bounds
-)
-_HEAVY = 2**26  # classes times values of the largest step, from where linear bounds of one image take seconds
+_VALUES_AT_ONCE = 2**23  # float64 values in the largest step of one batch
+_MOST_WORK = 2**32  # multiplications for linear bounds of every layer, for all images together
+_LARGE = 2**16  # values of all steps for one image, above which `_is_promising` decides
+_PROBED = 4  # images on which it is tried whether a large network is worth the work
+_HOPELESS = 100.0  # score intervals so many times wider than the scores differ are too loose to start from
+_HEAVY = 2**26  # classes times values of the largest step, above which linear bounds take seconds per image
 _TOGETHER = 16  # images whose layers are bounded at a time
 _SQRT2 = 1.4142135623730952
 
 
 @dataclass(frozen=True, kw_only=True)
 class Certificate:
-    """What is proven of the audited images.
+    """The accuracy that is proven on the audited images.
 
     Attributes:
-        accuracy: share of the images that are right at every point of the ball: the truth is not below it.
-        interval: for that share, Wilson's at 95 %.
-        proven: (image,) 1 where it is proven and 0 elsewhere; of a smoothed classifier, the least share of passes that
-            are right anywhere in the ball.
+        accuracy: the mean of `proven`; the true accuracy under attack is not below it.
+        interval: Wilson's 95 % interval of `accuracy`.
+        proven: (image,) 1 if the image is proven, 0 otherwise; for a smoothed classifier, a lower bound of the share of
+            correct passes at the worst point of the ball.
         methods: how many images each method proved that the cheaper ones before it had not.
         confidence: with which each image's proof holds; 1 except for a smoothed classifier, whose votes are a sample.
     """
@@ -72,14 +70,14 @@ class Certificate:
 
     @property
     def how(self) -> str:
-        """A few words: by what it was proven."""
+        """The methods and their counts in words, such as "intervals (12), linear bounds (3)"."""
         parts = [f"{name} ({count})" for name, count in self.methods.items() if count]
         sure = "" if self.confidence == 1 else f", each with {100 * self.confidence:g} % confidence"
         return ", ".join(parts) + sure
 
 
 def read_certificate(values: Any) -> Certificate | None:
-    """What `Certificate.to_dict` gave; None stays None."""
+    """The certificate from the values of `Certificate.to_dict`; None stays None."""
     if values is None:
         return None
     low, high = values["interval"]
@@ -90,12 +88,12 @@ def read_certificate(values: Any) -> Certificate | None:
 def certify(
     model: nn.Module, images: Tensor, labels: Tensor, *, norm: Norm, eps: float | str, seed: int = 0
 ) -> Certificate | None:
-    """What bounds prove of a model on images; None where nothing is proven or the model does what no bound knows.
+    """The certified accuracy on these images; None if no image is proven, or an operation of the model has no bounds.
 
     A plain network (convolutions, dense layers, batch norm in eval mode, pooling, ReLU and its like, residual sums) is
     bounded by intervals, by linear bounds (CROWN) and, in L2, by its Lipschitz constant. The bounds hold for the model
-    as it computes in float32. A `Smoothed` classifier is certified by its votes, in L2. The work is limited: large
-    networks that bounds say nothing of are given up after a few images.
+    as it computes in float32. A `Smoothed` classifier is certified by its votes, in L2. The work is limited: a large
+    network is given up after a few images if its bounds are too loose.
 
     Args:
         images: (batch, channel, height, width) in [0, 1], on the model's device.
@@ -138,7 +136,7 @@ def _summary(proven: np.ndarray, methods: dict[str, int], confidence: float = 1.
 
 
 def _new_ones(methods: dict[str, np.ndarray]) -> dict[str, int]:
-    """How many images each method is the first to prove."""
+    """How many images each method is the first to prove; methods that prove none first are left out."""
     counts, before = {}, np.zeros(len(next(iter(methods.values()))), dtype=bool)
     for name, proven in methods.items():
         counts[name] = int((proven & ~before).sum())
@@ -147,10 +145,10 @@ def _new_ones(methods: dict[str, np.ndarray]) -> dict[str, int]:
 
 
 def _compare(program: Program, images: Tensor, scores: Tensor) -> None:
-    """Raises `UnknownStepError` unless the program says of the images what the model said of them, as a batch."""
+    """Raises `UnknownStepError` unless the traced program agrees with the model's scores of these images as a batch."""
     bounds = interval_bounds(program, _ball(images, "linf", 0.0))[program.result]
     found = scores.double()
-    if program.least_margin:  # the program ends before the softmax
+    if program.least_margin:  # the program ends before the softmax: only classes can be compared
         middle = (bounds.low + bounds.high).squeeze(1) / 2
         agrees = predicted_classes(middle) == predicted_classes(scores)
         lead = middle.topk(2, dim=1).values
@@ -169,7 +167,7 @@ def _ball(images: Tensor, norm: Norm, eps: float) -> Ball:
 def _prove(
     program: Program, images: Tensor, labels: Tensor, right: Tensor, norm: Norm, eps: float, scores: Tensor
 ) -> dict[str, np.ndarray]:
-    """(image,) what each method proves, the cheapest first."""
+    """By method, the cheapest first: (image,) whether it proves the image."""
     never = torch.full((len(images),), -torch.inf, dtype=torch.float64, device="cpu")
     margins = {INTERVALS: never, LINEAR: never.clone()}
     rows = torch.nonzero(right).squeeze(1)
@@ -180,7 +178,7 @@ def _prove(
         for part in torch.split(rows, min(most, _PROBED) if is_heavy else most):
             _bound(program, images, labels, norm, eps, part, margins)
             if is_heavy and bool((margins[LINEAR][rows.cpu()][:_PROBED] <= program.least_margin).all()):
-                break  # of the first few nothing is proven, and the others would take as long
+                break  # nothing proven of the first few; the others would take as long
         _bound_all_layers(program, images, labels, norm, eps, right, margins[LINEAR])
     proven = {name: (found > program.least_margin).numpy() for name, found in margins.items()}
     if norm == "l2":
@@ -189,7 +187,7 @@ def _prove(
 
 
 def _is_promising(program: Program, images: Tensor, norm: Norm, eps: float) -> bool:
-    """Whether the intervals of some image's scores are not wider by far than the scores differ."""
+    """Whether for some image the score intervals are less than `_HOPELESS` times as wide as its scores differ."""
     around, at = (interval_bounds(program, _ball(images, norm, size))[program.result] for size in (eps, 0.0))
     width = (around.high - around.low).flatten(1).amax(dim=1)
     apart = (at.high.flatten(1).amax(dim=1) - at.low.flatten(1).amin(dim=1)).abs()
@@ -205,7 +203,7 @@ def _bound(
     rows: Tensor,
     margins: dict[str, Tensor],
 ) -> None:
-    """Intervals, and linear bounds of the scores over them, for some of the images."""
+    """Writes lower bounds of the margins in `rows`: from intervals, and from linear bounds that start from these."""
     ball = _ball(images[rows], norm, eps)
     bounds = interval_bounds(program, ball)
     scores, own = bounds[program.result], labels[rows][:, None]
@@ -216,7 +214,7 @@ def _bound(
 
 
 def _margins(program: Program, ball: Ball, bounds: list[Bounds], labels: Tensor) -> Tensor:
-    """`least_margins`, a few images at a time."""
+    """(batch,) `least_margins`, for a few images at a time to limit the memory."""
     classes, largest = program.shapes[program.result][1], max(map(program.units, range(program.result + 1)))
     width = at_once(max(1, _VALUES_AT_ONCE // (classes * largest)))
     return torch.cat(
@@ -234,9 +232,9 @@ def _take(bounds: Iterable[Bounds], rows: Tensor) -> list[Bounds]:
 def _bound_all_layers(
     program: Program, images: Tensor, labels: Tensor, norm: Norm, eps: float, right: Tensor, margins: Tensor
 ) -> None:
-    """Linear bounds of every layer, the most promising images first.
+    """Raises `margins` by linear bounds of every layer, for unproven images, those with the largest margins first.
 
-    If the work does not last for all of them, it ends at the first batch of which nothing is proven.
+    If there are more images than the allowed work covers, it also stops at the first batch in which nothing is proven.
     """
     units = sum(program.units(number) for number in range(1, program.result + 1))
     affordable = int(_MOST_WORK // max(1, units * program.work))
@@ -260,7 +258,7 @@ def _bound_all_layers(
 def _by_lipschitz(
     program: Program, images: Tensor, labels: Tensor, right: Tensor, eps: float, scores: Tensor
 ) -> Tensor:
-    """(image,) whether the margin is larger than what a move of length eps can change, in L2."""
+    """(image,) whether the margin is larger than the change that any L2 move of length eps can cause."""
     slope = lipschitz_bound(program)
     proven = torch.zeros(len(images), dtype=torch.bool, device="cpu")
     apart = scores.double().amax(dim=1) - scores.double().amin(dim=1)
@@ -271,7 +269,7 @@ def _by_lipschitz(
         still = interval_bounds(program, _ball(images[part], "linf", 0.0))[program.result]
         low, high, own = still.low.squeeze(1), still.high.squeeze(1), labels[part][:, None]
         lead = low.gather(1, own).squeeze(1) - high.scatter(1, own, -torch.inf).amax(dim=1)
-        # The width is what rounding does at the image; elsewhere in the ball it may be somewhat more.
+        # The width is the rounding error at the image. It may be larger elsewhere in the ball, hence the factor 4.
         rounding = 4 * (high - low).amax(dim=1)
         enough = lead - rounding > _SQRT2 * slope * ball.radius + program.least_margin
         proven[part.cpu()] = enough.cpu()
@@ -281,10 +279,10 @@ def _by_lipschitz(
 def _certify_smoothed(
     model: Smoothed, images: Tensor, labels: Tensor, norm: Norm, eps: float, seed: int
 ) -> Certificate | None:
-    """Cohen's certificate within the ball, in L2; L1 balls lie in L2 balls of the same radius."""
+    """Cohen's certificate in the smallest L2 ball around the given one; for L1 it has the same radius."""
     if norm not in ("l2", "l1"):
         pixels = images[0].numel()
-        eps = eps * float(np.sqrt(pixels))  # the Linf ball lies in this one
+        eps = eps * float(np.sqrt(pixels))  # the L2 ball that contains the Linf ball
     radius = eps + NORMS["l2"].rounding(images[0].numel())
     shares: list[float] = []
     options: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""Points that broke images, judged on what is deployed: by copies that no attack has asked, one image at a time."""
+"""Checks whether points that broke images also break the deployed model: fresh copies, one image at a time."""
 
 from __future__ import annotations
 
@@ -23,25 +23,25 @@ from ecnn.auditing.examination import PROBED, Late, find_different, noisy_points
 from ecnn.auditing.subject import Subject
 from ecnn.objectives import predicted_classes, score_margin
 
-#: A margin within this share of the spread of the scores is a tie, decided by the order of summation.
+#: A margin below this share of the spread of the scores counts as a tie: the order of summation decides its sign.
 _TIE = 1e-5
-#: Questions about an image for which no point holds alone, of a model that its batch sways.
+#: Queries of the search for an image whose point does not hold alone, if the batch sways the model's scores.
 _SEARCHED = 1000
-#: How much farther a point is taken that rounding takes back.
+#: Factors by which a move is lengthened, in turn, until its point is misclassified.
 _REACHES = (1.0, 1.05, 1.2, 1.5, 2.0, 4.0)
-_FULL = 256  # images of a full batch
+_FULL = 256  # images in a full batch
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Confirmation:
-    """What deployed copies say of points that broke images.
+    """Whether points that broke images are also misclassified by fresh copies of the deployed model.
 
     Attributes:
-        holds: (point,) whether it is misclassified there too.
-        full: (point,) the same in full, shuffled batches.
-        rounded: (point,) the same when the point, or one farther on, is rounded to 8 bits; None where the images are no
-            bytes.
-        late: what an attack has changed since the examination, or what only its points show; None if nothing.
+        holds: (point,) whether it, or a point found in its place, is misclassified alone.
+        full: (point,) whether this point is misclassified in full, shuffled batches.
+        rounded: (point,) whether it, or one farther in its direction, is misclassified after rounding to 8 bits; None
+            if the images do not have 8 bits.
+        late: how the model must be asked otherwise, as only the attacks revealed; None if as before.
     """
 
     holds: np.ndarray
@@ -53,17 +53,17 @@ class Confirmation:
 def confirm(
     deployment: Deployment, subject: Subject, points: Tensor, rows: Tensor, *, are_bytes: bool
 ) -> Confirmation:
-    """Judges points that broke images: by copies that no attack has asked, each by itself, and in shuffled batches.
+    """Classifies points that broke images again, by copies that no attack has asked: each alone, and in batches.
 
-    A point holds if it is misclassified alone, or so near to the border that the order of summation decides. Of a model
-    that its batch sways a little, another point, mostly farther on, may hold in its place.
+    A point holds if it is misclassified alone, or if its margin is a tie. If the batch sways the model's scores,
+    another point of the ball, mostly farther in the same direction, may hold in its place.
 
     Args:
         deployment: how the model is asked.
         subject: what is audited; its model is the object that the attacks asked.
         points: (point, channel, height, width), on the CPU.
-        rows: (point,) positions of their images.
-        are_bytes: the images have 8 bits, so that points are also asked about as bytes.
+        rows: (point,) positions of their images in the subject.
+        are_bytes: whether the images have 8 bits, so that points are also rounded to 8 bits and checked.
     """
     labels = subject.labels[rows.to(subject.labels.device)]
     points = points.to(subject.images)
@@ -84,9 +84,10 @@ def confirm(
 def _taken_farther(
     deployment: Deployment, subject: Subject, points: Tensor, rows: Tensor, labels: Tensor, holds: np.ndarray
 ) -> tuple[Tensor, np.ndarray]:
-    """The points, with another for each that does not hold, where that one does; and which of them hold.
+    """The points, each that does not hold replaced by another if possible, and (point,) which of them now hold.
 
-    The other is farther on in the same direction, or found by a short search.
+    The other point lies farther in the same direction, or is found by a short search. If this search finds none, the
+    clean image takes the place of the point, which does not hold.
     """
     images = subject.images[rows.to(subject.images.device)]
     points, holds = points.clone(), holds.copy()
@@ -101,7 +102,7 @@ def _taken_farther(
         holds[found.cpu().numpy()] = True
     left = torch.from_numpy(np.flatnonzero(~holds)).to(points.device)
     if len(left):
-        with suppress(Exception):  # whatever a model throws: then nothing was found
+        with suppress(Exception):  # a model may raise anything: then nothing is found
             made = _searched_alone(deployment, subject, points[left], images[left], labels[left])
             points[left] = made.images
             holds[left.cpu().numpy()] = made.success.cpu().numpy()
@@ -111,7 +112,7 @@ def _taken_farther(
 def _searched_alone(
     deployment: Deployment, subject: Subject, points: Tensor, images: Tensor, labels: Tensor
 ) -> Attacked:
-    """A search by answers, each image alone, that begins in the directions of these points."""
+    """The result of a search by answers alone, one image per batch, that starts in the directions of these points."""
     known = Neighbours(images=images, labels=labels, moves=points - images)
     attack = RaySearch(norm=subject.norm, eps=subject.eps, queries=_SEARCHED, neighbours=known)
     single = deployment.alone().sped_up(images, subject.seed).fresh()
@@ -119,16 +120,17 @@ def _searched_alone(
 
 
 def _farther(subject: Subject, points: Tensor, images: Tensor, reach: float) -> Tensor:
-    """The points, that many times as far from their images as far as the ball allows."""
+    """The points with moves lengthened by the factor `reach`, projected into the ball."""
     return NORMS[subject.norm].project(images + reach * (points - images), images, subject.eps)
 
 
 def _broken_when_rounded(
     deployment: Deployment, subject: Subject, points: Tensor, rows: Tensor, labels: Tensor
 ) -> np.ndarray:
-    """(point,) whether it, or one farther on in the same direction, is misclassified when rounded to 8 bits.
+    """(point,) whether it, or one farther in the same direction, is misclassified after rounding to 8 bits.
 
-    Attacks stop as soon as an image falls, so near to the border that rounding alone can take most points back.
+    Attacks stop as soon as an image is misclassified, so near to the decision boundary that rounding alone can make
+    most points right again.
     """
     images = subject.images[rows.to(subject.images.device)]
     broken = np.zeros(len(points), dtype=bool)
@@ -169,7 +171,7 @@ def _what_came_late(
 
 
 def _is_broken(scores: Tensor, labels: Tensor) -> np.ndarray:
-    """(image,) misclassified, or a tie."""
+    """(image,) whether it is misclassified, or its margin is a tie."""
     margins = score_margin(scores.double(), labels.to(scores.device))
     tie = margins <= _TIE * spread_of(scores.double())
     return ((predicted_classes(scores) != labels.to(scores.device)) | tie).cpu().numpy()
@@ -185,9 +187,9 @@ def _scores(deployment: Deployment, subject: Subject, points: Tensor) -> Tensor:
 
 
 def _alone_scores(deployment: Deployment, subject: Subject, points: Tensor) -> Tensor:
-    """(point, class) each asked about by itself; beside others if the deployment says so."""
+    """(point, class) scores, each point in a batch of its own, beside the deployment's clean images if it has any."""
     try:
         lonely = dataclasses.replace(deployment.alone(), is_vectorised=False)
         return _scores(lonely, subject, points)
-    except Exception:  # a batch of one that only these points spoil
+    except Exception:  # a batch of one of these points may fail: ask in full batches
         return _scores(deployment, subject, points)

@@ -1,8 +1,8 @@
-"""What a model decides about images, watched as it happens: what it compares or chooses, and what becomes of that.
+"""Intercepts the decisions of a model: comparisons with thresholds, and choices of the largest of a few values.
 
-Every comparison of what depends on the images carries what it would cost to come out otherwise, and so does what logic
-makes of several, and the choice of the largest of a few values. Where the model makes use of a decision it can be given
-another outcome than it has.
+Each comparison of values that depend on the images gets costs: how far these values are from each outcome. Results of
+logic on comparisons, and choices of the largest of a few values, get costs too. When the model uses a decision, its
+outcome can be replaced by another.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from ecnn.auditing.order import ORDERED, Slopes, with_slopes
 from ecnn.auditing.soft_calls import CASTS, COMPARISONS, EQUALITIES, SHAPES, as_floats
 from ecnn.auditing.soft_values import Soft
 
-#: Decisions, by their number in the order in which they are used, with the one outcome that each is to have.
+#: Pairs of a decision's number, in the order of use, and the outcome that is forced upon it for all images.
 Forced = tuple[tuple[int, bool], ...]
-_SLACK = 0.1  # how far beyond a threshold a decision is held, in units of its usual distance from it
-_NEVER = 1e3  # what it costs to bring about what cannot be
-_APART = 1e-3  # two values that were equal, and are so far apart, are one unit apart
-_MOST_OPTIONS = 64  # among which one way for an image is chosen
+_SLACK = 0.1  # how far past a threshold an outcome still costs, in units of the usual distance from it
+_NEVER = 1e3  # the cost of an outcome that is impossible
+_APART = 1e-3  # the smallest unit for costs of equalities: equal values have no distance
+_MOST_OPTIONS = 64  # an index among more values does not count as a choice
 _CHOICES = {"argmax": 1.0, "argmin": -1.0, "max": 1.0, "min": -1.0}
 _EXTREMES = {"amax": True, "max": True, "amin": False, "min": False}
 _NOT = ("__invert__", "bitwise_not", "logical_not")
@@ -54,19 +54,21 @@ _ASIDE = (
     "__len__",
     "is_floating_point",
     "stride",
-)  # tell nothing of the values
+)  # calls that do not read the values
 
 
 class StrayedError(Exception):
-    """The model has made other comparisons than those that it is held to."""
+    """The model has made other decisions than those that were noted, so that it cannot be held to them."""
 
 
 @dataclass(frozen=True, eq=False)
 class Costs:
-    """What it costs to bring each of some decisions about, in units of the usual distance from its threshold.
+    """What each outcome of some decisions costs, in units of the usual distance from the threshold.
+
+    An outcome costs 0 if the compared values are already far enough on its side.
 
     Attributes:
-        yes, no: of the shape of the decisions, from 0 up.
+        yes, no: costs of True and of False, in the shape of the decisions, 0 or more.
     """
 
     yes: Tensor
@@ -88,13 +90,13 @@ class Costs:
         return Costs(self.yes.sum(dim=dims, keepdim=keepdim), self.no.amin(dim=dims, keepdim=keepdim))
 
     def at_least(self, count: int) -> Costs:
-        """Of the decisions along the last axis, so many; the cheapest are brought about."""
+        """Costs of the decision whether at least `count` along the last axis are true: the sums of the cheapest."""
         many = self.yes.shape[-1]
         return Costs(_cheapest(self.yes, count), _cheapest(self.no, many - count + 1))
 
 
 def _cheapest(costs: Tensor, count: int) -> Tensor:
-    """(...,) the sum of so many of the lowest along the last axis: of none 0, of more than there are out of reach."""
+    """(...,) the sum of the `count` lowest along the last axis: 0 if `count` is 0, `_NEVER` if there are fewer."""
     if count > costs.shape[-1]:
         return torch.full_like(costs[..., 0], _NEVER)
     return costs.sort(dim=-1).values[..., : max(0, count)].sum(dim=-1)
@@ -102,13 +104,13 @@ def _cheapest(costs: Tensor, count: int) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class Count:
-    """How many of some decisions are yes.
+    """A count of the decisions that are true.
 
     Attributes:
-        costs: of these, along the last axis.
-        mask: these, as they were counted.
-        again: counts them.
-        unit: what one of them adds.
+        costs: of the decisions, along the last axis.
+        mask: the decisions, in the shape in which they were counted.
+        again: repeats the count for such a mask.
+        unit: what one true decision adds: 1, or its share for a mean.
     """
 
     costs: Costs
@@ -119,16 +121,16 @@ class Count:
 
 @dataclass(frozen=True, eq=False)
 class Choice:
-    """Which of a few values is the largest.
+    """The choice of the largest, or smallest, of a few values.
 
     Attributes:
-        costs: (..., option) what it costs to have each of them chosen, from 0 up.
+        costs: (..., option) what it costs that each of them is chosen, 0 or more.
     """
 
     costs: Tensor
 
     def of(self, options: Tensor) -> Costs:
-        """What it costs that one of these options is chosen, and that none is; `options` is (option,) true or false."""
+        """Costs of the decision whether one of these options is chosen; `options` is a mask (option,)."""
         yes, no = (
             self.costs[..., which].amin(dim=-1)
             if bool(which.any())
@@ -140,12 +142,12 @@ class Choice:
 
 @dataclass(frozen=True, eq=False)
 class Extreme:
-    """The largest or smallest of some values: it is above a threshold where one of them is, or all are.
+    """The largest or smallest of some values. Compared with a threshold, it tells whether one of them, or all, pass it.
 
     Attributes:
-        values: these.
-        dims: along which they were compared, with `keepdim` or not.
-        is_largest: or the smallest.
+        values: all of these values.
+        dims, keepdim: the axes along which they were compared, and whether the result kept these.
+        is_largest: True for the largest, False for the smallest.
     """
 
     values: Tensor
@@ -155,27 +157,27 @@ class Extreme:
 
 
 _COSTS, _COUNT, _CHOICE = "_ecnn_costs", "_ecnn_count", "_ecnn_choice"
-_EXTREME = "_ecnn_extreme"  # costs nothing by itself
+_EXTREME = "_ecnn_extreme"  # no decision until it is compared
 
 
 class Decisions(TorchFunctionMode):
-    """While it is on, decisions about what depends on the images are noted, or held to what was noted.
+    """A torch function mode that notes a model's decisions about images, or holds the model to noted decisions.
 
-    A decision is what becomes of comparisons before the model makes use of it: whether one of many is true, or all, or
-    more than three. To be entered within `straight_through`, so that no comparison hides behind something detached.
+    A decision is the last result of comparisons before the model uses it, such as whether one of many comparisons is
+    true, all are, or more than three. Enter it inside `straight_through`, so that it sees detached values too.
 
     Args:
         batch: how many images are classified.
-        num_classes: of the model. A choice among so many is taken for its answer, not for a way that it sends images.
-        forced: see `Forced`.
-        noted: by the same for the same images, to which the model is held; None notes it.
+        num_classes: of the model. A choice among so many values counts as its answer, not as a decision.
+        forced: the outcome of some decisions by their numbers; see `Forced`.
+        noted: the mode of an earlier pass on the same images, to whose decisions this pass is held; None only notes.
 
     Attributes:
-        said: the decisions so far, each of any shape.
-        scales: (batch,) how far from its threshold each comparison was, or how far ahead what was chosen, on average
-            over an image.
-        cost: (batch,) what it costs to have the images decided upon as they are held to.
-        slopes: that backward passes take through the largest of many values, and the like.
+        said: the outcomes of the decisions so far, each of any shape.
+        scales: one (batch,) per comparison or choice: the mean distance from the threshold, or lead of the chosen
+            value, over each image.
+        cost: (batch,) the total cost of the outcomes that the images are held to; 0 while decisions are only noted.
+        slopes: which gradients the backward pass takes through the largest of many values, and the like.
     """
 
     def __init__(
@@ -209,7 +211,7 @@ class Decisions(TorchFunctionMode):
                 self._hold(value)
         return func(*args, **kwargs)
 
-    # What decisions are made of --------------------------------------------------------------------------------------
+    # Comparisons, choices and counts ---------------------------------------------------------------------------------
 
     def _compare(self, name: str, func: Any, args: tuple[Any, ...]) -> Tensor:
         first, second = as_floats(args)
@@ -226,7 +228,7 @@ class Decisions(TorchFunctionMode):
         return _with_costs(said, costs)
 
     def _scale_of(self, ahead: Tensor) -> Tensor:
-        """The unit of what a decision costs, from how far ahead of others, or of thresholds, values are."""
+        """The unit of a decision's costs: the mean of |ahead| over each image, from the noted pass if there is one."""
         number, many = len(self.scales), max(1, ahead.numel() // self.batch)
         self.scales.append(self._sum(ahead.detach().abs()).clamp_min(1e-12) / many)
         scales = self.scales if self.noted is None else self.noted.scales
@@ -235,7 +237,7 @@ class Decisions(TorchFunctionMode):
         return self._share(scales[number], ahead)
 
     def _find_extreme(self, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The largest or smallest value and its place, which know what they were found among."""
+        """Makes a call such as `max` or `argmin`; its results remember the values among which they were found."""
         made = func(*args, **kwargs)
         if name in ORDERED and args[0].numel():
             made = with_slopes(name, made, args, kwargs, self.slopes)
@@ -248,7 +250,7 @@ class Decisions(TorchFunctionMode):
         return made
 
     def _compare_extreme(self, name: str, func: Any, args: tuple[Any, ...]) -> Tensor | None:
-        """The largest or smallest of some values, compared with a number: as each of them compared with it."""
+        """Compares an `Extreme` with a limit, by the costs of each of its values; None if there is none to compare."""
         extreme, limit = getattr(args[0], _EXTREME, None), args[1]
         if not isinstance(extreme, Extreme) or name not in COMPARISONS:
             return None
@@ -264,7 +266,7 @@ class Decisions(TorchFunctionMode):
         return _with_costs(_plainly(func, *args), costs if needs_all else costs.inverted())
 
     def _options(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
-        """The axis along which an image's largest value is chosen among a few; None where that is no such choice."""
+        """The axis along which the call chooses among a few values of each image; None if it is no such choice."""
         first, dim = args[0], kwargs.get("dim", args[1] if len(args) > 1 else None)
         if type(dim) is not int:
             return None
@@ -273,7 +275,7 @@ class Decisions(TorchFunctionMode):
         return dim if dim and is_one_of_few else None
 
     def _choose(self, name: str, made: Any, given: Tensor, dim: int) -> None:
-        """Makes the place of the largest of a few values, or the smallest, a choice."""
+        """Attaches a `Choice` to the index of the largest, or smallest, of a few values."""
         values = given.movedim(dim, -1) * _CHOICES[name]
         indices = made if isinstance(made, Tensor) else made.indices
         first, second = values.detach().topk(2, dim=-1).values.unbind(-1)
@@ -289,7 +291,7 @@ class Decisions(TorchFunctionMode):
         setattr(indices, _CHOICE, Choice(costs))
 
     def _compare_choice(self, name: str, func: Any, args: tuple[Any, ...]) -> Tensor | None:
-        """What is chosen, compared with a number, where it is that."""
+        """Compares a chosen index with a number; None if it is no such comparison."""
         choice, limit = getattr(args[0], _CHOICE, None), args[1]
         if not isinstance(choice, Choice) or (isinstance(limit, Tensor) and limit.numel() != 1):
             return None
@@ -297,14 +299,14 @@ class Decisions(TorchFunctionMode):
         return _with_costs(_plainly(func, *args), choice.of(_plainly(func, options, limit).flatten()))
 
     def _compare_count(self, name: str, func: Any, args: tuple[Any, ...]) -> Tensor | None:
-        """A count, compared with a number, where it is one."""
+        """Compares a count with a number; None if it is no such comparison."""
         count = getattr(args[0], _COUNT, None)
         limit = args[1]
         if isinstance(limit, Tensor) and limit.numel() == 1 and not limit.requires_grad:
             limit = limit.item()
         if not isinstance(count, Count) or name not in COMPARISONS or not isinstance(limit, int | float):
             return None
-        # Above 2.0 and from 2.5 up are both 3 or more.
+        # A whole count that is > 2.0 or >= 2.5 is at least 3.
         share = round(limit / count.unit, 6)
         is_strict = name in ("gt", "greater", "le", "less_equal")
         needed = math.floor(share) + 1 if is_strict else math.ceil(share)
@@ -312,7 +314,7 @@ class Decisions(TorchFunctionMode):
         return _with_costs(_plainly(func, *args), costs if COMPARISONS[name] > 0 else costs.inverted())
 
     def _combine(self, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What logic makes of decisions, with what that costs; None for anything else."""
+        """The result of logic, a cast, a new shape or a reduction of decisions, with costs; None for other calls."""
         first, own = args[0], getattr(args[0], _COSTS, None)
         if isinstance(getattr(first, _COUNT, None), Count) and name in _CASTS:
             return _with_count(_plainly(func, *args, **kwargs), getattr(first, _COUNT))
@@ -339,7 +341,7 @@ class Decisions(TorchFunctionMode):
         return None
 
     def _reduce(self, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], own: Costs) -> Any:
-        """Decisions of one image, taken together; those of several images are not, so that each is held by itself."""
+        """Reduces decisions within each image; None for a reduction over images: each image is held by itself."""
         first, dims = args[0], _dims_of(args, kwargs)
         keepdim = bool(kwargs.get("keepdim", args[2] if len(args) > 2 else False))
         if not dims or 0 in dims:
@@ -357,10 +359,10 @@ class Decisions(TorchFunctionMode):
         )
         return _with_count(made, count)
 
-    # What they are held to -------------------------------------------------------------------------------------------
+    # Holding decisions to an outcome ---------------------------------------------------------------------------------
 
     def _hold(self, decided: Tensor) -> None:
-        """Makes the decision what it is held to, where the model is about to use it."""
+        """Notes a decision that the model now uses, sets it to its forced or noted outcome, and adds its cost."""
         count = getattr(decided, _COUNT, None)
         if isinstance(count, Count):
             delattr(decided, _COUNT)
@@ -390,7 +392,7 @@ class Decisions(TorchFunctionMode):
             decided.copy_(said)
 
     def _sum(self, values: Tensor) -> Tensor:
-        """(batch,) sums over what belongs to an image; what belongs to none in particular is shared by all."""
+        """(batch,) sums per image; a sum that cannot be split by images is shared equally among them."""
         if values.ndim and len(values) and len(values) % self.batch == 0:
             return values.reshape(self.batch, -1).sum(dim=1)
         return (values.sum() / self.batch).expand(self.batch)
@@ -400,13 +402,13 @@ class Decisions(TorchFunctionMode):
 
 
 def _plainly(func: Any, *args: Any, **kwargs: Any) -> Any:
-    """A call that nobody watches, of values without gradients."""
+    """Makes a call outside all torch function modes and without gradients."""
     with torch.no_grad(), torch._C.DisableTorchFunction():
         return func(*args, **kwargs)
 
 
 def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
-    """Those among arguments, also within tuples and lists."""
+    """The tensors among arguments, also those inside tuples and lists."""
     for value in values:
         if isinstance(value, Tensor):
             yield value
@@ -415,7 +417,7 @@ def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
 
 
 def _dims_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, ...]:
-    """Along which axes a call goes, counted from the first; none where it does not say."""
+    """The axes that a call names, counted from the first; empty if it names none."""
     dims = kwargs.get("dim", args[1] if len(args) > 1 else ())
     dims = dims if isinstance(dims, list | tuple) else (dims,)
     return tuple(dim % args[0].ndim for dim in dims) if all(type(dim) is int for dim in dims) else ()
@@ -436,7 +438,7 @@ def _with_count(counted: Tensor, count: Count) -> Tensor:
 
 
 def _with_choice(chosen: Tensor, choice: Choice) -> Tensor:
-    """What was chosen in another type; as a decision where it is whether it was the first."""
+    """A chosen index in another type, with its choice; a bool is a decision: whether it is not the first option."""
     if chosen.dtype is torch.bool:
         return _with_costs(chosen, choice.of(torch.arange(choice.costs.shape[-1], device=chosen.device) > 0))
     setattr(chosen, _CHOICE, choice)
@@ -444,7 +446,7 @@ def _with_choice(chosen: Tensor, choice: Choice) -> Tensor:
 
 
 def _costs_of(value: Any) -> Costs | None:
-    """Those of a decision; what is decided already, of no image, cannot be brought about otherwise."""
+    """The costs of a decision; a bool tensor without costs cannot change, so the other outcome costs `_NEVER`."""
     if hasattr(value, _COSTS):
         return getattr(value, _COSTS)  # type: ignore[no-any-return]
     if isinstance(value, Tensor) and value.dtype is torch.bool:

@@ -1,8 +1,9 @@
-"""What is judged: a copy of the model that nobody has asked before, one image at a time.
+"""How an audit asks a model: as a fresh copy, or one image at a time, where that changes its answers.
 
-An attack asks a model thousands of questions, in batches. A deployed model has not been asked them, and answers for one
-image. Where both make no difference, the model is attacked as it is. Where it does, every question goes to a fresh copy
-(`FreshEachTime`), or every image by itself (`OneAtATime`), so that the model is a function of one image again.
+An attack sends a model thousands of queries, in batches. A deployed model has not received these, and classifies one
+image at a time. If both make no difference, the model is attacked as it is. Otherwise every query goes to a fresh copy
+(`FreshEachTime`), or every image is asked about alone (`OneAtATime`), so that the model is again a function of one
+image.
 """
 
 from __future__ import annotations
@@ -31,18 +32,19 @@ from ecnn.attacks.randomness import forked_generators
 from ecnn.auditing.alone import OneAtATime, can_be_vectorised
 from ecnn.auditing.surroundings import PutBack, Surroundings
 
-#: Pixel values of a batch that costs little: 256 images of CIFAR's size.
+#: Most pixel values of a batch that costs little: room for 256 images of CIFAR's size.
 _MANY = 2**20
 
 
 class FreshEachTime(Around):
-    """A model whose every question goes to a new copy, so that nothing it was asked before plays a part.
+    """A model whose every query goes to a new copy, so that earlier queries have no effect.
 
-    A generator of its own would draw the same in each copy: it is seeded anew, from torch's. Copies share the
-    parameters, until one changes them while it answers, as models do that learn from what they are asked.
+    A random generator that the model holds would draw the same numbers in each copy, so each copy's is seeded anew from
+    torch's generator. Copies share the parameters, until one changes them while it answers, as models do that learn
+    from queries; from then on parameters are copied too.
 
     Args:
-        model: the model, never asked itself.
+        model: the model; only copies of it are asked.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -50,7 +52,7 @@ class FreshEachTime(Around):
         self.shares = True
 
     def ask(self, question: Question, images: Tensor) -> Any:
-        with torch._C.DisableTorchFunction():  # copying is no part of what the model does
+        with torch._C.DisableTorchFunction():  # function modes must not see the copying
             shared = list(self.model.parameters()) if self.shares else []
             before = [(parameter.detach().clone(), parameter.grad) for parameter in shared]
             memo: dict[int, Any] = {id(parameter): parameter for parameter in shared}
@@ -62,19 +64,19 @@ class FreshEachTime(Around):
         finally:
             for parameter, (numbers, gradient) in zip(shared, before, strict=True):
                 if parameter.grad is not gradient or not torch.equal(parameter, numbers):
-                    # Not in place: what was said has a gradient, which needs the numbers that it was made with.
+                    # Not in place: the graph of the answer still needs the numbers that it was computed with.
                     parameter.data, parameter.grad = numbers, gradient
                     self.shares = False
 
 
 class FreshBuffers(Around):
-    """A model whose every question finds its buffers as they were: what it writes there is forgotten.
+    """A model whose every query starts from the same buffers: what it writes into them is forgotten.
 
-    That is `FreshEachTime` for a model that remembers in its buffers alone, without the copies.
+    Gives what `FreshEachTime` gives for a model whose memory is in its buffers alone, without copying the model.
     """
 
     def ask(self, question: Question, images: Tensor) -> Any:
-        # The zero makes each a copy; and one for each image, where torch asks about many as if each were alone.
+        # Adding zero copies a buffer. Inside vmap it makes a copy for each image, since the zero comes from `images`.
         buffers = {
             f"model.{name}": value ^ False
             if value.dtype == torch.bool
@@ -85,7 +87,7 @@ class FreshBuffers(Around):
 
 
 class _Asked(nn.Module):
-    """A question to a model, as a module."""
+    """A query to a model as the forward pass of a module, which `functional_call` needs."""
 
     def __init__(self, model: nn.Module, question: Question) -> None:
         super().__init__()
@@ -111,7 +113,7 @@ def _draw_seed() -> int:
 
 
 class Isolated(Around):
-    """A model that gets a copy of the images, which it may change, and gives a copy of its scores, which it reuses."""
+    """A model that gets a copy of the images and returns a copy of its scores, in case it writes into either."""
 
     def ask(self, question: Question, images: Tensor) -> Any:
         said = question(self.model, images.clone())
@@ -119,7 +121,7 @@ class Isolated(Around):
 
 
 class Settled(Around):
-    """A model after whose questions torch's settings are what they were."""
+    """A model with torch's global settings (`ecnn.asking.settings`) restored after every query."""
 
     def ask(self, question: Question, images: Tensor) -> Any:
         with keeping_settings():
@@ -128,20 +130,22 @@ class Settled(Around):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Deployment:
-    """A model as its users have it, and how it must be asked for that.
+    """A model as its users have it, and how it must be asked to answer as it does for them.
 
     Attributes:
-        pristine: a copy that is never asked; the model itself where it cannot be copied.
+        pristine: a copy that is never asked; the model itself if it cannot be copied.
         trouble: why it cannot be copied; empty if it can.
-        forgets: every question goes to a fresh copy.
-        in_buffers: of what it forgets: it remembers in its buffers alone.
-        company: not None if every image is asked about by itself, beside these clean ones, which may be none.
-        isolated: it gets copies of images, and its scores are copied.
-        switches: it changes settings of torch, which are put back after every question.
-        is_vectorised: images that are asked about one at a time go through in one pass, each as if it were alone.
-        surroundings: what the model's code keeps outside of it, as it was when the copy was made.
-        puts_back: that is put back for every question.
-        is_swayed: its batch changes its scores a little; it is attacked in batches, and judged one image at a time.
+        forgets: whether every query goes to a fresh copy.
+        in_buffers: with `forgets`, whether the model remembers in its buffers alone: fresh buffers are then enough.
+        company: clean images that are added to each image's batch, perhaps none, if the model is asked about one image
+            at a time; None if it is asked about batches.
+        isolated: whether images and scores are copied, since the model writes into them.
+        switches: whether the model changes torch's global settings, which are restored after every query.
+        is_vectorised: with `company`, whether many images go through in one pass, each as if alone.
+        surroundings: what the model's code keeps outside the model, as it was when the copy was made.
+        puts_back: whether `surroundings` are restored for every query.
+        is_swayed: whether the batch changes the scores a little: it is attacked in batches, and judged one image at a
+            time.
     """
 
     pristine: nn.Module
@@ -158,22 +162,25 @@ class Deployment:
 
     @property
     def is_wrapped(self) -> bool:
-        """Whether `fresh` gives something else than a copy."""
+        """Whether `fresh` gives a wrapped model instead of a plain copy."""
         is_filtered = self.isolated or self.switches or self.fixed is not None
         return self.forgets or self.puts_back or self.company is not None or is_filtered
 
     @property
     def fixed(self) -> int | None:
-        """How many images the model takes, no more and no fewer; None if it takes any number."""
+        """The only batch size that the model takes; None if it takes any."""
         return self.pristine.size if isinstance(self.pristine, InFixedBatches) else None
 
     @property
     def given(self) -> nn.Module:
-        """The model as it was given, or its copy, without what fills up batches."""
+        """The model or its copy, without the wrapper that fills up batches."""
         return self.pristine.model if isinstance(self.pristine, InFixedBatches) else self.pristine
 
     def fresh(self) -> nn.Module:
-        """A copy that nobody has asked, or the model itself where there is no copy."""
+        """A copy that has not been asked before, wrapped as needed.
+
+        A model that cannot be copied is used itself: `forgets` and `company` then have no effect.
+        """
         model = self._bare()
         if self.company is None or self.trouble:
             return model
@@ -192,37 +199,37 @@ class Deployment:
         return Settled(model) if self.switches else model
 
     def sped_up(self, images: Tensor, seed: int) -> Deployment:
-        """The same; in one pass over many images, if each must be asked about by itself and that is the same."""
+        """The same; if it asks about one image at a time, in vectorised passes where these give the same answers."""
         if self.company is None or self.trouble or len(images) < 2:
             return self
         company = self.company.to(images)
         return dataclasses.replace(self, is_vectorised=can_be_vectorised(self._bare(), company, images, seed))
 
     def alone(self) -> Deployment:
-        """The same, asked about each image by itself."""
+        """The same, asked about one image at a time; unchanged if it is already."""
         if self.company is not None:
             return self
         return dataclasses.replace(self, company=torch.zeros(0, device="cpu"), is_swayed=False)
 
 
 def take_copy(model: nn.Module) -> Deployment:
-    """The model as it is now; call it before anything is asked."""
+    """A deployment of the model as it is now; call it before the model is asked anything."""
     try:
         return Deployment(pristine=copy_model(model), surroundings=Surroundings(model))
-    except Exception as error:  # whatever a model holds: locks, handles, tensors with a history
+    except Exception as error:  # a model may hold locks, handles and the like
         trouble = (str(error).splitlines() or [type(error).__name__])[0][:200]
         return Deployment(pristine=model, trouble=trouble, surroundings=Surroundings(model, itself=True))
 
 
 def meet(taken: Deployment, images: Tensor) -> Deployment:
-    """How the model can be asked at all, from the first questions to copies of it.
+    """The deployment with what the first queries to copies of the model show to be needed.
 
-    A model that takes one image but not several is asked about each by itself. Where it takes another number, no more
-    and no fewer, batches are filled up. One that writes into the images that it is given, or into scores that it gave
-    before, gets copies and is copied from. What it changes of torch's settings is put back.
+    A model that takes single images but no batches is asked about one image at a time. If it takes batches of one size
+    only, batches are filled up. If it writes into its images, or into scores that it returned before, these are copied.
+    If it changes torch's global settings, they are restored.
 
     Args:
-        images: a few, not changed here whatever the model does to what it is given.
+        images: a few images; they stay as they are, even if the model writes into its input.
     """
     before = settings()
     with keeping_settings():
@@ -234,7 +241,7 @@ def _meet(taken: Deployment, images: Tensor) -> Deployment:
     for asked in (taken, taken.alone()):
         try:
             return dataclasses.replace(asked, isolated=_writes(asked.fresh(), images))
-        except Exception:  # noqa: S112 one that cannot answer at all says so when it is asked in earnest
+        except Exception:  # noqa: S112 a model that never answers raises its error later
             continue
     size = find_fixed_batch(taken.fresh(), images)
     if size is None:
@@ -244,9 +251,9 @@ def _meet(taken: Deployment, images: Tensor) -> Deployment:
 
 
 def largest_batch(model: nn.Module, images: Tensor, *, least: int) -> int | None:
-    """How many of the images a model takes at once, found by halving.
+    """The size of the largest batch that a model takes, found by halving; None if no limit is found.
 
-    None where that is all of them, and where it takes not even the least: then their number is not what it minds.
+    None also if the model fails even on fewer than twice `least` images, since then their number is not the reason.
     """
     size = len(images)
     while size >= least:
@@ -255,7 +262,7 @@ def largest_batch(model: nn.Module, images: Tensor, *, least: int) -> int | None
                 read_model(model, images[:size])
         except torch.cuda.OutOfMemoryError:  # attacks take smaller batches by themselves
             return None
-        except Exception:  # whatever a model throws that is made for fewer
+        except Exception:  # a model made for fewer images may raise anything
             size //= 2
         else:
             return None if size == len(images) else size
@@ -263,23 +270,23 @@ def largest_batch(model: nn.Module, images: Tensor, *, least: int) -> int | None
 
 
 def filled_up(images: Tensor, size: int) -> Tensor:
-    """The images, again and again until they are so many, but no more pixel values than a small network takes at once.
+    """The images, repeated until there are `size`, or as many as make up `_MANY` pixel values; none is left out.
 
-    Attacks ask about several points of an image together, so that few images do not mean small batches.
+    Attacks ask about several points of an image in one pass, so few images do not mean small batches.
     """
     size = max(len(images), min(size, _MANY // images[0].numel()))
     return images[torch.arange(size, device=images.device) % len(images)]
 
 
 def _writes(model: nn.Module, images: Tensor) -> bool:
-    """Whether a model changes what it is given, or what it has answered."""
+    """Whether a model writes into its input images, or into scores that it returned before."""
     with undisturbed(model), torch.no_grad():
         given = [images.clone(), 1 - images]
         versions = [part._version for part in given]
         first = model(given[0])
         kept = first.clone()
         model(given[1])
-    # Also what leaves these values as they are, such as a clamp in place: attacks could not follow it.
+    # A write that changes no value, such as a clamp in place, counts too: attacks could not follow it.
     is_untouched = [part._version for part in given] == versions
     is_untouched &= torch.equal(given[0], images) and torch.equal(given[1], 1 - images)
     return not (is_untouched and torch.equal(first.nan_to_num(), kept.nan_to_num()))

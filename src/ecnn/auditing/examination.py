@@ -1,4 +1,4 @@
-"""How a model must be asked, found by asking it: does it remember questions, does an answer depend on the batch?"""
+"""Finds out how a model must be asked: whether it remembers queries, and whether an answer depends on the batch."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from ecnn.auditing.subject import Subject
 from ecnn.auditing.surroundings import Surroundings
 from ecnn.objectives import predicted_classes
 
-#: Images that the first questions are about, and how many of them are asked about one by one.
+#: Images of the first queries, and how many of them are also asked about one by one.
 PROBED, _ALONE = 32, 8
-#: Questions after which a model that counts them is expected to show it; later changes show when attacks are over.
+#: Queries after which a model that counts them should have changed; later changes show when attacks are over.
 _QUESTIONS = 64
-#: Clean images that stand beside each image where a model cannot answer for one alone.
+#: Clean images added to each image's batch if a model fails, or is less accurate, on single images.
 _COMPANY = 31
-#: Of the spread of an image's scores: float32 in another batch changes them by 1e-5, half precision by 1e-2.
+#: Differences of scores that count, as shares of their spread: another batch changes float32 by 1e-5, half by 1e-2.
 _APART, _APART_IN_HALF = 1e-3, 3e-2
-#: Of the same spread: a batch that changes scores by less moves the border a little, and is no other model.
+#: Share of the same spread: a batch that changes scores by less only moves the decision boundary a little.
 _LITTLE = 0.05
 _STREAM = 53
 _SOURCE = "deployment: a fresh copy, one image at a time"
@@ -42,13 +42,13 @@ Late = Literal["stateful", "outside", "batch_dependent"]
 def examine(
     taken: Deployment, subject: Subject, patience: float | None = None
 ) -> tuple[Deployment, list[Finding]]:
-    """How the model must be asked, from a few questions to copies of it, and what they found.
+    """How the model must be asked, found by a few queries to copies of it, and the findings.
 
     Args:
-        taken: of `take_copy`.
+        taken: from `take_copy` and `meet`.
         subject: what is audited; its model is not asked.
-        patience: seconds after which a slow model gets no more of the many questions that show whether it counts them.
-            A change that shows only later shows when the points that attacks found are judged.
+        patience: seconds after which a slow model gets no more of the many queries that show whether it counts them;
+            None for no limit. Later changes are noticed when the points that attacks found are confirmed.
     """
     with without_tf32():
         deployment, findings = _Examination(taken, subject, patience).run()
@@ -56,20 +56,23 @@ def examine(
 
 
 class FirstContact:
-    """Whether a model that cannot be copied answers otherwise once it has met an image.
+    """Checks whether a model that cannot be copied changes its answer about an image that it has seen before.
 
-    The questions of an audit begin with images, so that later nobody can ask about them for the first time. This asks
-    before, about images that are not audited if there are some: each once, then about points near it, then twice again.
+    After the first queries of an audit its images are no longer new to the model. So this check comes before, and uses
+    images that are not audited if there are some. It asks about each image once, then about two points near it, then
+    twice about the image again.
 
     Args:
-        taken: of `take_copy`, of a model that nobody has asked.
-        strangers: (image, channel, height, width) that it is asked about now, and where the model is.
-        norm, eps: how far points near them lie.
-        seed: of these.
-        patience: seconds after which a slow model is asked about no further image.
+        taken: from `take_copy`, of a model that has not been asked anything.
+        strangers: (image, channel, height, width) on the model's device. Every second one is used now, and the others
+            if `findings` must ask again.
+        norm, eps: of the ball from which the points near an image are drawn.
+        seed: of these points, and of the model's random numbers.
+        patience: seconds after which a slow model is asked about no further image; None for no limit.
 
     Attributes:
-        switches: it has changed settings of torch, which were put back.
+        differ: for how many images the answer changed; 0 if the model can be copied.
+        switches: whether the model changed torch's global settings, which were restored.
     """
 
     def __init__(
@@ -84,7 +87,7 @@ class FirstContact:
             self.switches = settings() != before
 
     def findings(self, deployment: Deployment, others: Iterable[Finding]) -> list[Finding]:
-        """An open alarm if it does, also as it is asked now, unless the others say so."""
+        """An open alarm if answers changed, also when asked as `deployment` says, unless `others` have it already."""
         differ, images = self.differ, self.now
         if differ and deployment.puts_back:
             differ, images = self._ask(deployment.fresh(), self.later), self.later
@@ -94,10 +97,10 @@ class FirstContact:
         return [named(_unforgotten("It cannot be copied", evidence, "remembers"), "stateful")]
 
     def _ask(self, model: nn.Module, images: Tensor) -> int:
-        """How many images are answered otherwise after a few questions, and then always the same."""
+        """For how many images the answer changed after a few queries, and then stayed the same."""
         near = NORMS[self.norm].random
         count, end = 0, time.monotonic() + self.patience
-        with suppress(Exception), undisturbed(model):  # one that takes no single images is not asked here
+        with suppress(Exception), undisturbed(model):  # a model that fails on single images is not checked
             for number, image in enumerate(images):
                 if time.monotonic() > end:
                     break
@@ -113,7 +116,7 @@ class FirstContact:
 
 
 class _Examination:
-    """Questions to fresh copies of a model, under the same seeds of torch, NumPy and Python unless said otherwise."""
+    """Asks fresh copies of a model, with the same random seeds in every query, and collects findings."""
 
     def __init__(self, taken: Deployment, subject: Subject, patience: float | None) -> None:
         self.taken, self.seed = taken, subject.seed
@@ -185,14 +188,15 @@ class _Examination:
         return bool(find_different(one, other).any())
 
     def _look_outside(self, questions: int) -> Deployment:
-        """How the model is asked, with what its code keeps outside of it put back if that decides answers.
+        """The deployment, which restores values outside the model for every query if they change its answers.
 
         Args:
-            questions: to ask before; none if nothing outside has changed so far.
+            questions: queries about single images to make first. With 1 or more, nothing is done unless a value outside
+                the model has already changed.
         """
         if questions and (self.taken.puts_back or not self.taken.surroundings.changed()):
             return self.taken
-        with suppress(Exception):  # one that refuses is told by what it is like when all is put back
+        with suppress(Exception):  # one that now refuses may answer after the restore
             questions = self._ask_often(ask, self.taken.fresh(), questions)
         found = what_decides(self.taken, (self.images, self.noisy[2]), self.seed)
         if found is not None:
@@ -202,7 +206,7 @@ class _Examination:
         return self.taken
 
     def _look_for_state(self, first: Tensor) -> Deployment:
-        """Whether a copy that was asked many questions answers like a fresh one."""
+        """The deployment, with `forgets` if a copy answers differently after many queries and a fresh copy does not."""
         taken = self.taken
         evidence: dict[str, Any] = {"images": len(self.images), "questions": _QUESTIONS + 3}
         in_buffers = False
@@ -228,10 +232,11 @@ class _Examination:
         return taken
 
     def _changed_by_questions(self, first: Tensor, *, buffers: bool = True) -> tuple[Tensor, int]:
-        """(image,) where the image, or a point near it, is answered otherwise after questions, and after how many.
+        """(image,) whether the answer about it, or a point near it, changed after many queries; and how many queries.
 
         Args:
-            buffers: what the model writes into its buffers stays until the last question.
+            buffers: True keeps what the model writes into its buffers until the last query; False restores the buffers
+                after every query.
         """
         used = self.taken.fresh()
         with undisturbed(used) if buffers else nullcontext():
@@ -246,10 +251,10 @@ class _Examination:
     def _ask_often(
         self, asking: Callable[[nn.Module, Tensor, int], Tensor], used: nn.Module, number: int
     ) -> int:
-        """Asks about images and points near them, and then about single images: so many times, or as time allows.
+        """Asks about all images and points near them, then `number` times about single images, or as time allows.
 
         Returns:
-            how many times.
+            how often it asked about single images.
         """
         for points in (self.images, *self.noisy[:2]):
             asking(used, points, self.seed)
@@ -257,11 +262,11 @@ class _Examination:
             if time.monotonic() > self.end:
                 return count
             same = self.images[count % len(self.images)][None].expand_as(self.images[:2])
-            asking(used, same.contiguous(), self.seed)  # as images are otherwise
+            asking(used, same.contiguous(), self.seed)  # with the strides that images usually have
         return number
 
     def _look_for_company(self, taken: Deployment, first: Tensor) -> Deployment:
-        """Whether the answer for an image is another in another batch."""
+        """The deployment, which asks about single images, or is marked as swayed, if answers depend on the batch."""
         order = torch.randperm(
             len(self.images), generator=torch.Generator().manual_seed(self.seed), device="cpu"
         )
@@ -277,7 +282,7 @@ class _Examination:
             evidence["differ_alone"] = int(find_different(lonely, first[few]).sum())
             lost = self._right(first[few], few) - self._right(lonely, few)
             needs_company = 4 * lost > len(lonely)
-        except Exception as error:  # batch statistics of one image
+        except Exception as error:  # such as batch statistics of one image
             evidence["error_alone"] = (str(error).splitlines() or [type(error).__name__])[0][:200]
             needs_company = True
         is_dependent = exceeds(evidence["differ_in_another_order"], len(first), TOLERANCE)
@@ -295,7 +300,7 @@ class _Examination:
         return single
 
     def _is_little(self, *pairs: Tensor) -> bool:
-        """Whether answers, given two and two, differ by little and name the same classes."""
+        """Whether the scores of each pair of arguments differ by little and give the same classes."""
         return all(
             not find_different(one, other, _LITTLE).any()
             and bool((predicted_classes(one) == predicted_classes(other)).all())
@@ -310,7 +315,7 @@ class _Examination:
 
 
 def ask(model: nn.Module, images: Tensor, seed: int) -> Tensor:
-    """Scores in eval mode; the model's buffers are restored afterwards."""
+    """(image, class) scores in eval mode, with random numbers from the seed; buffers are restored afterwards."""
     with undisturbed(model):
         return _ask_as_it_is(model, images, seed)
 
@@ -321,14 +326,14 @@ def _ask_as_it_is(model: nn.Module, images: Tensor, seed: int) -> Tensor:
 
 
 def what_decides(deployment: Deployment, points: Iterable[Tensor], seed: int) -> Surroundings | None:
-    """What the model's code keeps outside of it, if it has changed and the model answers otherwise when it is put back.
+    """The changed values that the model's code keeps outside it, if restoring them changes its answers; else None.
 
-    None if it answers the same, or otherwise each time, or if something cannot be put back.
+    None, too, if the answers then differ each time, if a value cannot be restored, or if all are restored already.
     """
     changed = deployment.surroundings.changed()
     if not changed or deployment.puts_back:
         return None
-    with suppress(Exception):  # whatever a model, or what lies beside it, does when it is put back
+    with suppress(Exception):  # the model, or a value that is restored, may raise anything
         return changed if _is_decided_by(changed, deployment, points, seed) else None
     return None
 
@@ -336,7 +341,7 @@ def what_decides(deployment: Deployment, points: Iterable[Tensor], seed: int) ->
 def _is_decided_by(
     changed: Surroundings, deployment: Deployment, points: Iterable[Tensor], seed: int
 ) -> bool:
-    """Whether the model answers otherwise, and always the same, when these are as they were."""
+    """Whether restoring these values changes the model's answers, and gives the same ones when repeated."""
 
     def ask_before(images: Tensor) -> Tensor:
         with changed.as_they_were():
@@ -345,7 +350,7 @@ def _is_decided_by(
     for some in points:
         try:
             now = ask(deployment.fresh(), some, seed)
-        except Exception:  # one that refuses after so many questions
+        except Exception:  # it may refuse after so many queries
             now = torch.full_like(ask_before(some), torch.nan)
         one, other = ask_before(some), ask_before(some)
         if find_different(one, now).any() and not find_different(one, other).any():
@@ -354,13 +359,16 @@ def _is_decided_by(
 
 
 def noisy_points(subject: Subject, images: Tensor, number: int) -> Tensor:
-    """Random points of the balls around images, others for each number."""
+    """A random point of the ball around each image; another one for each `number`."""
     draws = Draws.of(subject.seed, torch.arange(len(images), device=images.device)).fold(_STREAM + number)
     return NORMS[subject.norm].random(images, subject.eps, draws)
 
 
 def find_different(one: Tensor, other: Tensor, tolerance: float | None = None) -> Tensor:
-    """(image,) where two answers differ by more than the order of summation explains, or that share; on the CPU."""
+    """(image,) whether two sets of scores differ by more than `tolerance` times their spread; on the CPU.
+
+    The default tolerance covers rounding in another order of summation. NaN differs from any number.
+    """
     if tolerance is None:
         tolerance = _APART if one.dtype in (torch.float32, torch.float64) else _APART_IN_HALF
     one, other = one.double(), other.double()
@@ -370,18 +378,18 @@ def find_different(one: Tensor, other: Tensor, tolerance: float | None = None) -
 
 
 def spread_of(scores: Tensor) -> Tensor:
-    """(image,) the spread of an image's scores, or a hundredth of the largest where they hardly differ."""
+    """(image,) largest minus smallest finite score of an image, at least a hundredth of the largest absolute score."""
     finite = torch.where(scores.isfinite(), scores, 0.0)
     return torch.maximum(finite.amax(dim=1) - finite.amin(dim=1), 0.01 * finite.abs().amax(dim=1))
 
 
 def named(finding: Finding, name: str) -> Finding:
-    """The finding with its name; its kind is that name unless it has one."""
+    """The finding with this name, and this module as its source; its kind is the name unless it has one."""
     return dataclasses.replace(finding, name=name, kind=finding.kind or name, source=_SOURCE)
 
 
 def stateful(evidence: dict[str, Any]) -> Finding:
-    """An alarm with its answer: every question of this audit went to a fresh copy."""
+    """An answered alarm: the model remembers queries, so every query of this audit goes to a fresh copy."""
     claim = (
         "The model remembers what it was asked: after many questions it answers otherwise than a fresh copy. It is "
         "judged by fresh copies, one for each question."
@@ -391,7 +399,7 @@ def stateful(evidence: dict[str, Any]) -> Finding:
 
 
 def outside(evidence: dict[str, Any]) -> Finding:
-    """An alarm with its answer: what the model's code keeps outside of it was put back for every question."""
+    """An answered alarm: values outside the model remember queries, so they are restored for every query."""
     claim = (
         "The model remembers what it was asked, outside of itself: fresh copies answer otherwise, too. What its code "
         "keeps there is put back for every question."
@@ -401,7 +409,7 @@ def outside(evidence: dict[str, Any]) -> Finding:
 
 
 def own_generator(evidence: dict[str, Any]) -> Finding:
-    """A note: it is random, from generators that it brings."""
+    """A note: the model draws from random generators that it holds."""
     claim = "The model draws from random generators of its own, which are seeded anew for every question."
     return note(claim, evidence, kind="own_generator")
 
@@ -415,7 +423,7 @@ def _unforgotten(why: str, evidence: dict[str, Any], kind: str) -> Finding:
 
 
 def batch_dependent(evidence: dict[str, Any]) -> Finding:
-    """An alarm with its answer: every question of this audit was about one image."""
+    """An answered alarm: answers depend on the batch, so every query of this audit is about one image."""
     company = evidence.get("company", 0)
     beside = f"beside the same {company} clean images" if company else "alone"
     claim = f"The answer for an image depends on the others in its batch. Every image is attacked and judged {beside}."

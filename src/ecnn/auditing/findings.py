@@ -1,4 +1,4 @@
-"""What an audit says: findings, each a reason to believe or to doubt."""
+"""Findings of an audit: each is a reason to believe or to doubt a model's number."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ Level = Literal["ok", "note", "alarm"]
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """One thing that was checked.
+    """The result of one check.
 
     Attributes:
-        name: of the check, a word that stays the same from version to version.
-        kind: which of the things that the check can find, such a word too; its name where there is only one.
+        name: of the check; stays the same from version to version.
+        kind: which of its possible results the check found, just as stable; the name where there is only one.
         level: "ok" when nothing speaks against the model's number; "note" for something a reader should know that is
             no reason to disbelieve it; "alarm" for a sign that attacks fail for another reason than robustness.
         claim: one sentence for a person: what was found.
         evidence: the figures behind it, plain JSON values.
         advice: what to do about it; empty when nothing is to be done.
-        source: where the check comes from.
+        source: where the check comes from, such as a paper.
     """
 
     name: str = ""
@@ -39,10 +39,11 @@ class Finding:
 
     @property
     def is_open(self) -> bool:
-        """An alarm that no attack of ours has answered.
+        """Whether it is an alarm that the audit has not answered.
 
-        Where another attack has broken the images in question (evidence "answered"), the alarm explains why a weaker
-        evaluation reports too much, and is no reason to doubt the audited accuracy.
+        An answered alarm (evidence "answered") explains why a weaker evaluation reports too much. It is no reason to
+        doubt the audited accuracy: stronger attacks broke the images in question or have converged, or the model was
+        asked in a way that avoids the problem.
         """
         return self.level == "alarm" and not self.evidence.get("answered", False)
 
@@ -56,12 +57,12 @@ class Finding:
         return asdict(self)
 
 
-#: Values of a list that are shown; a longer one is a curve, and shown by its first and last.
+#: Longest list that is shown in full; of a longer one, such as a curve, only the first and last value are shown.
 _SHOWN = 6
 
 
 def _in_words(value: Any) -> str:
-    """A JSON value for a person: names without underscores, four digits, no brackets of a program."""
+    """A JSON value as text for people: names without underscores, fractions with four digits, no code brackets."""
     if isinstance(value, dict):
         return ", ".join(_named(str(name).replace("_", " "), entry) for name, entry in value.items())
     if isinstance(value, list | tuple):
@@ -88,20 +89,20 @@ def _named(name: str, value: Any) -> str:
 
 
 def ok(claim: str, evidence: dict[str, Any]) -> Finding:
-    """Nothing speaks against the number; whoever runs the check adds its name and source."""
+    """A finding that nothing speaks against the model's number; the caller of the check adds its name and source."""
     return Finding(level="ok", claim=claim, evidence=evidence)
 
 
 def note(claim: str, evidence: dict[str, Any], advice: str = "", *, kind: str = "") -> Finding:
-    """Something that a reader should know."""
+    """A finding that a reader should know, but that is no reason to disbelieve the number."""
     return Finding(level="note", kind=kind, claim=claim, evidence=evidence, advice=advice)
 
 
 def alarm(claim: str, evidence: dict[str, Any], advice: str, *, kind: str = "") -> Finding:
-    """A sign that attacks fail for another reason than robustness."""
+    """A finding that attacks seem to fail for another reason than robustness."""
     return Finding(level="alarm", kind=kind, claim=claim, evidence=evidence, advice=advice)
 
 
 def alarm_if(is_wrong: bool, claim: str, evidence: dict[str, Any], advice: str, *, otherwise: str) -> Finding:
-    """An alarm with its claim and advice, or else `ok` with the other sentence."""
+    """An alarm with this claim and advice if `is_wrong`; otherwise `ok` with the sentence `otherwise`."""
     return alarm(claim, evidence, advice) if is_wrong else ok(otherwise, evidence)

@@ -1,10 +1,10 @@
-"""An attack on models that decide which way an image goes: it holds them to a decision, and the image to its side.
+"""An attack on models that route images by decisions: it holds the decisions, and pushes the image to satisfy them.
 
-A detector, a router or a check of the input compares something with a threshold, or chooses the largest of a few
-values. Where usual attacks set foot, that comes out otherwise, and what they climb there is another network, or none.
-So the decisions that a model makes are watched, wherever in its code they stand, and given the outcome that they have
-for the clean image, or one outcome for all. What the model says then is climbed, while the image is pushed to where the
-decisions come out so. The model itself has the last word.
+A detector, a router or an input check compares a value with a threshold, or chooses the largest of a few values. At the
+points that usual attacks reach, the outcome changes, and their gradient is that of another network, or zero. So this
+attack intercepts the decisions, wherever in the model's code they are made, and gives them the outcome that they have
+for the clean image, or one outcome for all images. It raises the loss under these outcomes, and at the same time pushes
+the image to where the model itself decides so. Only what the unchanged model misclassifies counts.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from ecnn.auditing.decisions import Decisions, Forced, StrayedError
 from ecnn.checks import check_counts
 from ecnn.objectives import predicted_classes
 
-_FIRST_WEIGHT = 0.1  # of what decisions cost, against one of the loss
-_WEIGHTS = (1e-3, 1e3)
+_FIRST_WEIGHT = 0.1  # of the decisions' cost, relative to the loss
+_WEIGHTS = (1e-3, 1e3)  # bounds of this weight
 _MOMENTUM = 0.5
-_LAST_STEP = 1e-3  # as a share of the first: a threshold may stand close to what it lets pass
-_BACK = 0.85  # how far from the image a pixel is let that was pulled out of the ball
-# Decisions to try to either side, and of how many parts per image one may be.
+_LAST_STEP = 1e-3  # as a share of the first; small, as a threshold may leave little room
+_BACK = 0.85  # share of its move that a pixel keeps if the cost pulls it out of the ball
+# How many decisions are tried with forced outcomes, and how many values per image one may have at most.
 _MOST_SITES, _MOST_AT_ONCE = 6, 16
 
 
 def _read(
     model: nn.Module, points: Tensor, decisions: Decisions, *, stays_flat: bool = False
 ) -> tuple[Tensor, bool]:
-    """(batch, class) the scores, with what is decided noted or held; and whether anything was rounded."""
+    """(batch, class) scores of a pass in which decisions are noted or held, and whether the model rounds anything."""
     with straight_through(model, batch=len(points), stays_flat=stays_flat) as mode, decisions:
         return full_precision(model(points)), mode.rounded > 0
 
@@ -51,9 +51,10 @@ def _note(model: nn.Module, images: Tensor, forced: Mapping[int, bool], num_clas
 
 
 def ways_to_hold(model: nn.Module, images: Tensor) -> dict[str, Forced]:
-    """By name, what may be forced upon the model: nothing, or one of its decisions to either side.
+    """Settings of `Holding.forced` to try, by name: no forced decision, or one decision with either outcome.
 
-    Only what decides little at once chooses a way for an image; a mask of features does not. Nothing if there is none.
+    Only decisions with few values per image are forced, as a mask of features has many values and routes no image.
+    Empty if the model makes no decisions.
     """
     said = _note(model, images, {}, read_model(model, images).shape[1]).said
     if not said:
@@ -71,16 +72,16 @@ def ways_to_hold(model: nn.Module, images: Tensor) -> dict[str, Forced]:
 
 @dataclass(frozen=True, kw_only=True)
 class Holding(BallAttack):
-    """Climbs what the model would say if its comparisons came out as they do for the clean image.
+    """Raises the loss that the model would have if its decisions came out as they do for the clean image.
 
-    What it costs to bring them to that is weighed against the loss: more as long as the model would be wrong but
-    decides otherwise, less once it decides so but would be right.
+    The cost of bringing these outcomes about is weighed against the loss. Its weight grows while the model with held
+    decisions is wrong but the image does not meet them, and shrinks while the image meets them but the model is right.
 
     Attributes:
         norm, eps: of the ball.
-        steps: from each start; they fall from a quarter of the radius to next to nothing.
-        forced: see `Forced`; the other comparisons have the outcome of the clean image.
-        restarts: the first start is the image, later ones are random.
+        steps: gradient steps from each start; they shrink from a quarter of the radius to a thousandth of that.
+        forced: see `Forced`; the other decisions have the outcome of the clean image.
+        restarts: how many starts; the first is the image, later ones are random.
     """
 
     steps: int
@@ -109,7 +110,7 @@ class Holding(BallAttack):
         return best
 
     def _climb(self, target: Target, images: Tensor, labels: Tensor, points: Tensor) -> tuple[Tensor, Tensor]:
-        """A point for each image, and whether the model is wrong there."""
+        """A misclassified point for each image, or the image itself, and (batch,) whether one was found."""
         best, broken = images.clone(), torch.zeros_like(labels, dtype=torch.bool)
         num_classes = target.scores(images).shape[1]
         noted = _note(target.model, images, dict(self.forced), num_classes)
@@ -122,7 +123,7 @@ class Holding(BallAttack):
             except StrayedError:
                 break
             as_bytes = round_to_bytes(trail.points, images, norm=self.norm, eps=self.radius)
-            for shown in (trail.points, as_bytes):  # what bytes cannot hold is what many checks look for
+            for shown in (trail.points, as_bytes):  # many checks reject what is no 8-bit image
                 asked = (wrong & ~broken).nonzero().flatten()
                 fallen = asked[_fallen(target.narrow(asked), shown[asked], labels[asked])]
                 best[fallen], broken[fallen] = shown[fallen], True
@@ -137,7 +138,7 @@ class Holding(BallAttack):
         return best, broken
 
     def _look(self, target: Target, trail: _Trail, labels: Tensor, noted: Decisions) -> Tensor:
-        """(batch,) whether the model would be wrong at the points; the trail knows then where to go from there."""
+        """(batch,) whether the model with held decisions is wrong at the points; also updates the trail's direction."""
         points = trail.points.detach().clone().requires_grad_(True)
         decisions = Decisions(
             len(points), num_classes=noted.num_classes, forced=dict(self.forced), noted=noted
@@ -152,9 +153,8 @@ class Holding(BallAttack):
         if is_rounded:
             amiss = self._own_slope(target, points, noted, otherwise=amiss)
         wrong, astray = losses.detach() > 0, decisions.cost.detach().to(points) > 0
-        growth = (_WEIGHTS[1] / _FIRST_WEIGHT) ** (
-            2 / self.steps
-        )  # the most that it can get in half of the steps
+        # Growth in half of the steps leads to the largest weight.
+        growth = (_WEIGHTS[1] / _FIRST_WEIGHT) ** (2 / self.steps)
         factor = torch.where(wrong & astray, growth, torch.where(wrong | astray, 1.0, 1 / growth))
         trail.weights = (trail.weights * factor).clamp(*_WEIGHTS)
         direction = _of_length_one(up) - per_image(trail.weights, points) * _of_length_one(amiss)
@@ -162,9 +162,9 @@ class Holding(BallAttack):
         return wrong
 
     def _own_slope(self, target: Target, points: Tensor, noted: Decisions, *, otherwise: Tensor) -> Tensor:
-        """The gradient of what decisions cost where rounding is flat, as in a distance from what was rounded.
+        """The gradient of the decisions' cost with slope 0 for rounding, as a distance from rounded values needs.
 
-        The other one where that says nothing.
+        For images where this gradient is zero it is `otherwise`.
         """
         decisions = Decisions(
             len(points), num_classes=noted.num_classes, forced=dict(self.forced), noted=noted
@@ -179,13 +179,13 @@ class Holding(BallAttack):
 
 @dataclass(eq=False)
 class _Trail:
-    """Where a climb is.
+    """The state of a climb.
 
     Attributes:
-        points: of the images.
-        weights: (batch,) of what decisions cost.
-        pace: the way that it is going.
-        amiss: the slope of what decisions cost.
+        points: where it is, one point per image.
+        weights: (batch,) weights of the decisions' cost.
+        pace: the direction of the next step, with momentum.
+        amiss: the gradient of the decisions' cost.
     """
 
     points: Tensor
@@ -195,7 +195,7 @@ class _Trail:
 
 
 def _fallen(target: Target, points: Tensor, labels: Tensor) -> Tensor:
-    """(batch,) where the model itself is wrong; nowhere if it refuses to answer, as some do of images astray."""
+    """(batch,) whether the unchanged model is wrong; False for all if it raises an error, as some input checks do."""
     if not len(points):
         return torch.zeros_like(labels, dtype=torch.bool)
     try:
@@ -207,9 +207,9 @@ def _fallen(target: Target, points: Tensor, labels: Tensor) -> Tensor:
 
 
 def _let_go(moved: Tensor, trail: _Trail, images: Tensor) -> Tensor:
-    """The points, but pixels that a decision pulls out of the ball or of [0, 1] are taken some way back.
+    """The points, with pixels that the cost pulls out of the ball or of [0, 1] moved some way back to the image.
 
-    What they were pulled to is beyond reach; on this side there may be another place for them.
+    They cannot reach the value that the cost pulls them to; nearer to the image there may be another that satisfies it.
     """
     is_blocked = (moved == trail.points) & (trail.amiss * (trail.points - images) < 0)
     return torch.where(is_blocked, images + _BACK * (moved - images), moved)
