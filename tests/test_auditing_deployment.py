@@ -30,7 +30,7 @@ from ecnn.auditing.adaptive import InnerScores, features_of
 from ecnn.auditing.alone import OneAtATime
 from ecnn.auditing.confirming import confirm
 from ecnn.auditing.deployment import Deployment, FreshBuffers, FreshEachTime, Isolated, Settled, take_copy
-from ecnn.auditing.examination import examine
+from ecnn.auditing.examination import examine, find_different
 from ecnn.auditing.surroundings import PutBack, Surroundings
 from ecnn.auditing.traits import find_traits
 from ecnn.constructions import random_code
@@ -721,6 +721,45 @@ def test_of_a_swayed_model_a_point_is_searched_for_where_none_farther_on_holds()
     assert found.holds.all()
 
 
+def test_of_a_swayed_model_points_that_nothing_can_replace_show_that_the_batch_decides() -> None:
+    """They were replaced by clean images, and the model was then said to remember what it was asked."""
+
+    class OneSided(nn.Module):
+        def forward(self, images: Tensor) -> Tensor:
+            lead = images.flatten(1).mean(dim=1) - 0.6 + (0.02 if len(images) > 1 else 0.0)
+            return torch.stack([-lead, lead], dim=1)
+
+    images, labels = torch.full((40, 1, 4, 4), 0.5), torch.zeros(40, dtype=torch.long)
+    model = OneSided()
+    subject = Subject(model=model, images=images, labels=labels, norm="linf", eps=0.09, budget=BUDGET)
+    for is_swayed in (False, True):
+        deployment = dataclasses.replace(take_copy(model), is_swayed=is_swayed)
+        found = confirm(deployment, subject, images + 0.09, torch.arange(40), are_bytes=False)
+        assert found.full.all()
+        assert not found.holds.any()
+        assert found.late == "batch_dependent"
+
+
+class InHalf(toys.LinearOfThree):
+    """Rounds as a network in bfloat16 does, and otherwise if images come alone."""
+
+    def forward(self, images: Tensor) -> Tensor:
+        scores = super().forward(images)
+        return (scores * (1 + (len(images) == 1) * 2.0**-9)).bfloat16()
+
+
+def test_rounding_in_half_precision_is_not_taken_for_dependence_on_the_batch() -> None:
+    model, images = InHalf(), SPLIT[:8][0]
+    alone = torch.cat([model(image[None]) for image in images]).float()
+    together = model(images).float()
+    assert not torch.equal(alone, together)
+    assert not find_different(together, alone).any()
+    assert find_different(together + 1e-4, alone).any()  # in float32 the same differences count
+    votes = torch.tensor([[200.0, 56.0]])
+    assert find_different(votes, votes + torch.tensor([[-1.0, 1.0]])).all()
+    assert not [finding for finding in run_audit(model).findings if finding.name == "batch_dependent"]
+
+
 def just_broken(model: toys.LinearOfThree) -> tuple[Tensor, Tensor]:
     """Points just beyond the border, whose images have others well inside of their balls; and which these are."""
     images, labels = SPLIT[:]
@@ -815,6 +854,23 @@ def test_a_model_that_cannot_be_copied_is_audited_all_the_same(honest: float) ->
     found = run_audit(Locked())
     assert found.accuracy == honest
     assert Deployment(pristine=Locked(), trouble="lock").fresh() is not None
+
+
+class LockedCentring(Locked):
+    """Subtracts the mean scores of the batch, and cannot be copied."""
+
+    def forward(self, images: Tensor) -> Tensor:
+        scores = super().forward(images)
+        return scores - scores.mean(dim=0) + 0.01 * len(images) * torch.tensor([1.0, 0.0, -1.0])
+
+
+def test_a_model_that_cannot_be_copied_is_asked_about_one_image_at_a_time_too() -> None:
+    model = LockedCentring()
+    subject = make_subject(model)
+    deployment, findings = examine(take_copy(model), subject)
+    assert "batch_dependent" in [finding.name for finding in findings]
+    scores = deployment.fresh()(subject.images[:8])
+    assert torch.allclose(scores[:1], deployment.fresh()(subject.images[:1]))
 
 
 class Widening(toys.LinearOfThree):

@@ -86,8 +86,8 @@ def _taken_farther(
 ) -> tuple[Tensor, np.ndarray]:
     """The points, each that does not hold replaced by another if possible, and (point,) which of them now hold.
 
-    The other point lies farther in the same direction, or is found by a short search. If this search finds none, the
-    clean image takes the place of the point, which does not hold.
+    The other point lies farther in the same direction, or is found by a short search. If neither holds, the point stays
+    as it is.
     """
     images = subject.images[rows.to(subject.images.device)]
     points, holds = points.clone(), holds.copy()
@@ -104,8 +104,9 @@ def _taken_farther(
     if len(left):
         with suppress(Exception):  # a model may raise anything: then nothing is found
             made = _searched_alone(deployment, subject, points[left], images[left], labels[left])
-            points[left] = made.images
-            holds[left.cpu().numpy()] = made.success.cpu().numpy()
+            found = left[made.success]
+            points[found] = made.images[made.success]
+            holds[found.cpu().numpy()] = True
     return points, holds
 
 

@@ -179,10 +179,10 @@ class Deployment:
     def fresh(self) -> nn.Module:
         """A copy that has not been asked before, wrapped as needed.
 
-        A model that cannot be copied is used itself: `forgets` and `company` then have no effect.
+        A model that cannot be copied is used itself: `forgets` then has no effect.
         """
         model = self._bare()
-        if self.company is None or self.trouble:
+        if self.company is None:
             return model
         return OneAtATime(model, self.company, is_vectorised=self.is_vectorised)
 

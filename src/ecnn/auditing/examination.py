@@ -370,11 +370,21 @@ def find_different(one: Tensor, other: Tensor, tolerance: float | None = None) -
     The default tolerance covers rounding in another order of summation. NaN differs from any number.
     """
     if tolerance is None:
-        tolerance = _APART if one.dtype in (torch.float32, torch.float64) else _APART_IN_HALF
+        tolerance = _APART_IN_HALF if _is_half(one) else _APART
     one, other = one.double(), other.double()
     same = (one == other) | (one.isnan() & other.isnan())
     apart = torch.where(same, 0.0, one - other).abs().nan_to_num(nan=torch.inf).amax(dim=1)
     return (apart > tolerance * spread_of(one)).cpu()
+
+
+def _is_half(scores: Tensor) -> bool:
+    """Whether the scores were computed in half precision, though `read_model` returns them in float32.
+
+    All of them are then exact in one of its formats. So are whole numbers such as votes, which are not meant.
+    """
+    finite = scores.nan_to_num()
+    halves = (finite.to(dtype).to(finite.dtype) for dtype in (torch.float16, torch.bfloat16))
+    return not torch.equal(finite, finite.round()) and any(torch.equal(half, finite) for half in halves)
 
 
 def spread_of(scores: Tensor) -> Tensor:
