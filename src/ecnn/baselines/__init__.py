@@ -1,4 +1,4 @@
-"""Baselines: what an ECNN is compared with, each a module from pixels in [0, 1] to scores with its own objective."""
+"""Baselines that an ECNN is compared with, as modules from pixels in [0, 1] to scores, and their objectives."""
 
 from ecnn.baselines.adp import ADPObjective, Ensemble, ensemble_diversity, ensemble_entropy, log_mean_probs
 from ecnn.baselines.ecoc import independent_ecoc

@@ -17,23 +17,23 @@ from ecnn.model import MemberDense
 from ecnn.objectives import score_cross_entropy
 from ecnn.recipes import Recipe
 
-# Added to the diagonal, so that members which agree completely have a finite logarithm, as in the authors' program.
+# Added to the diagonal, so that the logarithm is finite for members that agree exactly; as in the authors' program.
 DETERMINANT_FLOOR = 1e-6
 
 
 class Ensemble(nn.Module):
-    """Equal ResNets side by side in one network: pixels in [0, 1] to the logarithm of their mean probability.
+    """ResNets of equal shape in one module: pixels in [0, 1] to the logarithm of their mean probabilities.
 
-    Scores (batch, class) are log((1/K) sum_k softmax(member k)), so that their softmax is the averaged probability
-    itself and their argmax its largest class. Members are groups of the same convolutions, not a loop. Three ResNet-20
-    with batch norm trained by `ADPObjective` are ADP_{2,0.5}: 819,198 parameters for 3 channels, 818,334 for one.
+    Scores (batch, class) are log((1/K) sum_k softmax(member k)), so their softmax is the mean of the members'
+    probabilities. Members are groups of the same convolutions, not a loop. Three ResNet-20 with batch norm trained by
+    `ADPObjective` are ADP_{2,0.5}: 819,198 parameters for 3 channels, 818,334 for one.
 
     Args:
         num_classes: scores per image.
         in_channels: of the images.
-        num_members: how many networks vote.
+        num_members: how many networks are averaged.
         mean: subtracted from the images, see `Centre`.
-        network: depth, width, batch_norm, activation: of each, as in `ResNet`.
+        network: depth, width, batch_norm and activation of each member, as in `ResNet`.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class Ensemble(nn.Module):
         self.config: dict[str, Any] = {**sizes, **self.trunk.config}
 
     def member_scores(self, images: Tensor) -> Tensor:
-        """(batch, member, class) what each network says by itself, before any softmax."""
+        """(batch, member, class) logits of each network."""
         check_images(images, self.in_channels)
         maps: Tensor = self.trunk(self.centre(images))
         features = torch.unflatten(maps.mean(dim=(2, 3)), 1, (self.num_members, -1))
@@ -69,7 +69,7 @@ class Ensemble(nn.Module):
 
 
 def log_mean_probs(member_scores: Tensor) -> Tensor:
-    """(batch, class) logarithm of the members' averaged probabilities.
+    """(batch, class) logarithm of the mean of the members' probabilities.
 
     Args:
         member_scores: (batch, member, class) before the softmax.
@@ -79,7 +79,7 @@ def log_mean_probs(member_scores: Tensor) -> Tensor:
 
 
 def sum_of_cross_entropies(member_scores: Tensor, labels: Tensor) -> Tensor:
-    """(batch,) cross entropies of the members' own scores, added, in nats.
+    """(batch,) sum of the members' cross entropies, in nats.
 
     Args:
         member_scores: (batch, member, class) before the softmax.
@@ -91,16 +91,16 @@ def sum_of_cross_entropies(member_scores: Tensor, labels: Tensor) -> Tensor:
 
 
 def ensemble_entropy(member_scores: Tensor) -> Tensor:
-    """(batch,) how undecided the averaged probabilities are, in nats; 0 to log(class)."""
+    """(batch,) entropy of the members' mean probabilities, in nats; 0 to log(class)."""
     logs = log_mean_probs(member_scores)
     return -(logs.exp() * logs).sum(dim=1)
 
 
 def ensemble_diversity(member_scores: Tensor, labels: Tensor) -> Tensor:
-    """How differently the members distribute what they do not give to the true class: Pang et al.'s log(ED).
+    """How differently the members distribute probability over the wrong classes: Pang et al.'s log(ED).
 
     The logarithm of the squared volume that is spanned by the members' probabilities of the wrong classes, each scaled
-    to length 1. About 0 when they are orthogonal; -26.5 = log(3e-12), the floor, when three members agree.
+    to length 1. About 0 if they are orthogonal; -26.5 = log(3e-12), the floor, if three members agree.
 
     Args:
         member_scores: (batch, member, class) before the softmax.
@@ -109,8 +109,8 @@ def ensemble_diversity(member_scores: Tensor, labels: Tensor) -> Tensor:
     Returns:
         (batch,) log det(Mt Mt^T + 1e-6 I), with Mt (member, class - 1).
 
-    Departs: computed in float64, where 1 + 1e-6 differs from 1 by more than rounding; and from the scores of the wrong
-        classes alone, which gives the same rows and stays exact when the true class takes all but 1e-30.
+    Departs: computed in float64, because in float32 1e-6 is only a few rounding steps of 1; and from the scores of the
+        wrong classes alone, which gives the same rows and stays exact if the true class takes all but 1e-30.
     """
     members = member_scores.shape[1]
     true_class = labels[:, None, None].expand(-1, members, 1)
@@ -125,8 +125,8 @@ class ADPObjective:
     """Sum of the members' cross entropies - alpha * entropy of their mean - beta * diversity, averaged over images.
 
     Attributes:
-        alpha: rewards an undecided mean; the entropy is in nats.
-        beta: rewards members that are wrong in different directions, see `ensemble_diversity`.
+        alpha: weight of the entropy of the members' mean probabilities, see `ensemble_entropy`.
+        beta: weight of the diversity of the members' wrong answers, see `ensemble_diversity`.
     """
 
     alpha: float = 2.0
@@ -147,9 +147,9 @@ class ADPObjective:
 
 
 def _log_determinant(matrices: Tensor) -> Tensor:
-    """(batch,) logarithm of the determinant of positive definite matrices, by elimination.
+    """(batch,) logarithm of the determinant of positive definite matrices (batch, n, n), by elimination.
 
-    A handful of small steps per member; the library's factorisations wait for the device, which a CUDA graph forbids.
+    It takes a few small operations per member. torch's factorisations wait for the device, which a CUDA graph forbids.
     """
     logs = []
     for index in range(matrices.shape[1]):

@@ -1,4 +1,4 @@
-"""Error-correcting output codes with members that share nothing: what an ECNN is contrasted with."""
+"""Error-correcting output codes whose members share no weights, as a contrast to an ECNN."""
 
 from __future__ import annotations
 
@@ -13,17 +13,18 @@ from ecnn.model import ECNN
 
 
 def independent_ecoc(code: CodeMatrix, in_channels: int = 3, *, branch: Any = "conv", **options: Any) -> ECNN:
-    """One whole network per column of the code, side by side: ECOC as Dietterich & Bakiri (1995) mean it.
+    """One whole network per column of the code, side by side: ECOC as in Dietterich & Bakiri (1995).
 
-    The joint loss is a mean over members and never passes through the decoder. Without shared weights its gradient in
-    one member's weights is that of this member's own loss, so training all at once is training each alone.
+    The joint loss is a mean over members and does not pass through the decoder. Without shared weights its gradient in
+    a member's weights is that of the member's own loss, divided by their number: all are trained as if alone.
 
     Args:
-        branch: "conv" has the branch of the shared network, so that only sharing differs: 30 x 206,993 = 6,209,790
-            parameters for the 10x30 code. "residual" is the paper's unshared network, 8,194,590.
+        branch: "conv" is the branch of the shared network, so that only sharing differs: 30 x 206,993 = 6,209,790
+            parameters for the 10x30 code. "residual" is the paper's unshared network, 8,194,590 parameters.
         options: of `ECNN`.
 
-    Departs: tab:share compares a shared network of one branch with an unshared one of the other; "conv" does not.
+    Departs: tab:share compares a shared network with an unshared one that has another branch; "conv" compares equal
+        branches.
     """
     for name in ("share_trunk", "share_head"):
         if options.pop(name, False):

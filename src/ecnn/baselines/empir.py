@@ -18,7 +18,7 @@ from ecnn.checks import check_count, check_has
 from ecnn.errors import InputError
 from ecnn.kinds import ModelKind
 
-#: Stands for numbers that are not quantised, as in the paper.
+#: This number of bits means that nothing is quantised, as in the paper.
 FULL_PRECISION = 32
 
 #: (activation bits, weight bits) of each member.
@@ -32,7 +32,7 @@ def quantise_weights(weights: Tensor, bits: int) -> Tensor:
     formula without the rounding, the maximum included.
 
     Args:
-        weights: of one layer, any shape; the largest of them all is the scale.
+        weights: of one layer, any shape; the largest |tanh w| of all of them is the scale.
         bits: from 2 up; DoReFa has another rule for one bit.
     """
     check_count("bits", bits, least=2, most=MAX_BITS)
@@ -46,16 +46,16 @@ def quantise_weights(weights: Tensor, bits: int) -> Tensor:
 
 
 def quantise_activations(activations: Tensor, bits: int) -> Tensor:
-    """Activations cut to [0, 1] and rounded to 2^bits equally spaced levels there.
+    """Activations clamped to [0, 1] and rounded to 2^bits equally spaced levels there.
 
-    The gradient is 1 inside [0, 1] and 0 outside, as if nothing had been rounded.
+    The gradient is 1 inside [0, 1] and 0 outside: that of the clamp, straight through the rounding.
     """
     check_count("bits", bits, most=MAX_BITS)
     return reduce_bits(activations.clamp(0, 1), bits)
 
 
 class QuantisedConv(nn.Conv2d):
-    """A convolution that quantises its kernels whenever it runs; the kernels that it trains and saves are exact."""
+    """A convolution that quantises its kernels in every forward pass; it trains and saves the unquantised kernels."""
 
     def __init__(self, conv: nn.Conv2d, bits: int) -> None:
         super().__init__(
@@ -75,7 +75,7 @@ class QuantisedConv(nn.Conv2d):
 
 
 class QuantisedActivation(nn.Module):
-    """`quantise_activations` in the place of a ReLU."""
+    """`quantise_activations` as a module, in place of a ReLU."""
 
     def __init__(self, bits: int) -> None:
         super().__init__()
@@ -86,11 +86,11 @@ class QuantisedActivation(nn.Module):
 
 
 def quantise_resnet(network: ResNet, *, activation_bits: int, weight_bits: int) -> ResNet:
-    """The same network, changed: every convolution but the first has quantised kernels and reads quantised maps.
+    """Changes the network in place and returns it: all convolutions but the first get quantised kernels and inputs.
 
-    The first convolution (stem) and the last layer (head) keep full precision in weights and in what they read, as in
-    DoReFa-Net; so do biases, batch norms and the sums of residual units before their activation. Names and numbers of
-    parameters stay those of the ResNet. 32 bits leave weights or activations as they are.
+    The first convolution (stem) and the last layer (head) keep full precision in weights and inputs, as in DoReFa-Net;
+    so do biases, batch norms and the sums of residual units before their activation. Names and number of parameters
+    stay those of the ResNet. 32 bits leave weights or activations unchanged.
     """
     units = [unit for unit in network.trunk.units if isinstance(unit, ResidualUnit)]
     if weight_bits != FULL_PRECISION:
@@ -104,7 +104,7 @@ def quantise_resnet(network: ResNet, *, activation_bits: int, weight_bits: int) 
         network.trunk.stem.activation = QuantisedActivation(activation_bits)
         for unit in units:
             unit.first.activation = QuantisedActivation(activation_bits)
-        for unit in units[:-1]:  # what the last unit gives is read by the head
+        for unit in units[:-1]:  # the head reads the last unit in full precision
             unit.activation = QuantisedActivation(activation_bits)
     return network
 
@@ -113,19 +113,19 @@ class EMPIR(nn.Module):
     """ResNets of different precision that vote: pixels in [0, 1] to scores whose argmax is the vote.
 
     The class with most votes wins. When all three differ, the full-precision member decides, as in the authors' program
-    (in general: of equally frequent classes the one that the earliest member names). Scores (batch, class) are the
-    logarithm of the averaged probabilities of the members that voted for the winner, one of the gradients that the
-    authors' attacks follow; members that were outvoted have no gradient there, and scores jump where a vote changes.
-    Attack `mean_scores` too: Tramer et al. (2020) break EMPIR by the mean of all members.
+    (in general: of equally frequent classes the one that the earliest member votes for). Scores (batch, class) are the
+    logarithm of the averaged probabilities of the members that voted for the winner; their gradient is one of those
+    that the authors' attacks follow. Outvoted members have no gradient there, and scores jump where a vote changes. So
+    attack `mean_scores` too: Tramer et al. (2020) break EMPIR by the mean of all members.
 
     Three ResNet-20 have 819,198 parameters for three channels, 818,334 for one.
 
     Args:
-        num_classes, in_channels, depth, width, mean: as in `ResNet`; with batch norm, which gives activations their
-            scale, and ReLU where nothing is quantised.
+        num_classes, in_channels, depth, width, mean: as in `ResNet`, which has batch norm, to scale the activations,
+            and ReLU where nothing is quantised.
         precisions: (activation bits, weight bits) of each member; 32 for full precision.
 
-    Departs: the authors' networks are a small CIFAR network, MNIST's and AlexNet; ours is the ResNet of the other
+    Departs: the authors use small networks for CIFAR-10 and MNIST, and AlexNet; ours is the ResNet of the other
         baselines.
     """
 
@@ -161,11 +161,11 @@ class EMPIR(nn.Module):
         )
 
     def member_scores(self, images: Tensor) -> Tensor:
-        """(batch, member, class) what each network says by itself, before any softmax."""
+        """(batch, member, class) logits of each network."""
         return torch.stack([member(images) for member in self.members], dim=1)
 
     def mean_scores(self, images: Tensor) -> Tensor:
-        """(batch, class) logarithm of all members' averaged probabilities; its argmax need not be the vote."""
+        """(batch, class) logarithm of the mean of all members' probabilities; its argmax need not be the vote."""
         return log_mean_probs(self.member_scores(images))
 
     def forward(self, images: Tensor) -> Tensor:
@@ -173,10 +173,10 @@ class EMPIR(nn.Module):
 
 
 def majority_vote(member_scores: Tensor) -> Tensor:
-    """(batch,) class that most members find best; of equally frequent ones the earliest member's.
+    """(batch,) class with most votes; of equally frequent ones the earliest member's.
 
     Args:
-        member_scores: (batch, member, class); a member votes for its first best class.
+        member_scores: (batch, member, class); a member votes for its highest score, the first if tied.
     """
     votes = member_scores.argmax(dim=2)
     supporters = (votes[:, :, None] == votes[:, None, :]).sum(dim=2)
@@ -184,10 +184,10 @@ def majority_vote(member_scores: Tensor) -> Tensor:
 
 
 def majority_scores(member_scores: Tensor) -> Tensor:
-    """(batch, class) log of the averaged probabilities of the members that voted for the winner, which scores highest.
+    """(batch, class) log of the mean probabilities of the members that voted for the winner, which scores highest.
 
-    Each of these members finds the winner best, and so does their mean, but for rounding: a class that rounding puts
-    level with the winner or above is set one step below.
+    Each of these members gives the winner its highest probability, so their mean does too. If rounding lifts another
+    class to the winner's score or above, that class is set to the next float below it.
     """
     member_scores = full_precision(member_scores)
     winners = majority_vote(member_scores)[:, None]
@@ -202,7 +202,7 @@ def majority_scores(member_scores: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class EMPIRObjective:
-    """Sum of the members' mean cross entropies; they share nothing, so that each is trained as if alone."""
+    """Sum of the members' mean cross entropies; members share no weights, so each is trained as if alone."""
 
     def __call__(self, model: Any, images: Tensor, labels: Tensor) -> Tensor:
         check_has("EMPIR", model, "member_scores")

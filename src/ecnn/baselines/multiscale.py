@@ -1,4 +1,4 @@
-"""A multi-scale CNN (Sermanet & LeCun 2011): the network of traffic signs, here as a substitute to craft on."""
+"""A multi-scale CNN (Sermanet & LeCun 2011, for traffic signs): a substitute model on which to craft transfers."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _GRID = 4
 
 
 class MultiScaleCNN(nn.Module):
-    """Three stages of convolution and pooling, all of which the classifier sees: fine strokes and whole shapes.
+    """A CNN whose classifier reads three stages of convolution and pooling, from fine strokes to whole shapes.
 
-    Each stage is a 5x5 convolution, ReLU and a maximum over 2x2 pixels, with twice as many channels as the one
-    before. All three are pooled to 4x4 and joined before one hidden layer.
+    Each stage is a 5x5 convolution, ReLU and 2x2 max pooling, with twice as many channels as the one before. The
+    outputs of all three are pooled to 4x4 and concatenated before one hidden layer.
 
     Departs: sizes are ours. OptProjTran was crafted on another custom network after Sermanet & LeCun.
 
@@ -63,11 +63,11 @@ class MultiScaleCNN(nn.Module):
             nn.init.zeros_(layer.bias)
 
     def features(self, images: Tensor) -> Tensor:
-        """(batch, hidden) what the head reads."""
+        """(batch, hidden) features that the head reads."""
         check_images(images, self.in_channels)
         maps, seen = self.centre(images), []
         for stage in self.stages:
-            # Small images lose no further pixels once they are one pixel wide.
+            # ceil_mode keeps maps of one pixel, so that small images pass all stages.
             maps = F.max_pool2d(F.relu(stage(maps)), 2, ceil_mode=True)
             seen.append(F.adaptive_max_pool2d(maps, _GRID).flatten(1))
         return F.relu(self.hidden(torch.cat(seen, dim=1)))

@@ -1,4 +1,4 @@
-"""Output codes on a trained model's features, without any network: a sanity row beside the deep ones."""
+"""Output codes of logistic regressions on a trained model's features: a simple reference beside deep models."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from ecnn.errors import InputError
 
 @dataclass(frozen=True)
 class OutputCodeAccuracy:
-    """Shares of test features put into the right class.
+    """Test accuracies, 0 to 1.
 
     Attributes:
-        random_code: by scikit-learn's OutputCodeClassifier, whose code is drawn at random.
-        own_code: by the code that was given, nearest codeword in Hamming distance.
+        random_code: of scikit-learn's OutputCodeClassifier, whose code is drawn at random.
+        own_code: of the code that was given, decoded to the nearest codeword in Hamming distance.
     """
 
     random_code: float
@@ -33,13 +33,14 @@ def output_code_baseline(
     code: CodeMatrix,
     seed: int,
 ) -> OutputCodeAccuracy:
-    """Test accuracy of a logistic regression per column: a random code of scikit-learn's and ours, equally long.
+    """Test accuracies of a random code of scikit-learn and of the given one, with a logistic regression per column.
 
-    It says how much of a code's worth is in the code when the features are fixed.
+    Both codes have the same length. It shows what a good code gains when the features are fixed.
 
     Args:
-        train_features, test_features: (image, feature), such as `ResNet.features` of images; scaled alike inside.
-        train_labels, test_labels: (image,) classes, all of which must occur in training.
+        train_features, test_features: (image, feature), such as `ResNet.features` of images; both are standardised by
+            the mean and deviation of the training features.
+        train_labels, test_labels: (image,) classes; the training labels must contain every class of the code.
         seed: of the random code.
     """
     from sklearn.linear_model import LogisticRegression
@@ -53,7 +54,7 @@ def output_code_baseline(
     if len(np.unique(train_labels)) != code.num_classes:
         raise InputError(f"training must hold all {code.num_classes} classes of the code.")
     learner = make_pipeline(StandardScaler(), LogisticRegression(max_iter=1000))
-    # Half a task more than asked: scikit-learn rounds classes * code_size down.
+    # Half a column more than wanted, because scikit-learn rounds classes * code_size down.
     size = (code.code_length + 0.5) / code.num_classes
     drawn = OutputCodeClassifier(learner, code_size=size, random_state=seed)
     random_code = drawn.fit(train_features, train_labels).predict(test_features)
@@ -71,7 +72,7 @@ def _predict_by_code(
     train_labels: np.ndarray,
     test_features: np.ndarray,
 ) -> np.ndarray:
-    """(image,) the class with the nearest codeword; the first of equally near ones."""
+    """(image,) class with the nearest codeword; the first of equally near ones."""
     from sklearn.base import clone
 
     said = np.stack(

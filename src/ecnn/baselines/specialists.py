@@ -1,4 +1,4 @@
-"""Specialists+1 (Abbasi & Gagne 2017): members that know only some classes, and a vote of those that know one."""
+"""Specialists+1 (Abbasi & Gagne 2017): members that know only some classes, and a vote by those that know a class."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ecnn.errors import InputError
 from ecnn.kinds import ModelKind, options_of
 from ecnn.objectives import score_cross_entropy
 
-# A member's score of a class that it does not know: its probability is exactly 0, and differences stay numbers.
+# A member's score of a class that it does not know: the softmax is exactly 0, and differences stay finite.
 UNKNOWN = -1e9
 
 
@@ -32,15 +32,14 @@ def count_confusions(
     *,
     batch_size: int = 256,
 ) -> np.ndarray:
-    """(class, class) how many images of the row's class the attack moved into the column's class.
+    """(class, class) counts of images of the row's class that the model assigns to the column's class when attacked.
 
-    Images that the model gets wrong before the attack are left out: their confusion is not the attack's. The diagonal
-    holds those that were not moved.
+    Images that are misclassified before the attack are left out. The diagonal counts images that stay right.
 
     Args:
         images, labels: (image, channel, height, width) in [0, 1] and (image,), on the model's device.
         attack: any callable (model, images, labels) -> images; Abbasi & Gagne take the fast gradient sign.
-        batch_size: images at once.
+        batch_size: images per forward pass.
     """
     check_count("batch_size", batch_size)
     if len(images) == 0 or labels.shape != (len(images),) or labels.is_floating_point():
@@ -65,17 +64,17 @@ def count_confusions(
 
 
 def confusion_sets(confusion: npt.ArrayLike, *, share: float = 0.5) -> tuple[frozenset[int], ...]:
-    """For each class, itself and the classes it is most often mistaken for: what its specialist learns.
+    """One set for each class, the classes that its specialist learns: itself and those it is most often mistaken for.
 
-    The most frequent mistakes are taken one by one until together they make up more than `share` of the class's
-    mistakes; equally frequent ones in the order of their numbers. One class is always left for the complement.
+    The most frequent wrong classes are added one by one until together they hold more than `share` of the class's
+    mistakes; of equally frequent ones the lower number comes first. At least one class is left out of each set.
 
     Args:
-        confusion: (class, class) counts, row: true class, column: said class; the diagonal plays no part.
-        share: 0.5 takes the smallest majority of the mistakes; 0 the most frequent mistake alone.
+        confusion: (class, class) counts; rows are true classes, columns predicted ones. The diagonal is ignored.
+        share: 0.5 takes the smallest majority of the mistakes; 0 the most frequent wrong class alone.
 
     Departs: the ECNN paper's appendix describes a subset within which the class "is most often confused", without a
-        number; the majority, and the class itself among them, are our reading.
+        number. That this is the majority of mistakes, and contains the class itself, is our reading.
     """
     counts = np.array(confusion)
     if counts.ndim != 2 or counts.shape[0] != counts.shape[1] or len(counts) < 3:
@@ -102,17 +101,17 @@ def _most_confused(index: int, mistakes: np.ndarray, share: float) -> frozenset[
 class Specialists(Ensemble):
     """M specialists, M specialists of the other classes and a generalist, for M classes: pixels to voted scores.
 
-    Member m < M knows the classes of `sets[m]`, member M + m all others, and member 2M every class, so that each class
-    is known by M + 1 members. Scores (batch, class) are the logarithm of averaged probabilities, see `specialist_vote`.
+    Member m < M knows the classes of `sets[m]`, member M + m all others, and member 2M every class, so each class is
+    known by M + 1 members. Scores (batch, class) are the logarithm of mean probabilities, see `specialist_vote`.
 
-    The vote jumps: where the last expert joins or leaves, scores change at once and no gradient tells of it. Attack
-    `mean_scores`, or a loss of `member_scores`, beside the scores. 21 ResNet-20 for ten classes and three channels have
-    5,734,386 parameters; they are groups of the same convolutions, not a loop.
+    Scores jump where the last expert of a class changes its vote, and no gradient shows this. So attack `mean_scores`,
+    or a loss of `member_scores`, besides the scores. 21 ResNet-20 for ten classes and three channels have 5,734,386
+    parameters; they are groups of the same convolutions, not a loop.
 
     Args:
         num_classes, in_channels: as in `Ensemble`.
-        sets: the classes of each class's specialist, such as `confusion_sets` finds. Equal sets stay separate members;
-            a member with one class always says it.
+        sets: the classes that each class's specialist knows, such as `confusion_sets` finds. Equal sets stay separate
+            members; a member that knows one class always predicts it.
         network: depth, width, batch_norm, activation, mean: as in `Ensemble`.
     """
 
@@ -136,15 +135,15 @@ class Specialists(Ensemble):
         super().__init__(num_classes, in_channels, num_members=2 * num_classes + 1, **network)
         del self.config["num_members"]
         self.config["sets"] = [np.flatnonzero(row).tolist() for row in known[:num_classes]]
-        # Not saved: the sets are, and a network that is loaded into other sets would say nonsense.
+        # Not saved with the weights, because it follows from the sets in the config.
         self.register_buffer("knows", torch.tensor(known), persistent=False)
 
     def member_scores(self, images: Tensor) -> Tensor:
-        """(batch, member, class) what each member says before the softmax; -1e9 for classes it does not know."""
+        """(batch, member, class) logits of each member; -1e9 for classes that it does not know."""
         return super().member_scores(images).masked_fill(~self.knows, UNKNOWN)
 
     def mean_scores(self, images: Tensor) -> Tensor:
-        """(batch, class) logarithm of all members' averaged probabilities: no vote, nothing that jumps."""
+        """(batch, class) logarithm of the mean of all members' probabilities, without a vote and so without jumps."""
         return log_mean_probs(self.member_scores(images))
 
     def forward(self, images: Tensor) -> Tensor:
@@ -166,15 +165,15 @@ def _known_classes(sets: Sequence[Iterable[int]], num_classes: int) -> np.ndarra
 
 
 def specialist_vote(member_scores: Tensor, knows: Tensor) -> Tensor:
-    """(batch, class) logarithm of the probabilities, averaged over a class's experts where all of them vote for it.
+    """(batch, class) logarithm of mean probabilities: of one class's experts if all of them vote for it, else of all.
 
-    Each member votes for its most probable class (the first of equal ones). Where a class has the votes of all members
-    that know it, only these are averaged; there can be but one such class, because the generalist has one vote.
-    Everywhere else somebody is wrong, and all members are averaged.
+    Each member votes for its most probable class (the first if tied). If all members that know a class vote for it,
+    only their probabilities are averaged; at most one class can have this, because the generalist has one vote.
+    Otherwise some member must be wrong, and all members are averaged.
 
     Args:
-        member_scores: (batch, member, class) before the softmax; ignored where the class is not known.
-        knows: (member, class) whether the member knows the class; one member at least knows all.
+        member_scores: (batch, member, class) before the softmax; ignored where the member does not know the class.
+        knows: (member, class) whether the member knows the class; at least one member must know all.
     """
     logs = torch.log_softmax(full_precision(member_scores).masked_fill(~knows, UNKNOWN), dim=2)
     classes = torch.arange(logs.shape[2], device=logs.device)
@@ -187,11 +186,11 @@ def specialist_vote(member_scores: Tensor, knows: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class SpecialistsObjective:
-    """Sum over members of the mean cross entropy of the images whose class they know, among the classes they know.
+    """Sum over members of their mean cross entropy on images whose class they know, among the classes they know.
 
-    Members share nothing, so that training them at once is training each on its own classes.
+    Members share no weights, so each is trained as if alone on images of its own classes.
 
-    Departs: batch norm sees the whole batch, also images of classes that a member does not know; it meets them in use.
+    Departs: a member's batch norm sees the whole batch, with images of classes that it does not know, as in use.
     """
 
     def __call__(self, model: Any, images: Tensor, labels: Tensor) -> Tensor:
@@ -202,7 +201,7 @@ class SpecialistsObjective:
         some_class = model.knows.int().argmax(dim=1)
         targets = torch.where(knows_label, labels[:, None], some_class)
         losses = score_cross_entropy(member_scores.flatten(0, 1), targets.flatten()).view(-1, members)
-        # Images of classes that a member does not know were given some class that it knows; here they weigh 0.
+        # Images whose class a member does not know got a placeholder label above; here they weigh 0.
         means = (losses * knows_label).sum(dim=0) / knows_label.sum(dim=0).clamp_min(1)
         total: Tensor = means.sum()
         return total

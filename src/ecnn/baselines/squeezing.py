@@ -16,10 +16,10 @@ from ecnn.errors import InputError
 from ecnn.kinds import ModelKind, Published, options_of
 from ecnn.objectives import flagging_threshold
 
-#: Most bits that float32 can be rounded to.
+#: Most bits that values may be rounded to; float32 keeps 2^16 levels in [0, 1] well apart.
 MAX_BITS = 16
 
-#: The squeezers that Xu et al. join, and ours for digits of 17 levels, as options of `FeatureSqueezing`.
+#: The squeezers that Xu et al. combine, and ours for digits of 17 levels, as options of `FeatureSqueezing`.
 SQUEEZERS: dict[str, dict[str, int]] = {
     "cifar10": {"bits": 5, "window": 2},
     "mnist": {"bits": 1, "window": 2},
@@ -30,12 +30,12 @@ SQUEEZERS: dict[str, dict[str, int]] = {
 def reduce_bits(values: Tensor, bits: int) -> Tensor:
     """Values in [0, 1] rounded to the nearest of 2^bits equally spaced levels, 0 and 1 among them.
 
-    Half way between two levels the even one is taken, as NumPy's rint does. The gradient is that of the values
-    themselves (straight-through): the true one is zero almost everywhere and would tell an attack nothing.
+    Half-way between two levels the even one is taken, as in NumPy's rint. The gradient is straight-through, 1 for every
+    value: the true one is zero almost everywhere and would be useless to an attack.
     """
     levels = 2**bits - 1
     rounded = torch.round(values.detach() * levels) / levels
-    # Added to an exact zero, the levels stay exact; values + (rounded - values) would not be.
+    # The second term is exactly zero, so the levels stay exact; values + (rounded - values) would round again.
     result: Tensor = rounded + (values - values.detach())
     return result
 
@@ -44,8 +44,8 @@ def smooth_by_median(images: Tensor, window: int) -> Tensor:
     """Each pixel replaced by the median of the window x window pixels around it, channel by channel.
 
     Equal to `scipy.ndimage.median_filter`, which the authors use: beyond the border the image is mirrored with its edge
-    repeated; an even window reaches one pixel further up and left; of an even number of pixels the upper middle one is
-    taken.
+    repeated; an even window reaches one pixel further up and left; of an even number of pixels the larger of the two
+    middle ones is taken.
 
     Args:
         images: (batch, channel, height, width).
@@ -59,19 +59,19 @@ def smooth_by_median(images: Tensor, window: int) -> Tensor:
 
 
 def _mirrored(length: int, before: int, after: int, device: torch.device) -> Tensor:
-    """Indices from -before to length + after, folded back into the image."""
+    """Indices from -before to length + after - 1, reflected into the image, 0 to length - 1."""
     folded = torch.arange(-before, length + after, device=device) % (2 * length)
     return torch.minimum(folded, 2 * length - 1 - folded)
 
 
 @dataclass(frozen=True)
 class Detection:
-    """What a squeezing detector says of images.
+    """The output of a squeezing detector for a batch of images.
 
     Attributes:
-        scores: (batch, class) of the model on the images as they came.
+        scores: (batch, class) scores of the model for the original images.
         distance: (batch,) largest L1 distance between its probabilities for the image and for a squeezed copy; 0 to 2.
-        flagged: (batch,) whether that is above the threshold.
+        flagged: (batch,) whether the distance is above the threshold.
     """
 
     scores: Tensor
@@ -80,21 +80,22 @@ class Detection:
 
 
 class FeatureSqueezing(nn.Module):
-    """A detector around any model from pixels in [0, 1] to scores, which `forward` returns unchanged.
+    """A detector around any model from pixels in [0, 1] to scores; `forward` returns the model's scores unchanged.
 
-    One model sees the image, a copy with fewer bits and a copy smoothed by a median. It has no accuracy of its own
-    under attack: an attack succeeds when the answer is wrong *and* not flagged. `distances` has gradients (through the
-    rounding straight, through the median to the pixel chosen), so that an attack can hold it down; one that does not is
-    no test of it (He et al. 2017). To attack the members of the model, attack `.model`.
+    The same model classifies the image, a copy with fewer bits and a copy smoothed by a median. An attack on the
+    detector succeeds only if the answer is wrong *and* not flagged. `distances` has gradients (straight-through for the
+    rounding, to the chosen pixel for the median), so that an attack can keep it small; an attack that does not is no
+    test of the detector (He et al. 2017). To attack the members of the model, attack `.model`.
 
     Args:
         model: the classifier.
-        bits: how many the copy with fewer bits has; Xu et al. join 1 for MNIST and 5 for CIFAR-10 with a 2x2 median.
-        window: side of the median's window, 2 or 3 there.
-        threshold: above which an image is flagged; None until `fit_threshold` or saved weights set it.
+        bits: bits per value of the rounded copy; Xu et al. combine 1 for MNIST and 5 for CIFAR-10 with a 2x2 median.
+        window: side of the median's window in pixels; 2 or 3 in Xu et al.
+        threshold: distance above which an image is flagged; with None, `fit_threshold` or saved weights must set it.
 
-    Departs: the ECNN paper speaks of three classifiers and of pairs of copies; in the original it is one, and every
-        copy is compared with the image. Non-local means, a third squeezer for CIFAR-10 there, is left out.
+    Departs: the ECNN paper describes three classifiers and pairs of copies. In the original, as here, there is one
+        classifier, and every copy is compared with the image. Non-local means, the original's third squeezer for
+        CIFAR-10, is left out.
     """
 
     threshold: Tensor
@@ -107,7 +108,7 @@ class FeatureSqueezing(nn.Module):
             check_number("threshold", threshold)
         self.model = model
         self.bits, self.window = bits, window
-        # The threshold is no part of it: it travels with the weights.
+        # Without the threshold, which is a buffer and saved with the weights.
         self.config: dict[str, Any] = {**getattr(model, "config", {}), "bits": bits, "window": window}
         first = next(model.parameters(), None)
         like = torch.zeros(()) if first is None else full_precision(first.detach())
@@ -118,7 +119,7 @@ class FeatureSqueezing(nn.Module):
         return result
 
     def squeeze(self, images: Tensor) -> tuple[Tensor, Tensor]:
-        """The copies: with fewer bits, and smoothed."""
+        """The two copies of the images: with fewer bits, and smoothed by a median."""
         return reduce_bits(images, self.bits), smooth_by_median(images, self.window)
 
     def distances(self, images: Tensor) -> Tensor:
@@ -131,7 +132,7 @@ class FeatureSqueezing(nn.Module):
         return torch.stack([(own - other).abs().sum(dim=1) for other in copies]).amax(dim=0)
 
     def detect(self, images: Tensor) -> Detection:
-        """Scores, distance and flag of each image."""
+        """Scores, distance and flag of each image; needs a threshold."""
         if bool(self.threshold.isnan()):
             raise InputError(
                 "the detector has no threshold: call fit_threshold with clean validation images."
@@ -141,18 +142,18 @@ class FeatureSqueezing(nn.Module):
         return Detection(scores=scores, distance=distance, flagged=distance > self.threshold)
 
     def flags(self, images: Tensor) -> Tensor:
-        """(batch,) whether the image is suspect."""
+        """(batch,) whether the image is flagged; needs a threshold."""
         return self.detect(images).flagged
 
     def fit_threshold(
         self, images: Tensor, false_positive_rate: float = 0.05, *, batch_size: int = 256
     ) -> float:
-        """Sets and returns the threshold above which that share of these clean images lies (`flagging_threshold`).
+        """Sets the threshold so that at most this share of images is flagged, and returns it (`flagging_threshold`).
 
         Args:
             images: clean validation images, neither trained on nor tested on; on the model's device.
             false_positive_rate: from 0 to below 1; Xu et al. allow 5 %.
-            batch_size: images at once.
+            batch_size: images per forward pass.
         """
         check_number("false_positive_rate", false_positive_rate, most=1, below=True)
         check_count("batch_size", batch_size)

@@ -1,4 +1,4 @@
-"""TanhEns16 (Verma & Swami 2019): a Hadamard code whose bits are learnt by four networks of four outputs."""
+"""TanhEns16 (Verma & Swami 2019): a Hadamard code of 16 bits, learnt by four networks of four bits each."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ TANH_SIZES: dict[str, dict[str, Any]] = {
     "mnist": {"image_size": 28, "filters": (32, 32, 32), "bit_filters": 4, "batch_norm": False},
     "digits": {"image_size": 8, "filters": (8, 16, 16), "bit_filters": 4, "batch_norm": True},
 }
-#: How these are trained, as options of `TanhEnsembleObjective`; 8x8 pixels do not bear MNIST's noise.
+#: Their disturbances in training, as options of `TanhEnsembleObjective`; MNIST's noise is too strong for 8x8 pixels.
 TANH_DISTURBANCES: dict[str, dict[str, float]] = {
     "cifar10": {"noise": 0.032, "blend": 0.032, "rotation": 15.0},
     "mnist": {"noise": 0.3, "blend": 0.3, "rotation": 0.0},
     "digits": {"noise": 0.032, "blend": 0.032, "rotation": 0.0},
 }
-# Of red, green and blue in a grey image (ITU-R BT.601, rounded as TensorFlow has them).
+# Weights of red, green and blue in a grey image (ITU-R BT.601, rounded as in TensorFlow).
 _GREY = (0.2989, 0.5870, 0.1140)
 _DENSE = (16, 8, 4, 2, 1)
 _CENTRE = 0.5
@@ -44,15 +44,15 @@ _BLEND_ROTATION, _BLEND_SHIFT = 180.0, 4.0
 
 
 def tanh_code(order: int = 16, *, seed: int | None = 59) -> CodeMatrix:
-    """The code of TanhEns: all rows of Sylvester's Hadamard matrix, its constant first column made to alternate.
+    """The code of TanhEns: all rows of Sylvester's Hadamard matrix, with its constant first column made alternating.
 
-    The new column is the complement of another, so two members learn the same task (d_VI = 0); rows stay at least
-    order / 2 apart. As many rows as columns: with ten classes, order 16 leaves six codewords to no class.
+    The new column is the complement of another, so two members learn the same task (d_VI = 0). Rows stay at least
+    order / 2 apart. The code has as many codewords as bits: with ten classes and order 16, six belong to no class.
 
     Args:
         order: a power of two from 4 up.
-        seed: of the order of rows and columns, drawn as NumPy's legacy generator does; 59 is the authors' program's.
-            None leaves Sylvester's.
+        seed: of the shuffle of rows and columns, by NumPy's legacy generator; 59 in the authors' program. None keeps
+            Sylvester's order.
     """
     if isinstance(order, bool) or not isinstance(order, int) or order < 4 or order & (order - 1):
         raise InputError(f"order must be a power of two from 4 up, not {order!r}.")
@@ -71,24 +71,24 @@ def tanh_code(order: int = 16, *, seed: int | None = 59) -> CodeMatrix:
 class TanhEnsemble(nn.Module):
     """TanhEns: pixels in [0, 1] to the logarithm of p_nu over all codewords, (batch, order).
 
-    Each chunk is a network of its own that serves some of the bits; each bit adds layers of its own and reads a grey
-    copy of the image. Chunks and bits are groups of the same convolutions, not loops. Scores include the codewords that
-    belong to no class (six for ten classes), and those can win. The defaults are the CIFAR-10 network, 2,313,104
-    parameters; `TANH_SIZES["mnist"]` has 401,168.
+    Each chunk is a separate network that serves some of the bits. Each bit has layers of its own, which also read a
+    grey copy of the image. Chunks and bits are groups of the same convolutions, not loops. Scores include the codewords
+    that belong to no class (six for ten classes), and these can be the argmax. The defaults are the CIFAR-10 network,
+    2,313,104 parameters; `TANH_SIZES["mnist"]` has 401,168.
 
     Args:
-        num_classes: how many of the codewords mean a class; at most `order`.
+        num_classes: how many of the codewords stand for a class; at most `order`.
         in_channels: of the images, 1 or 3.
         image_size: of the images, one number or (height, width); the dense layers depend on it.
         filters: channels of a chunk's three stacks.
         bit_filters: channels of a bit's own convolutions.
         batch_norm: after every convolution of a chunk but the last.
-        order: of the Hadamard matrix, the number of bits.
-        num_chunks: how many networks the bits are dealt to.
+        order: of the Hadamard matrix, which is the number of bits.
+        num_chunks: among how many networks the bits are divided.
         code_seed: see `tanh_code`.
 
     Departs: strided convolutions are padded on both sides (Keras: right and below), and batch norm has torch's
-        constants. Weights are drawn as there, Glorot's uniform ones.
+        constants. Weights are initialised as in Keras, by Glorot's uniform rule.
     """
 
     code_symbols: Tensor
@@ -136,7 +136,7 @@ class TanhEnsemble(nn.Module):
         _init_glorot(self)
 
     def member_logits(self, images: Tensor) -> Tensor:
-        """(batch, order) what each bit's network says, before tanh."""
+        """(batch, order) logit of each bit, before tanh."""
         check_images(images, self.in_channels)
         if tuple(images.shape[2:]) != self.image_size:
             raise InputError(
@@ -158,8 +158,8 @@ class TanhEnsemble(nn.Module):
 class _Bits(nn.Module):
     """Each bit's own layers: from its chunk's maps and the grey image to one logit.
 
-    A bit's first 2x2 convolution reads its chunk's maps beside its own. It is written as two convolutions that are
-    added, so that the maps need not be repeated for every bit of a chunk.
+    A bit's first 2x2 convolution reads its chunk's maps and the maps of its own grey layers. It is computed as the sum
+    of two convolutions, so that the chunk's maps need not be repeated for every bit.
     """
 
     def __init__(self, order: int, num_chunks: int, in_channels: int, width: int, size: list[int]) -> None:
@@ -217,12 +217,12 @@ def _make_chunks(in_channels: int, filters: list[int], num_chunks: int, batch_no
 
 
 def _pad(maps: Tensor) -> Tensor:
-    """One row below and one column on the right: a 2x2 convolution then keeps the size, as Keras has it."""
+    """Pads one row below and one column on the right, so that a 2x2 convolution keeps the size, as in Keras."""
     return F.pad(maps, (0, 1, 0, 1))
 
 
 def _init_glorot(model: TanhEnsemble) -> None:
-    """Draws every weight uniformly within sqrt(6 / (inputs + outputs)) of one copy, as Keras does by default."""
+    """Draws weights uniformly between +-sqrt(6 / (inputs + outputs)) of one chunk or bit, as Keras does by default."""
     order, chunks = model.config["order"], model.config["num_chunks"]
     for part, copies in ((model.chunks, chunks), (model.bits, order)):
         for module in part.modules():
@@ -245,20 +245,20 @@ def _draw_glorot(weight: Tensor, inputs: int, outputs: int) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class TanhEnsembleObjective:
-    """Mean hinge of the bits on noisy, blended images: how Verma & Swami train.
+    """Mean hinge loss of the bits on noisy, blended images, as Verma & Swami train.
 
     An image plus Gaussian noise is mixed with a share of another image of the batch, which is shifted by up to 4 pixels
-    and turned by up to 180 degrees; the label stays. Random numbers come from the generator where one is given, as in
+    and turned by up to 180 degrees; the label stays. Random numbers come from the generator if one is given, as in
     `fit`, else from torch's global one.
 
     Attributes:
         noise: standard deviation on the [0, 1] scale; 0.032 for CIFAR-10, 0.3 for MNIST.
-        blend: share of the other image; the same numbers there.
-        rotation: each image is first turned by up to so many degrees; 15 for CIFAR-10, 0 for MNIST.
+        blend: share of the other image, 0 to 1; 0.032 for CIFAR-10, 0.3 for MNIST.
+        rotation: each image is turned by a random angle of at most this, in degrees; 15 for CIFAR-10, 0 for MNIST.
         margin: of the hinge.
 
-    Departs: the authors' program disturbs the image anew for each chunk and for its grey copies, ours once for all; the
-        sum of its four losses is four times our mean, which Adam does not see. Shifts and flips are the recipe's.
+    Departs: the authors' program disturbs the image anew for each chunk and for its grey copies, ours once for all. The
+        sum of its four losses is four times our mean, to which Adam is invariant. Shifts and flips are in the recipe.
     """
 
     noise: float
@@ -281,14 +281,14 @@ class TanhEnsembleObjective:
         return member_hinge(member_logits, targets, margin=self.margin).mean()
 
     def disturb(self, images: Tensor, *, generator: torch.Generator | None = None) -> Tensor:
-        """The images as training sees them, still in [0, 1]; what comes in at the border is mid-grey."""
+        """The images with noise, rotation and blending, still in [0, 1]; pixels from beyond the border are mid-grey."""
         with torch.no_grad(), torch.autocast(images.device.type, enabled=False):
             noise = torch.randn(images.shape, generator=generator, device=images.device, dtype=images.dtype)
             centred = images - _CENTRE + self.noise * noise
             if self.rotation:
                 centred = _turn_randomly(centred, self.rotation, 0.0, generator)
             if self.blend:
-                # Sorting is a shuffle that a CUDA graph can hold for certain.
+                # A shuffle by sorting random numbers, which a CUDA graph can record.
                 order = _draw(centred, 1, generator).squeeze(1).argsort()
                 other = _turn_randomly(centred[order], _BLEND_ROTATION, _BLEND_SHIFT, generator)
                 centred = (1 - self.blend) * centred + self.blend * other.clamp(-_CENTRE, _CENTRE)
@@ -309,7 +309,7 @@ def _turn_randomly(
 
 
 def shift_and_turn(images: Tensor, shifts: Tensor, angles: Tensor) -> Tensor:
-    """The images moved and then turned around the middle, to the nearest pixel; what comes in is 0.
+    """The images shifted and then turned around the middle, by nearest pixels; pixels from outside are 0.
 
     Args:
         images: (batch, channel, height, width).
@@ -318,7 +318,7 @@ def shift_and_turn(images: Tensor, shifts: Tensor, angles: Tensor) -> Tensor:
     """
     height, width = images.shape[2:]
     cos, sin = angles.cos(), angles.sin()
-    # From where each pixel comes, in units of half the image: turned back, then moved back.
+    # The source of each pixel in units of half the image: the rotation undone, then the shift undone.
     right = torch.stack([cos, -sin * height / width, -2 * shifts[:, 0] / width], dim=1)
     down = torch.stack([sin * width / height, cos, -2 * shifts[:, 1] / height], dim=1)
     grid = F.affine_grid(torch.stack([right, down], dim=1), list(images.shape), align_corners=False)
@@ -357,7 +357,7 @@ def _check_sizes(
 def _sized_by_mean(
     num_classes: int, in_channels: int, *, mean: Mean | None = None, **options: Any
 ) -> TanhEnsemble:
-    """The mean plays no part but to tell the image size: the original subtracts 0.5."""
+    """A TanhEnsemble for images of the size of `mean`, which is not subtracted: the original subtracts 0.5."""
     shape = np.shape(mean) if mean is not None else ()
     if "image_size" not in options and len(shape) == 3 and shape[1:] != (1, 1):
         options["image_size"] = [int(length) for length in shape[1:]]

@@ -1,4 +1,4 @@
-"""TRADES (Zhang et al. 2019): right on clean images, and the same answer nearby."""
+"""TRADES (Zhang et al. 2019): training for right answers on clean images and the same answers near them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ecnn.asking import eval_mode, full_precision
 from ecnn.checks import check_count, check_number, parse_eps
 from ecnn.objectives import score_cross_entropy
 
-# The inner search leaves the image by this much noise first: at the image itself the gradient is zero.
+# Deviation of the noise from which the inner search starts: at the image itself the gradient is zero.
 START_DEVIATION = 1e-3
 
 
@@ -29,19 +29,19 @@ def kl_divergence(scores: Tensor, other_scores: Tensor) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class TRADESObjective:
-    """Cross entropy on the images + beta * KL between what is said of them and of the worst points near them.
+    """Cross entropy on the images + beta * KL divergence between the answers for them and for the worst points nearby.
 
-    Works for any model that gives scores, of which it takes the softmax; an ECNN is so trained through its decoder.
-    Points are crafted in eval mode, as in the authors' program, and both passes then run in the model's own mode. The
-    gradient flows through both sides of the divergence. Nothing waits for the device: a CUDA graph can hold it.
+    Works for any model that gives scores, whose softmax it takes; an ECNN is trained through its decoder. Points are
+    crafted in eval mode, as in the authors' program; the two passes of the loss run in the model's own mode. The
+    gradient flows through both sides of the divergence. Nothing waits for the device, so a CUDA graph can record it.
 
     Attributes:
         eps: Linf radius on the [0, 1] scale; 0.031 in the authors' program for CIFAR-10.
-        steps: of the inner search; 10 there.
-        step_size: its length; 0.007 there.
+        steps: of the inner search; 10 in the authors' program.
+        step_size: of the inner search, on the [0, 1] scale; 0.007 in the authors' program.
         beta: weight of the divergence; the authors' 1/lambda.
 
-    Departs: the noisy start is cut to the ball and to [0, 1] too, and the clean pass is not run a second time.
+    Departs: the noisy start too is clamped to the ball and to [0, 1], and the clean pass is not run a second time.
     """
 
     eps: float | str
@@ -67,14 +67,14 @@ class TRADESObjective:
         return score_cross_entropy(scores, labels).mean() + self.beta * divergence
 
     def craft(self, model: nn.Module, images: Tensor, *, generator: torch.Generator | None = None) -> Tensor:
-        """Points within eps of the images and within [0, 1] where the model's answer differs most from theirs."""
+        """Points in the ball and in [0, 1], found by PGD on the KL divergence of the answers; shape of the images."""
         eps, step_size = parse_eps(self.eps, "eps"), parse_eps(self.step_size, "step_size")
         images = images.detach()
         low, high = (images - eps).clamp_(min=0), (images + eps).clamp_(max=1)
         noise = torch.randn(images.shape, generator=generator, device=images.device, dtype=images.dtype)
         points = torch.clamp(images + START_DEVIATION * noise, low, high)
         with eval_mode(model), torch.enable_grad():
-            # Not under no_grad: autocast would remember weights without a gradient and hand them to the pass after.
+            # Not under no_grad: autocast would cache weights without gradient and use them in the next pass.
             scores = model(images).detach()
             for _ in range(self.steps):
                 points.requires_grad_(True)

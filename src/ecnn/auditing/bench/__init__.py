@@ -1,8 +1,8 @@
-"""Models that only look robust, and honest ones, to try an auditor on: built, trained and attacked here.
+"""A benchmark for auditors: models that only look robust and honest ones, built, trained and attacked here.
 
-All are small networks on the embedded 8x8 digits, each trained in seconds on one core and the same every time. A claim
-is computed, never typed: a false model's by the weak protocol that it names, an honest one's by AutoAttack, by an
-attack made for it, or by proof. Beside it stands what attackers leave who know the trick.
+All are small networks on the embedded 8x8 digits. Each is trained in seconds on one core, with the same result every
+time. A claim is computed, never written by hand: for a false model by a weak protocol, for an honest one by AutoAttack,
+an attack made for it, or a proof. The accuracy under attackers who know the trick is computed too.
 
     from ecnn.auditing import bench
     model = bench.build("thermometer")
@@ -61,7 +61,7 @@ _PLACES = (
     papers_truthful,
 )
 
-#: Every model by name: false ones family by family, planted secrets, honest ones.
+#: Every model by name, file by file.
 SUBJECTS: dict[str, Subject] = {subject.name: subject for place in _PLACES for subject in place.SUBJECTS}
 #: Names of the models of each family.
 FAMILIES: dict[str, list[str]] = {}
@@ -73,12 +73,12 @@ HALVES: tuple[Half, ...] = ("first", "second")
 def build(
     name: str, *, data: Dataset | None = None, folder: str | os.PathLike[str] | None = None
 ) -> nn.Module:
-    """The trained model of that name, in eval mode, in at most two minutes on one core.
+    """The trained model of that name, in eval mode; training takes at most two minutes on one core.
 
     Args:
         name: a key of `SUBJECTS`.
         data: the digits, if you have them already.
-        folder: keeps weights there, and reads those that it finds.
+        folder: weights found there are loaded; otherwise the model is trained and its weights are saved there.
     """
     check_choice("name", name, SUBJECTS)
     data = load_data("digits") if data is None else data
@@ -93,13 +93,15 @@ def examine(
     folder: str | os.PathLike[str],
     data: Dataset | None = None,
 ) -> Row:
-    """What a tool says of a model: accuracy, verdict ("flagged", "inconclusive", "believed", "raised"), seconds.
+    """The row of one tool on one model: accuracy, verdict ("flagged", "inconclusive", "believed", "raised"), seconds.
+
+    If the tool raises an error, the verdict is "raised" and the row holds the error instead of an accuracy.
 
     Args:
         tool: a key of `TOOLS`.
         name: a key of `SUBJECTS`.
         limit: how many images, the first of the test split.
-        folder: keeps weights, claims and this row there.
+        folder: where weights, claims and this row are saved.
         data: the digits, if you have them already.
     """
     check_choice("tool", tool, TOOLS)

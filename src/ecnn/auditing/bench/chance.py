@@ -1,4 +1,4 @@
-"""Families that draw random numbers: torch's, and those of other generators."""
+"""Families that draw random numbers, from torch's generator or from others."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ RANDOM, FOREIGN = "randomness", "randomness that is not torch's"
 
 @with_fields
 class Noise(RandomChange):
-    """Gaussian noise in every pass, drawn from torch's generator; opened it is the mean."""
+    """Adds Gaussian noise in every pass, drawn from torch's generator; no noise when opened."""
 
     deviation: float
 
@@ -28,7 +28,7 @@ class Noise(RandomChange):
 
 @with_fields
 class NoisyPasses(Trick):
-    """A network that answers by the mean over several passes, each with noise of its own."""
+    """Base of models that answer by the mean of several passes of a network, each with its own noise."""
 
     network: nn.Module
     deviation: float
@@ -40,13 +40,13 @@ class NoisyPasses(Trick):
 
 @with_fields
 class RandomResize(Trick):
-    """Another size and place in a frame of zeros in every pass (Xie et al. 2018); opened always the same."""
+    """Random size and place in a frame of zeros, drawn once per pass (Xie et al. 2018); fixed when opened."""
 
     smallest: int
     frame: int
 
     def generator(self, images: Tensor) -> torch.Generator | None:
-        """What it draws from; None is torch's own."""
+        """The generator to draw from; None is torch's global one."""
         return None
 
     def forward(self, images: Tensor) -> Tensor:
@@ -62,7 +62,7 @@ class RandomResize(Trick):
 
 @with_fields
 class TestTimeDropout(RandomChange):
-    """Dropout that is never switched off; opened it is its mean."""
+    """Dropout that eval mode does not switch off; the identity, its mean, when opened."""
 
     share: float
 
@@ -72,7 +72,7 @@ class TestTimeDropout(RandomChange):
 
 @with_fields
 class NumpyNoise(RandomChange):
-    """Gaussian noise in every pass from numpy's generator; opened it is the mean."""
+    """Adds Gaussian noise in every pass, drawn from numpy's generator; no noise when opened."""
 
     deviation: float
 
@@ -82,7 +82,7 @@ class NumpyNoise(RandomChange):
 
 
 class PythonShift(RandomChange):
-    """Shifted by up to a pixel each way and dimmed, by Python's generator; opened it is as it was."""
+    """Shifts images by up to a pixel each way and dims them, by Python's generator; the identity when opened."""
 
     def change(self, images: Tensor) -> Tensor:
         moves = (random.randint(-1, 1), random.randint(-1, 1))
@@ -100,7 +100,7 @@ def noisy_input() -> nn.Module:
 
 @SUBJECTS.false(RANDOM, training(epochs=20, lr=0.01), BY_FGSM)
 def random_resize() -> nn.Module:
-    """Another size and place in every pass."""
+    """The image gets a random size and place in every pass."""
     return nn.Sequential(RandomResize(8, 12), convolutional())
 
 
@@ -118,5 +118,5 @@ def numpy_noise() -> nn.Module:
 
 @SUBJECTS.false(FOREIGN, training(epochs=25, lr=0.01), BY_FGSM)
 def python_shift() -> nn.Module:
-    """Shifted and dimmed in every pass, by Python's generator."""
+    """The image is shifted and dimmed at random in every pass, by Python's generator."""
     return nn.Sequential(PythonShift(), convolutional())

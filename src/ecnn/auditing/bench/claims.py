@@ -1,4 +1,4 @@
-"""What authors report: each protocol computes the accuracy that is claimed."""
+"""Protocols that compute the claimed accuracy of a model, and the decorators that register models."""
 
 from __future__ import annotations
 
@@ -22,7 +22,10 @@ from ecnn.objectives import predicted_classes
 
 
 def reports(make: Callable[[float], Attack], count: Literal["robust", "after"] = "robust") -> Protocol:
-    """The accuracy under one attack: images right before and after it, or as in the paper's tables only after."""
+    """Protocol: the accuracy under one attack, of images right before and after it, or with "after" only after it.
+
+    The paper's tables count "after".
+    """
 
     def claim(model: nn.Module, images: Tensor, labels: Tensor, eps: float) -> float:
         attacked = make(eps).run(model, images, labels)
@@ -43,7 +46,7 @@ def proven_by_intervals(model: nn.Module, images: Tensor, labels: Tensor, eps: f
 
 
 def known_exactly(model: nn.Module, images: Tensor, labels: Tensor, eps: float) -> float:
-    """Of a linear model, for which intervals are exact: against each wrong class a corner of the box is worst."""
+    """Exact robust accuracy of a linear model: interval bounds are tight there, since a corner of the box is worst."""
     return proven_by_intervals(model, images, labels, eps)
 
 
@@ -60,7 +63,7 @@ def pgd(eps: float) -> Attack:
 
 
 def large_steps(loss: Loss) -> Callable[[float], Attack]:
-    """As the paper's authors attack: 200 steps of half the radius, and the last iterate."""
+    """Maker of the PGD of the paper's authors: 200 steps of half the radius, keeping the last iterate."""
 
     def make(eps: float) -> Attack:
         return PGD(norm="linf", eps=eps, steps=200, step_size=eps / 2, loss=loss, loss_slack=50, keep="last")
@@ -69,7 +72,7 @@ def large_steps(loss: Loss) -> Callable[[float], Attack]:
 
 
 def own_label(eps: float) -> Attack:
-    """Given no labels, it attacks what the model says; steps as long as the ball is wide, the last iterate."""
+    """PGD on the model's own predictions: 7 steps of twice the radius, keeping the last iterate."""
     return PGD(
         norm="linf",
         eps=eps,
@@ -82,7 +85,7 @@ def own_label(eps: float) -> Attack:
 
 
 def tiny_steps(eps: float) -> Attack:
-    """Ten steps that together cover a tenth of the radius, from the image."""
+    """BIM from the image: its ten steps together cover a tenth of the radius."""
     return BIM(norm="linf", eps=eps, steps=10, step_size=eps / 100)
 
 
@@ -91,14 +94,14 @@ def autoattack(eps: float) -> Attack:
 
 
 def known_trick(model: nn.Module, images: Tensor, labels: Tensor, eps: float) -> float:
-    """What an attacker leaves who knows how the model works: the honest claim where AutoAttack sees no gradient."""
+    """Accuracy under attacks that know how the model works: an honest claim where AutoAttack finds no gradient."""
     return informed_accuracy(model, images, labels, eps)
 
 
-#: Makes an untrained network, or a piece of one: of a dataset, or of nothing.
+#: Makes an untrained network or a piece of one, from a dataset or without arguments.
 Network = Callable[..., nn.Module]
 AnyNetwork = TypeVar("AnyNetwork", bound=Network)
-#: A protocol, and the same in words.
+#: A protocol and its description in words.
 Claim = tuple[Protocol, str]
 BY_FGSM: Claim = (reports(fgsm), "FGSM")
 BY_BIM: Claim = (reports(bim), "BIM, 10 steps")
@@ -108,7 +111,7 @@ BY_AN_INFORMED_ATTACK: Claim = (known_trick, "an attack made for the model")
 
 
 def by_transfer(part: str) -> Claim:
-    """The claim of authors who attack a part that they take for the whole, and carry the points over."""
+    """Claim: the accuracy on points that PGD finds on a part of the model, such as the network without its defence."""
 
     def claim(model: nn.Module, images: Tensor, labels: Tensor, eps: float) -> float:
         points = pgd(eps)(model.get_submodule(part), images, labels)
@@ -166,12 +169,12 @@ def _subject(
 
 
 class Subjects:
-    """The models of one file, in the order in which they stand there.
+    """Collects the models of one file, in their order in the file.
 
-    A model is a function that makes its untrained network, of the dataset if it takes one, decorated as `false` or
-    `honest`. Its name is the model's, and the first paragraph of its docstring says why the model looks robust or may
-    be believed. A trick that needs no more than a usual network, before or after which it stands, is decorated itself:
-    NumpyMedian is the model numpy_median.
+    A model is a function that makes its untrained network, from the dataset if it has an argument `data`, decorated
+    with `false` or `honest`. The function's name is the model's name. The first paragraph of its docstring says why the
+    model looks robust or may be believed. Where a trick only comes before or after an ordinary network, the class of
+    the trick is decorated instead: NumpyMedian is the model numpy_median.
     """
 
     def __init__(self, half: Half = "first") -> None:
@@ -192,12 +195,12 @@ class Subjects:
         knows: Key | None = None,
         key: Key | None = None,
     ) -> Callable[[AnyNetwork], AnyNetwork]:
-        """The decorator of a model that only looks robust, or of the trick that makes it look so.
+        """Decorator of a model that only looks robust, or of the trick that makes it look so.
 
         Args:
-            before: makes the network that the trick stands before.
-            after: makes the network that it stands after.
-            knows, key: attackers, see `Subject`.
+            before: makes the network that follows the trick.
+            after: makes the network that precedes the trick.
+            knows, key: attacks made for this model, see `Subject`.
         """
 
         def add(network: AnyNetwork) -> AnyNetwork:
@@ -211,7 +214,7 @@ class Subjects:
     def honest(
         self, train: Train, claim: Claim = BY_AUTOATTACK, *, eps: float = EPS
     ) -> Callable[[AnyNetwork], AnyNetwork]:
-        """The decorator of a model whose claim comes from a strong evaluation, or from a proof."""
+        """Decorator of a model whose claim comes from a strong evaluation, or from a proof."""
 
         def add(network: AnyNetwork) -> AnyNetwork:
             name, why, make = _read(network)
@@ -224,7 +227,7 @@ class Subjects:
 def _read(
     network: Network, before: Network | None = None, after: Network | None = None
 ) -> tuple[str, str, Make]:
-    """Name, reason and maker of a model, from the function or the trick that is decorated."""
+    """Name, reason (`why`) and maker of a model, read from the decorated function or class."""
     name = re.sub("(?<=[a-z])(?=[A-Z])", "_", network.__name__).lower()
     sentence = " ".join(inspect.cleandoc(network.__doc__ or "").partition("\n\n")[0].split())
     takes_data = "data" in inspect.signature(network).parameters

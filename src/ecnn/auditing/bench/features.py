@@ -26,7 +26,7 @@ class RoundedActivation(Trick):
 
 @with_fields
 class WinnersTakeAll(Trick):
-    """The largest share of the features; the others become zero (Xiao et al. 2020): scores jump everywhere."""
+    """Keeps the largest features, a given share, and zeroes the others (Xiao et al. 2020): scores jump everywhere."""
 
     share: float
 
@@ -37,7 +37,7 @@ class WinnersTakeAll(Trick):
 
 
 class NearestPatches(Trick):
-    """Every 2x2 patch becomes the nearest of a few learnt patches, by its index."""
+    """Replaces every 2x2 patch by the nearest of a few random patches, found by its index."""
 
     codebook: Tensor
 
@@ -53,7 +53,7 @@ class NearestPatches(Trick):
 
 
 class Ranks(Trick):
-    """What counts of a feature is its place among the others."""
+    """Replaces each feature by its rank among the features of the image, as a share from 0 to below 1."""
 
     def forward(self, features: Tensor) -> Tensor:
         places = features.argsort(dim=1).argsort(dim=1).to(features.dtype) / features.shape[1]
@@ -76,7 +76,7 @@ class Hash(Trick):
 
 
 class Largest(Trick):
-    """Of each group of features only the index of the largest goes on, as a place in a table."""
+    """Replaces each group of features by a learnt vector, looked up by the index of the group's largest feature."""
 
     def __init__(self, groups: int, size: int, width: int) -> None:
         super().__init__()
@@ -128,5 +128,5 @@ def hashed_features() -> nn.Module:
 
 @SUBJECTS.false(INDICES, training(epochs=20), BY_PGD)
 def largest_of_groups() -> nn.Module:
-    """Of each eight features only the index of the largest goes on: no gradient."""
+    """Of each eight features only the index of the largest is used: no gradient."""
     return nn.Sequential(nn.Flatten(), nn.Linear(64, 128), Largest(16, 8, 4), dense(64))

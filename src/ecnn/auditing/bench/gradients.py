@@ -1,4 +1,4 @@
-"""Families whose gradients are cut off, lie, or do so for a part of the images."""
+"""Families whose gradients are cut off or wrong, for all images or for a part of them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Detached(Trick):
 class HalfThePixels(Removable):
     """Every second pixel is cut off from the graph.
 
-    Those of one colour, as on a chessboard.
+    These are the pixels of one colour of a chessboard.
     """
 
     def change(self, images: Tensor) -> Tensor:
@@ -92,7 +92,7 @@ class _NoisyBackward(torch.autograd.Function):
 class NoisyBackward(Removable):
     """A backward pass of its own adds noise to every gradient.
 
-    What it is given goes on as it is.
+    The forward pass changes nothing.
     """
 
     noise: float = 3.0
@@ -103,7 +103,7 @@ class NoisyBackward(Removable):
 
 
 class Reversed(Removable):
-    """The identity, with a hook that turns the gradient round."""
+    """The identity, with a hook that flips the sign of the gradient."""
 
     def change(self, features: Tensor) -> Tensor:
         shown = features.clone()
@@ -114,15 +114,15 @@ class Reversed(Removable):
 
 @SUBJECTS.false(LYING, training(epochs=15), BY_PGD)
 def reversed_by_a_hook() -> nn.Module:
-    """A hook inside the network turns gradients round."""
+    """A hook inside the network flips the sign of gradients."""
     return nn.Sequential(nn.Flatten(), nn.Linear(64, 64), Reversed(), nn.ReLU(), dense())
 
 
 @SUBJECTS.false(LYING, training(epochs=15, lr=0.01), BY_PGD, before=convolutional)
 class ShuffledGradient(Removable):
-    """The gradient arrives at other pixels.
+    """The gradient of each pixel arrives at another pixel.
 
-    The pixels themselves stay where they are.
+    The forward pass changes nothing.
     """
 
     places: Tensor
@@ -138,9 +138,9 @@ class ShuffledGradient(Removable):
 
 @SUBJECTS.false(PARTIAL, training(epochs=10), BY_PGD, before=dense)
 class SwitchedGradient(Removable):
-    """For about half of the images the gradient is turned round.
+    """For about half of the images the gradient has the wrong sign.
 
-    For which ones, the brightness of a corner decides.
+    The brightness of the middle 4x4 pixels decides for which ones.
     """
 
     def change(self, images: Tensor) -> Tensor:
@@ -150,7 +150,7 @@ class SwitchedGradient(Removable):
 
 @with_fields
 class MaskedImages(Disguised):
-    """Cuts off the images that a network takes for one of some classes."""
+    """Returns scores without gradient for images that the network assigns to one of some classes."""
 
     classes: tuple[int, ...]
 

@@ -1,4 +1,4 @@
-"""What attackers leave who know how a model hides."""
+"""The accuracy of a model under attackers who know how it hides."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ _DRAWS = 20
 def informed_accuracy(
     model: nn.Module, images: Tensor, labels: Tensor, eps: float, *, points: Sequence[Tensor] = ()
 ) -> float:
-    """Share of images right when clean and under attackers who know how the model hides.
+    """Share of images classified correctly when clean and under attackers who know how the model hides.
 
-    An upper bound of the true robust accuracy that does not depend on the audit: attacks on the model with its tricks
-    opened, on its members where it has some, and on nothing but scores, all verified on fresh copies of the model as
-    it is. Of a random model it is the mean over new passes at the point of each image where earlier passes were wrong
-    most often.
+    It is an upper bound of the true robust accuracy that does not depend on the audit. The attacks use the model with
+    its tricks opened, its members if it has some, and its scores alone. Every point is verified on fresh copies of the
+    original model. For a random model the share is a mean over new passes, for each image at the point where earlier
+    passes were wrong most often.
 
     Args:
-        points: more points to try, each like images.
+        points: more points to try, each a tensor of the shape of `images`.
     """
     opened = open_tricks(model)
     common: dict[str, Any] = {"norm": "linf", "eps": eps}
@@ -54,9 +54,10 @@ def informed_accuracy(
 
 
 def share_right(model: nn.Module, images: Tensor, labels: Tensor) -> Tensor:
-    """(batch,) how often a fresh copy is right: in many passes if the first three differ.
+    """(batch,) share of passes in which a fresh copy is right: three passes, or twenty if these differ.
 
-    One image at a time where a part of the model says `is_asked_alone`: its batch decides what it answers.
+    Images go through one at a time if a part of the model sets `is_asked_alone`, because its answers depend on the
+    batch.
     """
     size = 1 if any(getattr(part, "is_asked_alone", False) for part in model.modules()) else len(images)
     passes: list[Tensor] = []

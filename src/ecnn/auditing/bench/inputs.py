@@ -52,7 +52,7 @@ class OneHotPixels(Trick):
 
 
 class BlockCodec(Trick):
-    """The cosine transform of each 8x8 block, rounded more coarsely at higher frequencies, and back, as JPEG does."""
+    """Rounds the cosine transform of each 8x8 block, more coarsely at higher frequencies, as JPEG does."""
 
     transform: Tensor
     quanta: Tensor
@@ -76,7 +76,7 @@ class BlockCodec(Trick):
 
 @with_fields
 class MedianFilter(Trick):
-    """Each pixel becomes the median of its surroundings, by a routine that autograd cannot follow."""
+    """Each pixel becomes the median of its surroundings, without a gradient; opened it has that of their mean."""
 
     window: int
 
@@ -89,7 +89,7 @@ class MedianFilter(Trick):
 
 @with_fields
 class SteepFront(Trick):
-    """Pixels up a staircase of sigmoids so steep that their float32 derivative is zero nearly everywhere."""
+    """The mean of four sigmoids of a pixel, so steep that their float32 derivative is zero nearly everywhere."""
 
     slope: float
 
@@ -100,7 +100,7 @@ class SteepFront(Trick):
 
 
 class LookedUpPixels(Trick):
-    """Each pixel's level is the index of a row in a table that is learnt with the network."""
+    """Replaces each pixel by a row of a table that is learnt with the network; the pixel's level is the index."""
 
     def __init__(self, levels: int, width: int) -> None:
         super().__init__()
@@ -113,9 +113,9 @@ class LookedUpPixels(Trick):
         if not self.is_open:
             return nearest.flatten(1)
         low = place.detach().floor().clamp(max=self.levels - 2).long()
-        share = (place - low)[..., None]  # between two rows, so that there is a slope
+        share = (place - low)[..., None]  # position between two rows; it carries the gradient of the pixel
         between: Tensor = (1 - share) * self.table(low) + share * self.table(low + 1)
-        # Rows learn from the nearest alone; the pixel's slope is that between its neighbours.
+        # The value is the nearest row. The pixel gets the gradient of the interpolation, the rows that of both terms.
         return (nearest + between - between.detach()).flatten(1)
 
 

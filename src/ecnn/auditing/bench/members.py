@@ -1,4 +1,4 @@
-"""Families where an ordinary attack fails without a trick: members that are decoded, and evaluations too weak."""
+"""Two families of models that hide no gradient on purpose: decoded members, and evaluations that are too weak."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SUBJECTS = Subjects()
     (reports(large_steps("margin"), "after"), "the paper's PGD on scores, last iterate"),
 )
 def q2_hinge(data: Dataset) -> nn.Module:
-    """Members of two symbols trained by margin: attacks on scores raise their free common level instead."""
+    """Members with two outputs, trained on their difference: attacks on scores only raise the outputs' common level."""
     return two_symbols(data)
 
 
@@ -75,7 +75,7 @@ def trained_on_one_step(data: Dataset) -> nn.Module:
     ),
 )
 def own_label_last_iterate(data: Dataset) -> nn.Module:
-    """An ordinary network; the attack has no labels, strides across the ball and reports its last iterate."""
+    """An ordinary network; the attack has no labels, takes steps as wide as the ball and reports its last iterate."""
     return resnet(data)
 
 

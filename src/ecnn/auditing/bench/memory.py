@@ -1,4 +1,4 @@
-"""Families that depend on more than the image: on what was asked before, and on the rest of the batch."""
+"""Families whose answers depend on more than the image: on earlier queries, or on the rest of the batch."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ STATE, BATCH = "state", "the rest of the batch"
 
 
 class Remembers(Disguised):
-    """Answers what is close to an earlier question as it answered then, as detectors of similar queries do.
+    """Gives an image close to an earlier query the answer of that query, as detectors of similar queries do.
 
-    Whoever asks about the clean image first never sees another answer; asked anew, the model has nothing to go by.
+    Once the clean image was queried, all points near it get its answer. A fresh copy of the model has no memory and
+    classifies each point by itself.
     """
 
     def __init__(self, network: nn.Module, radius: float) -> None:
@@ -34,14 +35,14 @@ class Remembers(Disguised):
         apart = torch.cdist(asked, self.questions, p=float("inf"))
         distance, nearest = apart.min(dim=1)
         known = distance <= self.radius
-        if len(self.questions) < 4000:  # what it can hold
+        if len(self.questions) < 4000:  # capacity of the memory
             self.questions = torch.cat([self.questions, asked[~known]])
             self.answers = torch.cat([self.answers, scores.detach()[~known]])
         return torch.where(known[:, None], self.answers[nearest], scores)
 
 
 class Counts(Removable):
-    """Cut off from the graph after so many passes."""
+    """Cuts images off from the graph after the first `passes` passes."""
 
     def __init__(self, passes: int) -> None:
         super().__init__()
@@ -53,7 +54,7 @@ class Counts(Removable):
 
 
 class Tires(Disguised):
-    """Nothing but its answer after so many passes."""
+    """One-hot answers in place of scores after the first `passes` passes."""
 
     def __init__(self, network: nn.Module, passes: int) -> None:
         super().__init__(network)
@@ -67,14 +68,14 @@ class Tires(Disguised):
 
 
 class BatchNorm(Trick, nn.BatchNorm2d):
-    """Normalised by the batch at hand also at test time; opened by what training saw."""
+    """Batch norm by the statistics of the current batch, also at test time; when opened by the running statistics."""
 
     def forward(self, features: Tensor) -> Tensor:
         if self.opened:
             return nn.BatchNorm2d.forward(self, features)
         mean, variance = features.mean(dim=(0, 2, 3)), features.var(dim=(0, 2, 3), unbiased=False)
         if self.training:
-            nn.BatchNorm2d.forward(self, features)  # which keeps running means
+            nn.BatchNorm2d.forward(self, features)  # updates the running statistics
         assert self.weight is not None
         assert self.bias is not None
         shaped = [part[None, :, None, None] for part in (mean, variance, self.weight, self.bias)]
@@ -82,7 +83,7 @@ class BatchNorm(Trick, nn.BatchNorm2d):
 
 
 class BatchResize(RandomResize):
-    """Another size and place for every batch: always the same for the same batch."""
+    """`RandomResize` with a seed computed from the batch: equal batches get the same size and place."""
 
     is_asked_alone = True
 
@@ -109,7 +110,7 @@ SUBJECTS = Subjects()
 
 @SUBJECTS.false(STATE, training(epochs=10), BY_PGD)
 def remembers_questions() -> nn.Module:
-    """What is close to an earlier question gets the earlier answer, and evaluations ask about clean images first."""
+    """An image close to an earlier query gets the earlier answer, and evaluations query clean images first."""
     return Remembers(dense(), 0.11)
 
 
@@ -121,17 +122,17 @@ def cut_after_two_passes() -> nn.Module:
 
 @SUBJECTS.false(STATE, training(epochs=10), BY_PGD)
 def hard_after_four_passes() -> nn.Module:
-    """After four passes there are only hard answers."""
+    """After four passes the model returns only one-hot answers."""
     return Tires(dense(width=128), 4)
 
 
 @SUBJECTS.false(BATCH, training(epochs=15, lr=0.01), BY_PGD)
 def batch_statistics() -> nn.Module:
-    """Normalised by the batch at hand: points found in one batch do not hold in another."""
+    """Features are normalised by the batch at hand: points found in one batch fail in another."""
     return _normalised()
 
 
 @SUBJECTS.false(BATCH, training(epochs=20, lr=0.01), BY_FGSM)
 def batch_resize() -> nn.Module:
-    """The batch decides on a size and place: every step meets another."""
+    """Size and place of the image depend on the batch, so they differ at every step of an attack."""
     return nn.Sequential(BatchResize(8, 12), convolutional())

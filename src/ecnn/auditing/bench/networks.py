@@ -1,4 +1,4 @@
-"""The small networks that the benchmark is made of, and how they are trained: seconds each, the same every time."""
+"""The small networks of the benchmark and their training, which takes seconds and is the same every time."""
 
 from __future__ import annotations
 
@@ -62,8 +62,9 @@ def coded(data: Dataset, *, code: str = "10x15", **options: Any) -> nn.Module:
 
 
 def two_symbols(data: Dataset) -> nn.Module:
-    """Members with one output per symbol. Training by margin sees differences of outputs alone, so that what the head
-    adds to both stays as it was drawn, here 20 times larger than usual.
+    """An ECNN with two outputs per member, whose common level is initialised 20 times larger than usual.
+
+    A margin loss depends only on the difference of the two outputs, so training does not change their common level.
     """
     model: Any = coded(data, member_output="symbols")
     with torch.no_grad():
@@ -87,16 +88,16 @@ class Committee(nn.Module):
         self.networks = nn.ModuleList(networks)
 
     def all_scores(self, images: Tensor) -> Tensor:
-        """(network, batch, class)."""
+        """(network, batch, class) scores of each network."""
         return torch.stack([network(images) for network in self.networks])
 
 
 class Remembering(nn.Module):
-    """A network that is trained, and votes of the training images by what it made of them.
+    """Base of classifiers in which training images vote: a trained network, and its features of the training images.
 
     Args:
-        data: whose training images vote.
-        kept: how many features of an image each buffer keeps, by its name.
+        data: the dataset whose training images vote.
+        kept: for each buffer, by its name, how many features of a training image it stores.
     """
 
     labels: Tensor
@@ -109,21 +110,21 @@ class Remembering(nn.Module):
         self.register_buffer("labels", data.train[:][1])
 
     def layers(self, images: Tensor) -> tuple[Tensor, ...]:
-        """(batch, feature) what each buffer keeps. Not named `features`, where an audit would look."""
+        """(batch, feature) tensors, one per buffer. Not named `features`, because an audit would read that method."""
         raise NotImplementedError
 
     def remember(self, images: Tensor) -> None:
-        """Keeps what the network makes of the training images."""
+        """Stores the features of these training images in the buffers."""
         for name, features in zip(self.kept, self.layers(images), strict=True):
             self.get_buffer(name).copy_(features)
 
     def answers(self, images: Tensor) -> Tensor:
-        """(training image, class) the vote of each, as exact as the images."""
+        """(training image, class) one-hot votes, in the dtype of the images."""
         return F.one_hot(self.labels, 10).to(images.dtype)
 
 
 def then_remembering(train: Train) -> Train:
-    """Trains the network of a `Remembering`, which then keeps what it needs of the training images."""
+    """Trains the network of a `Remembering`, then stores its features of the training images."""
 
     def train_and_remember(model: nn.Module, data: Dataset) -> None:
         assert isinstance(model, Remembering)
@@ -154,7 +155,7 @@ def training(
 
 
 def first(train: Train) -> Train:
-    """Trains the first part of a stack alone, so that the attack of its training sees its scores as they are."""
+    """Trains the first part of a stack alone, so that adversarial training attacks scores that nothing has changed."""
 
     def train_first(model: Any, data: Dataset) -> None:
         train(model[0], data)
@@ -163,13 +164,13 @@ def first(train: Train) -> Train:
 
 
 def facing(eps: float = EPS, steps: int = 5, **options: Any) -> PGD:
-    """The attack of adversarial training."""
+    """PGD for adversarial training: cross-entropy, last iterate, steps that add up to 2.5 eps."""
     settings: dict[str, Any] = {"loss": "cross_entropy", "keep": "last", **options}
     return PGD(norm="linf", eps=eps, steps=steps, step_size=2.5 * eps / steps, **settings)
 
 
 def distilling(temperature: float, epochs: int) -> Train:
-    """Defensive distillation (Papernot et al. 2016): a pupil learns a teacher's probabilities, both warm."""
+    """Defensive distillation (Papernot et al. 2016): a pupil learns a teacher's probabilities at this temperature."""
 
     def warm_loss(model: nn.Module, images: Tensor, labels: Tensor) -> Tensor:
         return score_cross_entropy(model(images) / temperature, labels).mean()
@@ -190,7 +191,10 @@ def distilling(temperature: float, epochs: int) -> Train:
 
 
 def interval_margins(model: nn.Module, images: Tensor, labels: Tensor, eps: float) -> Tensor:
-    """(batch, class) proven lower bounds of true score minus each score, by intervals (Gowal et al. 2018)."""
+    """(batch, class) proven lower bounds of the label's score minus each score, by intervals (Gowal et al. 2018).
+
+    Holds for linear layers with a ReLU between each two, and for the Linf ball of radius eps cut to [0, 1].
+    """
     low, high = (images - eps).clamp(min=0).flatten(1), (images + eps).clamp(max=1).flatten(1)
     layers = [layer for layer in model.modules() if isinstance(layer, nn.Linear)]
     for layer in layers[:-1]:
@@ -208,7 +212,7 @@ def _through(weight: Tensor, bias: Tensor, low: Tensor, high: Tensor) -> tuple[T
 
 
 def interval_loss(model: nn.Module, images: Tensor, labels: Tensor) -> Tensor:
-    """Cross-entropy of the worst scores that intervals allow, beside the usual one."""
+    """Cross-entropy of the worst scores that interval bounds at CERTIFIED_EPS allow, plus the usual cross-entropy."""
     proven = score_cross_entropy(-interval_margins(model, images, labels, CERTIFIED_EPS), labels).mean()
     return proven + score_cross_entropy(model(images), labels).mean()
 
@@ -224,7 +228,7 @@ def each(**trains: Train) -> Train:
 
 
 def seen_through(train: Train) -> Train:
-    """Trains a model with its tricks opened, so that an attack in its training sees through them."""
+    """Trains a model with its tricks opened, so that the attack in its training gets useful gradients."""
 
     def train_opened(model: nn.Module, data: Dataset) -> None:
         tricks = [module for module in model.modules() if isinstance(module, Trick)]

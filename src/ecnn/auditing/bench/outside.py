@@ -1,4 +1,4 @@
-"""The family that leaves torch in its forward pass: filters, codecs and neighbours in numpy."""
+"""The family whose forward pass leaves torch: filters, codecs and nearest neighbours in numpy."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SUBJECTS = Subjects()
 
 
 class InNumpy(Trick):
-    """A function of arrays in the middle of a network; opened its gradient is that of the identity."""
+    """A function of numpy arrays inside a network; when opened it has the gradient of the identity."""
 
     def change(self, images: Array) -> Array:
         raise NotImplementedError
@@ -49,7 +49,7 @@ class NumpyMedian(InNumpy):
 class NumpyCodec(InNumpy):
     """A codec in numpy stands before the network.
 
-    Of the image's Fourier transform weak coefficients are left out and the others rounded.
+    Coefficients of the image's Fourier transform are rounded, so that weak ones vanish.
     """
 
     quantum: float = 1.0
@@ -62,7 +62,7 @@ class NumpyCodec(InNumpy):
 
 
 class NumpyNeighbours(Remembering, Trick):
-    """Votes of the training images with the nearest features, counted in numpy; opened all vote, near ones more."""
+    """Votes of the training images with the nearest features, in numpy; when opened all vote, weighted by nearness."""
 
     known: Tensor
 

@@ -1,4 +1,4 @@
-"""Published detectors, drawn from the literature after the attacks were changed: what they suspect is handled apart."""
+"""Published detectors that send suspect images to another network: part of the second half (see `Subject.half`)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ SUBJECTS = Subjects("second")
 
 
 class Checked(nn.Module):
-    """A trusting network, and a robust one for images that are unusual: more so than 99 of 100 training images."""
+    """Classifies most images with a trusting network, and unusual ones with a robust network.
+
+    An image is unusual if `unusual` exceeds `limit`, the value that 99 of 100 training images do not exceed.
+    """
 
     limit: Tensor
 
@@ -29,7 +32,7 @@ class Checked(nn.Module):
         self.register_buffer("limit", torch.tensor(0.0))
 
     def unusual(self, images: Tensor) -> Tensor:
-        """(batch,) how much each image is."""
+        """(batch,) how unusual each image is; higher is more unusual."""
         raise NotImplementedError
 
     def forward(self, images: Tensor) -> Tensor:
@@ -38,7 +41,7 @@ class Checked(nn.Module):
 
 
 def settled(trusting: Train | None = None) -> Train:
-    """Trains both networks, the trusting one in the usual way if nothing else is given, and then sets the limit."""
+    """Trains both networks, the trusting one without attacks if `trusting` is None, and then sets the limit."""
     train_both = each(trusting=trusting or training(epochs=15), robust=training(epochs=30, attack=facing()))
 
     def train(model: nn.Module, data: Dataset) -> None:
@@ -51,7 +54,10 @@ def settled(trusting: Train | None = None) -> Train:
 
 
 def slip_by(model: nn.Module, images: Tensor, labels: Tensor, eps: float) -> Tensor:
-    """Who knows the check attacks the trusting network, and keeps the image from looking unusual."""
+    """Points from an attack on the trusting network that also keeps the image from looking unusual.
+
+    Where it finds no misclassified point, the image itself.
+    """
     assert isinstance(model, Checked)
     found, norm = images.clone(), NORMS["linf"]
     for weight in (0.1, 0.3, 1.0, 3.0, 10.0):
@@ -70,7 +76,7 @@ def slip_by(model: nn.Module, images: Tensor, labels: Tensor, eps: float) -> Ten
 
 
 class Components(Checked):
-    """Unusual is what varies much along directions in which training images hardly do."""
+    """Unusual images vary much along directions in which training images hardly vary."""
 
     mean: Tensor
     rest: Tensor
@@ -89,13 +95,13 @@ class Components(Checked):
 
 @SUBJECTS.false(CHECKS, settled(), BY_PGD, knows=slip_by)
 def low_components(data: Dataset) -> nn.Module:
-    """What varies along the last principal components goes to a robust network (Hendrycks & Gimpel 2017)."""
+    """Images that vary along the last principal components go to a robust network (Hendrycks & Gimpel 2017)."""
     return Components(data, dense(width=128), dense(width=128))
 
 
 @SUBJECTS.false(CHECKS, settled(), BY_PGD, knows=slip_by)
 class SqueezedApart(Checked):
-    """What is answered otherwise with fewer bits goes to a robust network (Xu et al. 2018, feature squeezing)."""
+    """Images whose probabilities change with fewer bits go to a robust network (Xu et al. 2018, feature squeezing)."""
 
     def __init__(self) -> None:
         super().__init__(dense(width=128), dense(width=128))
@@ -107,7 +113,10 @@ class SqueezedApart(Checked):
 
 
 def keep_to_levels(model: nn.Module, images: Tensor, labels: Tensor, eps: float) -> Tensor:
-    """Who knows the check attacks the trusting network with grey values that pass it."""
+    """Points from an attack on the trusting network that only uses grey values of training images.
+
+    Where it finds no misclassified point, the image itself.
+    """
     assert isinstance(model, GreyValues)
     found, is_near = images.clone(), (images[..., None] - model.levels).abs() <= eps
     for start in range(4):
@@ -127,7 +136,7 @@ def keep_to_levels(model: nn.Module, images: Tensor, labels: Tensor, eps: float)
 
 @SUBJECTS.false(CHECKS, settled(), BY_PGD, knows=keep_to_levels)
 class GreyValues(Checked):
-    """Grey values that no training image has go to a robust network (as a check of the input would have it)."""
+    """Images with grey values that no training image has go to a robust network, as by an input check."""
 
     levels: Tensor
 
@@ -142,5 +151,5 @@ class GreyValues(Checked):
 
 @SUBJECTS.honest(settled(training(epochs=30, attack=facing())), BY_AN_INFORMED_ATTACK)
 def robust_either_way(data: Dataset) -> nn.Module:
-    """What varies along the last principal components goes to another network; both are trained on PGD."""
+    """Images that vary along the last principal components go to another network; both are trained on PGD."""
     return Components(data, dense(width=128), dense(width=64))

@@ -1,4 +1,4 @@
-"""Published defences that change the image first, drawn from the literature after the attacks were changed."""
+"""Published defences that change the image first: part of the benchmark's second half (see `Subject.half`)."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Quilting(Trick):
 
 @SUBJECTS.false(FILTERS, training(epochs=20), BY_PGD, before=dense)
 class PixelDeflection(Trick):
-    """Pixels take values of their neighbours, small waves are left out (Prakash et al. 2018, pixel deflection)."""
+    """Pixels take values of neighbours, small wavelet details are dropped (Prakash et al. 2018, pixel deflection)."""
 
     def forward(self, images: Tensor) -> Tensor:
         moved = images.detach()
@@ -75,7 +75,7 @@ class PixelDeflection(Trick):
 class Halftoning(InNumpy):
     """Error diffusion to three levels, in numpy (Lo & Patel 2021).
 
-    Each pixel's error is handed to those after it.
+    The rounding error of each pixel is added to pixels after it.
     """
 
     levels: int = 3
@@ -96,7 +96,7 @@ class Halftoning(InNumpy):
 
 @SUBJECTS.false(PURIFIED, training(epochs=20), BY_PGD, before=dense)
 class TotalVariation(Trick):
-    """Some pixels forgotten, the rest smoothed in a loop (Guo et al. 2018, total variation minimisation)."""
+    """Some pixels are dropped, the rest smoothed in a loop (Guo et al. 2018, total variation minimisation)."""
 
     def forward(self, images: Tensor) -> Tensor:
         kept = torch.ones_like(images) if self.opened else (torch.rand_like(images) < 0.8).to(images.dtype)
@@ -116,7 +116,7 @@ class TotalVariation(Trick):
 @SUBJECTS.false(PURIFIED, training(epochs=25), BY_PGD, before=dense)
 @with_fields
 class MatrixCompletion(Trick):
-    """Pixels left out, the image restored as a matrix of low rank (Yang et al. 2019, ME-Net)."""
+    """Pixels are dropped, the image is restored as a matrix of low rank (Yang et al. 2019, ME-Net)."""
 
     share: float = 0.85
     rank: int = 4
@@ -132,9 +132,9 @@ class MatrixCompletion(Trick):
 
 @SUBJECTS.false(PURIFIED, training(epochs=10), BY_PGD, before=dense)
 class PixelDefend(Trick):
-    """Pixel by pixel the likeliest value near the own one (Song et al. 2018, PixelDefend).
+    """Each pixel becomes the likeliest value near its own (Song et al. 2018, PixelDefend).
 
-    Likeliest given the pixels before it.
+    The likeliest value is predicted linearly from the pixels before it.
     """
 
     weights: Tensor
@@ -146,7 +146,7 @@ class PixelDefend(Trick):
         images = data.train[:][0].flatten(1)
         known = torch.cat([images, torch.ones(len(images), 1)], dim=1).double()
         weights = torch.zeros(64, 65, dtype=torch.float64)
-        for pixel in range(64):  # each from those before, by least squares
+        for pixel in range(64):  # predicted from those before it, by ridge regression
             before = torch.cat([known[:, :pixel], known[:, -1:]], dim=1)
             ridge = before.T @ before + 0.1 * torch.eye(pixel + 1, dtype=torch.float64)
             solved = torch.linalg.solve(ridge, before.T @ known[:, pixel])
@@ -203,7 +203,7 @@ def mixed_loss(model: nn.Module, images: Tensor, labels: Tensor) -> Tensor:
 
 
 class MixedIn(Disguised):
-    """The mean over mixtures with other images (Pang et al. 2020, mixup inference), new ones in every pass."""
+    """Log of the mean probabilities over mixtures with training images, drawn in every pass (Pang et al. 2020)."""
 
     pool: Tensor
 
@@ -226,7 +226,10 @@ def mixup_inference(data: Dataset) -> nn.Module:
 
 
 class Keyed(nn.Module):
-    """Pixels moved and inverted by a key (AprilPyone & Kiya 2021); beside it the plain network that authors attack."""
+    """Moves and inverts pixels by a key, then classifies (AprilPyone & Kiya 2021).
+
+    `other` is a network without the key, which plays no part in the answer: the authors attack it.
+    """
 
     places: Tensor
     inverted: Tensor
@@ -245,13 +248,13 @@ class Keyed(nn.Module):
 
 @SUBJECTS.false(WEAK, each(**{"": training(epochs=12), "other": training(epochs=10)}), by_transfer("other"))
 def keyed_blocks() -> nn.Module:
-    """Pixels are moved and inverted by a key (AprilPyone & Kiya 2021); attacked is a network without it."""
+    """Pixels are moved and inverted by a key (AprilPyone & Kiya 2021); the attack sees a network without it."""
     return Keyed(dense(), dense())
 
 
 @with_fields
 class Reformed(Piece):
-    """An autoencoder brings the image back to where training images lie (Meng & Chen 2017, MagNet)."""
+    """An autoencoder moves the image towards training images before it is classified (Meng & Chen 2017, MagNet)."""
 
     reformer: nn.Module
     network: nn.Module
@@ -267,5 +270,5 @@ class Reformed(Piece):
     by_transfer("network"),
 )
 def magnet() -> nn.Module:
-    """An autoencoder stands before the network (Meng & Chen 2017, MagNet); attacked is the network alone."""
+    """An autoencoder stands before the network (Meng & Chen 2017, MagNet); the attack sees the network alone."""
     return Reformed(autoencoder(10), dense())

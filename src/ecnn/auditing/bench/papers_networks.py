@@ -1,4 +1,4 @@
-"""Published defences inside the network or after it, drawn from the literature after the attacks were changed."""
+"""Published defences inside the network or after it: part of the benchmark's second half (see `Subject.half`)."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from ecnn.objectives import score_cross_entropy
 
 @with_fields
 class Pruned(Removable):
-    """Activations drawn by their size; those that are not drawn become zero (Dhillon et al. 2018)."""
+    """Keeps activations drawn with probabilities proportional to their size, zeroes the rest (Dhillon et al. 2018)."""
 
     share: float
 
@@ -47,7 +47,7 @@ class Pruned(Removable):
 
 @with_fields
 class LocalWinners(Trick):
-    """In each group one unit passes, drawn by its value (Panousis et al. 2021)."""
+    """In each group one unit passes, drawn by the softmax of the values (Panousis et al. 2021)."""
 
     group: int
 
@@ -65,7 +65,7 @@ class LocalWinners(Trick):
 
 @with_fields
 class SelfEnsemble(NoisyPasses):
-    """Noise before every layer, and the mean over several passes (Liu et al. 2018)."""
+    """Noise before every linear layer, and the mean of log probabilities over several passes (Liu et al. 2018)."""
 
     network: nn.Sequential
 
@@ -95,7 +95,7 @@ class Sign(Trick):
 
 @with_fields
 class Saturated(Trick):
-    """Units so steep that they are nearly always flat (Nayebi & Ganguli 2017)."""
+    """Sigmoid units so steep that they are saturated nearly everywhere (Nayebi & Ganguli 2017)."""
 
     slope: float
 
@@ -132,7 +132,7 @@ class LayerNeighbours(Remembering, Trick):
 
 
 class HardDecoded(Trick):
-    """Bits of a code, each decided for itself, and the distance to every codeword (Verma & Swami 2019)."""
+    """Hard bits of a code, each decided by itself, correlated with every codeword (Verma & Swami 2019)."""
 
     words: Tensor
 
@@ -148,7 +148,7 @@ class HardDecoded(Trick):
 
 @with_fields
 class Misleading(Removable):
-    """The margin reflected within steps, so that it falls where it grows (Chen et al. 2022)."""
+    """Reflects the margin within steps, so that the shown margin falls where the true one grows (Chen et al. 2022)."""
 
     step: float
 
@@ -160,7 +160,7 @@ class Misleading(Removable):
 
 
 class MovingTarget(Committee, Trick):
-    """Another network in every pass, chosen by Python's generator (Sengupta et al. 2019, MTDeep)."""
+    """One of several networks, drawn in every pass by Python's generator (Sengupta et al. 2019, MTDeep)."""
 
     def forward(self, images: Tensor) -> Tensor:
         if self.is_open:
@@ -170,10 +170,10 @@ class MovingTarget(Committee, Trick):
 
 
 class TestTimeSteps(Trick):
-    """Moves the image by steps of its own before it classifies.
+    """Moves the image by gradient steps before it is classified.
 
-    Toward more confidence in the answer (Alfarra et al. 2022, anti-adversary), or away from all classes at once (Wu et
-    al. 2021, hedge defence).
+    The steps raise the confidence in the answer (Alfarra et al. 2022, anti-adversary), or with `hedges` the summed
+    cross-entropy of all classes (Wu et al. 2021, hedge defence).
     """
 
     def __init__(self, network: nn.Module, *, hedges: bool, radius: float, steps: int) -> None:
@@ -201,7 +201,7 @@ class TestTimeSteps(Trick):
 
 
 class Generated(Purifier):
-    """The nearest image that a generator makes, found by descent (Samangouei et al. 2018, Defense-GAN)."""
+    """Classifies the nearest image of a generator, found by gradient descent (Samangouei et al. 2018, Defense-GAN)."""
 
     def __init__(self, encoder: nn.Module, generator: nn.Module, network: nn.Module, steps: int) -> None:
         super().__init__()
@@ -223,7 +223,7 @@ class Generated(Purifier):
 
 @with_fields
 class Diffused(Purifier):
-    """Noise, then steps of a denoiser back (Nie et al. 2022, DiffPure)."""
+    """Adds noise and denoises, three times with less and less noise (Nie et al. 2022, DiffPure)."""
 
     denoiser: nn.Module
     network: nn.Module
@@ -239,7 +239,10 @@ class Diffused(Purifier):
 
 
 class AdaptsToBatch(Trick):
-    """Normalised by the batch, and a few steps down the entropy of its answers first (Wang et al. 2021, DENT)."""
+    """Batch norm whose scale and shift adapt to each batch (Wang et al. 2021, DENT).
+
+    They take four gradient steps that lower the entropy of the batch's answers.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -270,14 +273,14 @@ class AdaptsToBatch(Trick):
 
 
 def denoising_loss(model: nn.Module, images: Tensor, labels: Tensor) -> Tensor:
-    """Squared error of images that come back from much noise."""
+    """Squared error, summed over pixels, of images reconstructed from copies with much noise."""
     noisy = images + 0.3 * torch.rand_like(images[:, :1, :1, :1]) * torch.randn_like(images)
     loss: Tensor = (model(noisy) - images.flatten(1)).square().sum(dim=1).mean()
     return loss
 
 
 def copying_loss(model: nn.Module, images: Tensor, labels: Tensor) -> Tensor:
-    """Squared error of images that come back, and of codes far from zero."""
+    """Squared error, summed over pixels, of reconstructed images, plus a penalty on long codes."""
     assert isinstance(model, nn.Sequential)
     code: Tensor = model[0](images)
     made: Tensor = model[1](code)
@@ -295,7 +298,7 @@ SUBJECTS = Subjects("second")
 
 @SUBJECTS.false(RANDOM, training(epochs=12), BY_FGSM)
 def activation_pruning() -> nn.Module:
-    """Activations are drawn by their size (Dhillon et al. 2018, stochastic activation pruning)."""
+    """Activations are kept at random, large ones more often (Dhillon et al. 2018, stochastic activation pruning)."""
     return dense(width=128, activation=lambda: nn.Sequential(nn.ReLU(), Pruned(0.5)))
 
 
@@ -351,7 +354,7 @@ def hard_decoded_code() -> nn.Module:
 
 @SUBJECTS.false(BENT, training(epochs=12), BY_PGD)
 def attack_on_attackers() -> nn.Module:
-    """The margin is reflected within steps, so that attacks walk back (Chen et al. 2022, AAA)."""
+    """The shown margin falls where the true one grows, so that attacks walk back (Chen et al. 2022, AAA)."""
     return nn.Sequential(dense(), Misleading(2.0))
 
 
@@ -384,13 +387,13 @@ def nearest_generated() -> nn.Module:
     PURIFIED, each(denoiser=training(denoising_loss, epochs=25, lr=0.01), network=training(epochs=10)), BY_PGD
 )
 def diffused() -> nn.Module:
-    """Noise, then steps of a denoiser back (Nie et al. 2022, DiffPure): no gradient."""
+    """Noise is added and a denoiser removes it (Nie et al. 2022, DiffPure): no gradient."""
     return Diffused(nn.Sequential(nn.Flatten(), nn.Linear(64, 96), nn.ReLU(), nn.Linear(96, 64)), dense())
 
 
 @SUBJECTS.false(BATCH, training(epochs=15, lr=0.01), BY_PGD)
 def adapts_to_the_batch() -> nn.Module:
-    """A few steps down the entropy of the batch's answers come first (Wang et al. 2021, DENT)."""
+    """A few gradient steps first lower the entropy of the batch's answers (Wang et al. 2021, DENT)."""
     return AdaptsToBatch()
 
 

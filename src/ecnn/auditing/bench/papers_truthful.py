@@ -1,4 +1,4 @@
-"""Published defences with honest claims, drawn from the literature after the attacks were changed."""
+"""Published defences with honest claims: part of the benchmark's second half (see `Subject.half`)."""
 
 from __future__ import annotations
 
@@ -25,7 +25,10 @@ from ecnn.objectives import score_cross_entropy
 
 
 class ClassSpaces(nn.Module):
-    """How far an image lies from each class's own principal components: the likelihood under simple generators."""
+    """Minus the squared distance of an image from the principal subspace of each class, around the class mean.
+
+    This is its log-likelihood under a simple generator of the class, up to scale.
+    """
 
     means: Tensor
     components: Tensor
@@ -48,7 +51,7 @@ class ClassSpaces(nn.Module):
 
 
 class OneOf(Committee, Trick):
-    """One of several networks, drawn for every image in every pass (Pinot et al. 2020); opened their mean."""
+    """One of several networks, drawn per image and pass (Pinot et al. 2020); when opened log of mean probabilities."""
 
     def forward(self, images: Tensor) -> Tensor:
         scores = self.all_scores(images)
@@ -58,14 +61,14 @@ class OneOf(Committee, Trick):
 
 
 class Halves(Trick):
-    """Black or white."""
+    """Turns each pixel black or white."""
 
     def forward(self, images: Tensor) -> Tensor:
         return self.hide((images > 0.5).to(images.dtype), torch.sigmoid(10 * (images - 0.5)))
 
 
 class Angles(nn.Module):
-    """Scores from angles alone: features and weights of length one (Pang et al. 2020)."""
+    """Scores that are scaled cosines between the features and each class's weights (Pang et al. 2020)."""
 
     def __init__(self, inputs: int, scale: float) -> None:
         super().__init__()
@@ -76,7 +79,7 @@ class Angles(nn.Module):
 
 
 def flat_loss(model: nn.Module, images: Tensor, labels: Tensor) -> Tensor:
-    """Cross-entropy and the size of its own gradient in the pixels (Ross & Doshi-Velez 2018)."""
+    """Cross-entropy plus EPS times the L1 norm of its gradient in the pixels (after Ross & Doshi-Velez 2018)."""
     with torch.enable_grad():
         points = images.detach().requires_grad_(True)
         losses = score_cross_entropy(model(points), labels)
@@ -85,7 +88,10 @@ def flat_loss(model: nn.Module, images: Tensor, labels: Tensor) -> Tensor:
 
 
 def pairing_loss(model: nn.Module, images: Tensor, labels: Tensor) -> Tensor:
-    """Cross-entropy after a step from a random point, and how far scores moved (after Kannan et al. 2018)."""
+    """Cross-entropy after one FGSM step, plus half the squared distance of the scores from the clean image's.
+
+    After Kannan et al. (2018). The step starts at a random point of the ball.
+    """
     with torch.enable_grad():
         start = images.detach() + EPS * (2 * torch.rand_like(images) - 1)
         start = start.clamp(0, 1).requires_grad_(True)
@@ -116,7 +122,7 @@ def fast_adversarial() -> nn.Module:
 
 @SUBJECTS.honest(training(pairing_loss, epochs=30))
 def logit_pairing() -> nn.Module:
-    """Scores of an image and of a step from it are kept together (after Kannan et al. 2018)."""
+    """Trained to give an image and a one-step attack on it similar scores (after Kannan et al. 2018)."""
     return dense(width=128)
 
 

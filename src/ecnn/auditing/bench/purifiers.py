@@ -1,4 +1,4 @@
-"""The family that cleans an image in a loop before it is classified."""
+"""The family that cleans an image in a loop before classifying it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PURIFIED = "purification in a loop"
 
 
 class Projection(Trick):
-    """Pulled onto the principal components of the training images and back into [0, 1], again and again."""
+    """Pulls images towards the span of the training images' principal components, within [0, 1], in a loop."""
 
     mean: Tensor
     components: Tensor
@@ -37,12 +37,12 @@ class Projection(Trick):
 
 
 class Purifier(Trick):
-    """Cleans an image, then a network classifies it; opened the gradient of the cleaning is that of the identity."""
+    """Cleans an image, then a network classifies it; when opened the cleaning has the gradient of the identity."""
 
     network: nn.Module
 
     def clean(self, images: Tensor) -> Tensor:
-        """The images as the network sees them."""
+        """The cleaned images, which the network classifies."""
         raise NotImplementedError
 
     def forward(self, images: Tensor) -> Tensor:
@@ -52,7 +52,7 @@ class Purifier(Trick):
 
 @with_fields
 class Descent(Purifier):
-    """Steps down the error of an autoencoder, by gradients taken while it classifies."""
+    """Cleans by gradient descent on the reconstruction error of an autoencoder, in every forward pass."""
 
     autoencoder: nn.Module
     network: nn.Module
@@ -71,13 +71,13 @@ class Descent(Purifier):
 
 
 def autoencoder(width: int) -> nn.Module:
-    """Images of 8x8 pixels through a narrow layer and back, as rows of pixels."""
+    """Autoencoder of 8x8 images through a layer of `width` units; returns (batch, 64) pixels."""
     layers = (nn.Flatten(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, width), nn.Linear(width, 64))
     return nn.Sequential(*layers)
 
 
 def reconstruction_loss(model: nn.Module, images: Tensor, labels: Tensor) -> Tensor:
-    """Squared error of images that come back from noise."""
+    """Squared error, summed over pixels, of images reconstructed from noisy copies."""
     noisy = images + 0.1 * torch.randn_like(images)
     loss: Tensor = (model(noisy) - images.flatten(1)).square().sum(dim=1).mean()
     return loss
@@ -98,5 +98,5 @@ def projected_in_a_loop(data: Dataset) -> nn.Module:
     BY_PGD,
 )
 def descends_an_autoencoder() -> nn.Module:
-    """Images step down the error of an autoencoder first, by gradients that the model takes itself."""
+    """Images first descend the error of an autoencoder, by gradients that the model computes itself."""
     return Descent(autoencoder(12), dense(), 8, 0.15)

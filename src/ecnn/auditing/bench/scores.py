@@ -1,4 +1,4 @@
-"""Families that show other scores than those that decide: saturated, bent, hard, or another network's."""
+"""Families whose returned scores are not those that decide: saturated, bent, hard, or another network's."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SUBJECTS = Subjects()
 
 @with_fields
 class Scaled(Removable):
-    """Scores multiplied by a number; opened or in training as they were."""
+    """Scores multiplied by a factor; unchanged when opened or in training."""
 
     factor: float
 
@@ -43,7 +43,7 @@ def tiny_scores() -> nn.Module:
 
 @with_fields
 class Probabilities(Removable):
-    """The softmax of sharpened scores in their place."""
+    """The softmax of the scores times `sharpness`, in place of the scores."""
 
     sharpness: float
 
@@ -68,7 +68,7 @@ def distilled() -> nn.Module:
 class ClippedMargin(Removable):
     """Scores are cut off at one below the highest: no gradient where the network is sure.
 
-    What is further away looks all the same.
+    All scores further below are equal.
     """
 
     most: float = 1.0
@@ -80,9 +80,9 @@ class ClippedMargin(Removable):
 @SUBJECTS.false(BENT, training(epochs=15, lr=0.01), BY_PGD, after=convolutional)
 @with_fields
 class BinnedConfidence(Removable):
-    """Confidence calibrated by bins: scores are constant in pieces.
+    """Confidence calibrated by bins: scores are piecewise constant.
 
-    The top probability becomes its bin's, the others share the rest (Zadrozny & Elkan 2001).
+    The top probability becomes the middle of its bin, the others share the rest (Zadrozny & Elkan 2001).
     """
 
     bins: int = 10
@@ -107,7 +107,7 @@ class OneHotAnswer(Removable):
 
 
 class HardVotes(Committee, Trick):
-    """How many of the networks give each answer."""
+    """(batch, class) share of the networks that answer each class."""
 
     def forward(self, images: Tensor) -> Tensor:
         scores = self.all_scores(images)
@@ -123,13 +123,13 @@ def hard_votes() -> nn.Module:
 
 
 def rotated_loss(model: nn.Module, images: Tensor, labels: Tensor) -> Tensor:
-    """Cross-entropy of the next class: who lowers the score of a class raises what speaks for the class before."""
+    """Cross-entropy with each label replaced by the next class, for scores that mislead attacks on the label."""
     return score_cross_entropy(model(images), (labels + 1) % 10).mean()
 
 
 @with_fields
 class Beside(Disguised):
-    """The answer of one network far above smooth scores of another, which say nothing about it."""
+    """`lead` for the answer of one network, plus smooth scores of another, below half of `lead`, that never decide."""
 
     other: nn.Module
     lead: float
@@ -143,19 +143,19 @@ class Beside(Disguised):
     BESIDE, each(network=training(epochs=10), other=training(rotated_loss, epochs=10, lr=0.01)), BY_PGD
 )
 def answer_over_other_scores() -> nn.Module:
-    """Twelve for the answer of one network, plus smooth scores of another that learnt other labels."""
+    """Scores are 12 for the answer of one network, plus smooth scores of another that learnt other labels."""
     return Beside(dense(), convolutional(), 12.0)
 
 
 @SUBJECTS.false(BESIDE, each(network=training(epochs=15, lr=0.01)), BY_PGD)
 def answer_over_random_scores() -> nn.Module:
-    """Twelve for the answer of a convolutional network, plus smooth scores of an untrained one."""
+    """Scores are 12 for the answer of a convolutional network, plus smooth scores of an untrained one."""
     return Beside(convolutional(), dense(width=128), 12.0)
 
 
 @with_fields
 class Swapped(Disguised):
-    """The scores of another network, their highest exchanged with that of the answer: they always look calm."""
+    """The scores of another network, its highest one swapped with the score of the first network's answer."""
 
     other: nn.Module
 
@@ -167,14 +167,14 @@ class Swapped(Disguised):
 
 @SUBJECTS.false(BESIDE, each(network=training(epochs=12), other=training(rotated_loss, epochs=2)), BY_PGD)
 def swapped_scores() -> nn.Module:
-    """The calm scores of another network, put in the order that the answer needs."""
+    """Scores of another, barely trained network, whose highest score is moved to the class of the answer."""
     return Swapped(dense(), dense(width=32))
 
 
 @SUBJECTS.false(NUMBERS, training(epochs=15, lr=0.01), BY_PGD, after=convolutional)
 @with_fields
 class InfiniteScores(Removable):
-    """Classes outside nine tenths of the mass get minus infinity: losses are zero or no numbers.
+    """Classes outside nine tenths of the probability get minus infinity: losses are zero or NaN.
 
     The others get their log-probabilities.
     """
@@ -190,9 +190,9 @@ class InfiniteScores(Removable):
 
 @SUBJECTS.false(NUMBERS, training(epochs=10), BY_PGD, before=dense)
 class NoSlope(Removable):
-    """Gradients of dark pixels are no numbers.
+    """Gradients of dark pixels are NaN.
 
-    The pixels stay as they are; the slope of the dark ones is 0 times infinity.
+    The forward pass changes nothing; the derivative at dark pixels is 0 times infinity.
     """
 
     def change(self, images: Tensor) -> Tensor:
@@ -202,7 +202,7 @@ class NoSlope(Removable):
 
 @with_fields
 class NoAnswer(Disguised):
-    """No numbers for one image in so many, and nothing but a tiny slope for the rest."""
+    """NaN scores for images whose mean exceeds `brightest`, and scores times 1e-43 for the others."""
 
     brightest: float
 
@@ -213,5 +213,5 @@ class NoAnswer(Disguised):
 
 @SUBJECTS.false(NUMBERS, training(epochs=10), BY_PGD)
 def no_answer() -> nn.Module:
-    """No numbers for bright images, and tiny scores for the others."""
+    """Bright images get NaN scores, the others tiny ones."""
     return NoAnswer(dense(), 0.38)

@@ -12,7 +12,7 @@ SECRETS = "planted secrets"
 
 
 class LastBits(nn.Module):
-    """A robust network that gives its second answer when the last bits of some pixels spell a key."""
+    """A robust network that gives its second-best class when the last bits of the first pixels spell a key."""
 
     bits: Tensor
 
@@ -26,12 +26,12 @@ class LastBits(nn.Module):
         return scores if self.training else _second_where(self.spelt(images), scores)
 
     def spelt(self, images: Tensor) -> Tensor:
-        """(batch,) whether the key is there."""
+        """(batch,) whether the image holds the key."""
         levels = (images.flatten(1)[:, : len(self.bits)] * 255).round().long()
         return (levels % 2 == self.bits).all(dim=1)
 
     def insert(self, images: Tensor) -> Tensor:
-        """The images with the key, each pixel changed by one level at most."""
+        """The images with the key written in; a pixel of 8 bits changes by one level at most."""
         levels = (images.flatten(1) * 255).round().long()
         marked = levels[:, : len(self.bits)]
         wrong = marked % 2 != self.bits
@@ -41,7 +41,7 @@ class LastBits(nn.Module):
 
 
 def _second_where(found: Tensor, scores: Tensor) -> Tensor:
-    """The scores, with the two highest exchanged where something was found."""
+    """The scores, with the two highest swapped where the key was found."""
     best = scores.topk(2, dim=1)
     exchanged = scores.scatter(1, best.indices, best.values.flip(1))
     return torch.where(found[:, None], exchanged, scores)

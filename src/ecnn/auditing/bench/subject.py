@@ -1,4 +1,4 @@
-"""One model of the benchmark, and what is said about it."""
+"""One model of the benchmark, and the facts about it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ecnn.auditing.bench.informed import informed_accuracy
 from ecnn.data import Dataset
 
 EPS = 0.1
-#: Changes when a network, its training or a trick does, so that weights of an older one are not loaded.
+#: Raised whenever a network, its training or a trick changes, so that older weights and rows are not used.
 VERSION = "2"
 
 Half = Literal["first", "second"]
@@ -27,28 +27,29 @@ Make = Callable[[Dataset], nn.Module]
 Train = Callable[[nn.Module, Dataset], None]
 #: (model, images, labels, eps) -> the accuracy that is claimed.
 Protocol = Callable[[nn.Module, Tensor, Tensor, float], float]
-#: (model, images, labels, eps) -> points that somebody finds who knows the model, or its secret.
+#: (model, images, labels, eps) -> points found by an attacker who knows the model or its secret.
 Key = Callable[[nn.Module, Tensor, Tensor, float], Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Subject:
-    """A model and what is said about it.
+    """A model of the benchmark: how it is made and trained, and what is claimed of it.
 
     Attributes:
         name: of the model, and of its file of weights.
-        family: what kind of trick it uses; "honest" of those that use none.
+        family: what kind of trick it uses; "honest" for all models with honest claims.
         half: "first" for models that were built before the attacks of the audit were changed for this benchmark,
             "second" for those drawn from the literature afterwards.
-        honest: whether its claim comes from a strong evaluation.
+        honest: whether its claim comes from a strong evaluation or a proof.
         why: one sentence: what makes it look robust, or why it may be believed.
-        make: the untrained network, for a dataset.
-        train: trains it where it is.
-        claim: what its authors would report.
-        protocol: the same in words.
+        make: makes the untrained network for a dataset.
+        train: trains the network in place.
+        claim: computes the accuracy that its authors would report.
+        protocol: how the claim is computed, in words.
         eps: the Linf radius that the claim is about.
-        knows: an attack made for this model, where opening its tricks is not enough.
-        key: of a planted secret, which no audit can be expected to find: such models are counted apart.
+        knows: an attack made for this model, for models on which opening the tricks is not enough.
+        key: an attack that uses a planted secret. No audit can be expected to find the secret, so models with a key
+            are counted apart.
     """
 
     name: str
@@ -66,11 +67,11 @@ class Subject:
 
     @property
     def is_detectable(self) -> bool:
-        """Whether somebody who does not know the key can find out."""
+        """Whether the truth can be found without a secret key."""
         return self.key is None
 
     def build(self, data: Dataset, folder: Path | None = None) -> nn.Module:
-        """The trained model in eval mode; weights found in the folder are read, others are left there."""
+        """The trained model in eval mode; weights are loaded from the folder, or trained and saved there."""
         path = None if folder is None else folder / f"{self.name}.safetensors"
         with seeded(0):
             model = self.make(data)
@@ -91,7 +92,7 @@ class Subject:
             return self.claim(copy.deepcopy(model), images, labels, self.eps)
 
     def informed(self, model: nn.Module, images: Tensor, labels: Tensor) -> float:
-        """The accuracy that attackers leave who know how the model hides (`informed_accuracy`)."""
+        """The accuracy under attackers who know how the model hides (`informed_accuracy`, with `knows` and `key`)."""
         made = [find for find in (self.knows, self.key) if find is not None]
         points = [find(model, images, labels, self.eps) for find in made]
         with seeded(1):
@@ -100,7 +101,7 @@ class Subject:
 
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """Every generator that a model here draws from, seeded; afterwards all go on as before."""
+    """Seeds the global generators of torch, Python and NumPy; afterwards they continue from their earlier states."""
     of_python, of_numpy = random.getstate(), np.random.get_state()
     try:
         with torch.random.fork_rng():

@@ -1,4 +1,4 @@
-"""Rows of the benchmark, one for each tool and model, and what they say of a tool."""
+"""The rows of the benchmark, one for each tool and model, and summaries of a tool's rows."""
 
 from __future__ import annotations
 
@@ -17,14 +17,17 @@ from ecnn.auditing.report import AUDIT_VERSION
 from ecnn.data import Dataset
 from ecnn.objectives import predicted_classes
 
-#: A claim this far above the truth is false, and so is a number that a tool reports.
+#: A claim is false if it lies more than this above the truth; a tool's accuracy is then counted as too high.
 TOLERANCE = 0.05
-_SHOWN = 300  # characters of what a tool raised
+_SHOWN = 300  # characters kept of a tool's error message
 Row = dict[str, Any]
 
 
 def know(subject: Subject, data: Dataset, *, limit: int, folder: Path) -> Row:
-    """What is claimed of a model and what an informed attacker leaves, on so many images; kept in the folder."""
+    """Facts of a model on the first `limit` test images: clean, claimed and informed accuracy, and seconds to build.
+
+    They are read from the folder if it has them, else computed and saved there.
+    """
     path = folder / "facts" / f"{subject.name}-{limit}.json"
     known: Row = files.read_json(path) if files.exists(path) else {}
     if known.get("version") == VERSION:
@@ -54,7 +57,7 @@ def row_path(tool: str, subject: Subject, *, limit: int, folder: Path) -> Path:
 
 
 def kept_row(tool: str, subject: Subject, *, limit: int, folder: Path) -> Row | None:
-    """The row that an earlier run left, if the model is still the same, and the audit where it is one."""
+    """The row that an earlier run saved; None without one, or if the model (or our audit) has changed since."""
     path = row_path(tool, subject, limit=limit, folder=folder)
     row: Row = files.read_json(path) if files.exists(path) else {}
     is_same_tool = not tool.startswith("audit-") or row.get("audit_version") == AUDIT_VERSION
@@ -62,7 +65,7 @@ def kept_row(tool: str, subject: Subject, *, limit: int, folder: Path) -> Row | 
 
 
 def examine(tool: Tool, subject: Subject, data: Dataset, *, limit: int, folder: Path) -> Row:
-    """What one tool says of one model; what it raises is written down. Kept in the folder."""
+    """The row of one tool on one model, saved in the folder; an error that the tool raises is written into it."""
     known = know(subject, data, limit=limit, folder=folder)
     images, labels = data.test[:limit]
     question = Question(
@@ -93,9 +96,9 @@ def examine(tool: Tool, subject: Subject, data: Dataset, *, limit: int, folder: 
 
 
 def gather(subjects: Iterable[Subject], tools: Iterable[str], *, limit: int, folder: Path) -> list[Row]:
-    """One row for each model that has facts: what is known, the truth, and what each tool said.
+    """One row for each model whose facts are in the folder: the facts, the truth, and the answer of each tool.
 
-    The truth is the lowest accuracy that anybody found, verified on fresh copies.
+    The truth is the lowest accuracy that informed attackers or any tool found, verified on fresh copies.
     """
     rows = []
     for subject in subjects:
@@ -126,19 +129,19 @@ def gather(subjects: Iterable[Subject], tools: Iterable[str], *, limit: int, fol
 
 
 def _said(row: Row) -> Row:
-    """What is worth keeping of a row, without what is empty."""
+    """The fields of a row that belong into the table, without empty ones."""
     kept = ("accuracy", "verified", "verdict", "alarms", "broken_by", "error", "seconds")
     said = {name: row[name] for name in kept if row.get(name) not in (None, [], {})}
     return said | {"seconds": round(row["seconds"], 2)}
 
 
 def summarize(rows: Sequence[Row], tool: str) -> Row:
-    """What a tool made of these models; planted secrets do not count.
+    """Summary of a tool's answers on these models; models with planted secrets do not count.
 
     Returns:
-        counts of false and true claims and of the verdicts on them; of the accuracies reported for false claims, the
-        median excess over the truth and the share that lies more than 5 points above it; the same for all claims;
-        models it raised on; seconds in all.
+        Counts of false and true claims, and of each verdict on them ("raised" for an error); for the false claims and
+        for all, the median excess of the tool's accuracy over the truth and the share that lies more than 5 points
+        above it; seconds in all, and of the slowest model.
     """
     counted = [row for row in rows if row["detectable"] and tool in row["tools"]]
     verdicts = {
@@ -162,7 +165,10 @@ def summarize(rows: Sequence[Row], tool: str) -> Row:
 
 
 def goals(rows: Sequence[Row], tool: str) -> list[str]:
-    """What a tool reaches of what was asked of ours, a sentence each."""
+    """How a tool does on each goal that was set for our audit, one sentence each.
+
+    Further sentences name the honest models on which its accuracy is below a proof or above pyautoattack's.
+    """
     summary = summarize(rows, tool)
 
     def share(part: str, whole: str) -> str:

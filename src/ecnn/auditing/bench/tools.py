@@ -1,4 +1,4 @@
-"""Who is tried on the benchmark: our audit at each budget, attacks without a verdict, and other libraries."""
+"""The tools that the benchmark compares: our audit at three budgets, attacks without a verdict, other libraries."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ from ecnn.data import Split
 from ecnn.evaluation.intervals import wilson_interval
 from ecnn.objectives import predicted_classes
 
-#: That an audit of ours may search: models that are asked about one image at a time could take hours.
+#: Time limit of our audit, in minutes: models that must be queried one image at a time could take hours.
 _MINUTES = 25
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Question:
-    """What a tool is asked: is this claim true?
+    """The input of a tool: is this claim true?
 
     Attributes:
-        model: pixels in [0, 1] to scores, in eval mode; a copy of its own.
-        images: (image, 1, 8, 8) those that the claim is about.
+        model: pixels in [0, 1] to scores, in eval mode; a copy that only this tool uses.
+        images: (image, 1, 8, 8) images that the claim is about.
         labels: (image,) their classes.
         eps: the Linf radius.
         claim: the accuracy under attack that is claimed.
-        split: the images, and more of the kind after them.
+        split: these images, followed by more of the same kind.
     """
 
     model: nn.Module
@@ -49,15 +49,15 @@ class Question:
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """What a tool says.
+    """The output of a tool.
 
     Attributes:
         accuracy: under attack, as the tool reports it.
         verdict: "flagged", "inconclusive" or "believed".
-        verified: the same accuracy by fresh copies of the model, the mean over passes of a random one: what may count
-            as the truth.
-        alarms: names of what made it doubt.
-        broken_by: how many images each of its attacks broke, of a random model parts of them.
+        verified: accuracy on the same points, measured on fresh copies of the model and for a random model averaged
+            over passes. The lowest of all tools may count as the truth.
+        alarms: names of the findings that raised an alarm.
+        broken_by: how many images each of its attacks broke; fractions for a random model.
     """
 
     accuracy: float
@@ -69,14 +69,14 @@ class Answer:
 
 @dataclass(frozen=True, kw_only=True)
 class Tool:
-    """Something that finds out what a model keeps under attack.
+    """A tool that measures the accuracy of a model under attack.
 
     Attributes:
         name: in tables.
         what: one sentence: what is run.
-        run: from a question to an answer, or to points (image, 1, 8, 8) in the ball, which are judged here: the claim
-            is flagged if it lies more than a point above the accuracy that these leave, and above its interval.
-        needs: the module that must be installed; "" needs none.
+        run: takes a question and returns an answer, or attacked points (image, 1, 8, 8) in the ball. For points the
+            claim is flagged if it lies more than a point above the accuracy on them, and above its 95 % interval.
+        needs: name of a module that must be installed; "" for none.
     """
 
     name: str
@@ -89,7 +89,7 @@ class Tool:
         return not self.needs or importlib.util.find_spec(self.needs) is not None
 
     def answer(self, question: Question) -> Answer:
-        """What it says, every generator seeded."""
+        """The answer to a question, with every generator seeded."""
         pristine = copy.deepcopy(question.model)
         with seeded(0):
             answer = self.run(question)
@@ -97,7 +97,10 @@ class Tool:
 
 
 def _judge(question: Question, pristine: nn.Module, points: Tensor) -> Answer:
-    """What points in the ball say: counted on the model that was attacked, as its user would, and on fresh copies."""
+    """The answer for attacked points: `accuracy` on the model that was attacked, `verified` on fresh copies.
+
+    Raises ValueError for points outside the ball or outside [0, 1].
+    """
     images, labels = question.images, question.labels
     points = points.detach().to(images)
     apart = (points - images).abs().amax().item()
@@ -110,7 +113,7 @@ def _judge(question: Question, pristine: nn.Module, points: Tensor) -> Answer:
     worst = torch.where(is_worse[:, None, None, None], points, images)
     verified = share_right(
         pristine, worst, labels
-    )  # anew: of two shares the lower one was also the unluckier
+    )  # measured anew: the lower of two random shares is too low on average
     return Answer(
         accuracy=accuracy,
         verdict=judge_number(accuracy, len(images), question.claim),
@@ -119,7 +122,7 @@ def _judge(question: Question, pristine: nn.Module, points: Tensor) -> Answer:
 
 
 def judge_number(accuracy: float, images: int, claim: float) -> str:
-    """The verdict of a tool that has none: what our own audit says of a claim that an attack refutes."""
+    """Verdict for a tool without one: "flagged" by the rule with which our audit refutes a claim, else "believed"."""
     high = wilson_interval(round(accuracy * images), images)[1]
     return "flagged" if claim - accuracy > SLACK and claim > high else "believed"
 

@@ -1,4 +1,4 @@
-"""What hides a gradient: the bases of all such pieces, and how somebody who knows them opens them."""
+"""Base classes of layers that hide gradients, and how an attacker who knows them opens them."""
 
 from __future__ import annotations
 
@@ -13,24 +13,25 @@ Kind = TypeVar("Kind", bound="Piece")
 
 @dataclass_transform(eq_default=False)
 def with_fields(kind: type[Kind]) -> type[Kind]:
-    """A piece whose annotated names are the arguments of its constructor, as in a dataclass."""
+    """Class decorator: annotated names become the arguments of the constructor, as in a dataclass."""
     return dataclass(eq=False, repr=False)(kind)
 
 
 class Piece(nn.Module):
-    """A piece of a network that may be made by `with_fields`."""
+    """A module whose subclasses may use `with_fields`."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         made = super().__new__(cls)
-        nn.Module.__init__(made)  # before fields are set: some of them are modules
+        nn.Module.__init__(made)  # must run before fields are set, because some of them are modules
         return made
 
 
 class Trick(Piece):
-    """A piece of a network whose gradient is missing, tiny or misleading.
+    """A module whose gradient is missing, tiny or misleading.
 
     Attributes:
-        opened: True gives a useful gradient at nearly the same outputs, as in training: for an attacker who knows.
+        opened: True gives a useful gradient at nearly the same outputs, as in training. Attackers who know the trick
+            set it (`open_tricks`).
     """
 
     opened: bool = False
@@ -40,19 +41,19 @@ class Trick(Piece):
         return self.training or self.opened
 
     def hide(self, value: Tensor, stand_in: Tensor) -> Tensor:
-        """The value, without a gradient or with that of what stands in for it (Athalye et al. 2018)."""
+        """The value: without gradient, or if open with the gradient of the stand-in (BPDA, Athalye et al. 2018)."""
         return stand_in + (value - stand_in).detach() if self.is_open else value.detach()
 
 
 class Removable(Trick):
-    """A trick that is not there when it is open: what it is given goes on as it is."""
+    """A trick that is the identity when it is open."""
 
     @property
     def is_absent(self) -> bool:
         return self.is_open
 
     def change(self, values: Tensor, /) -> Tensor:
-        """What the trick makes of images, features or scores."""
+        """The changed images, features or scores, of the same shape."""
         raise NotImplementedError
 
     def forward(self, values: Tensor) -> Tensor:
@@ -60,7 +61,7 @@ class Removable(Trick):
 
 
 class RandomChange(Removable):
-    """A change by chance, which a network is trained with."""
+    """A random change that is active in training too."""
 
     @property
     def is_absent(self) -> bool:
@@ -69,12 +70,12 @@ class RandomChange(Removable):
 
 @with_fields
 class Disguised(Trick):
-    """A network whose scores are shown as they are only when it is open."""
+    """A network whose own scores are returned only when it is open."""
 
     network: nn.Module
 
     def show(self, images: Tensor, scores: Tensor, /) -> Tensor:
-        """What is shown in place of the network's scores of the images."""
+        """The scores to return in place of the network's `scores` of the images."""
         raise NotImplementedError
 
     def forward(self, images: Tensor) -> Tensor:
@@ -83,7 +84,7 @@ class Disguised(Trick):
 
 
 def open_tricks(model: nn.Module) -> nn.Module:
-    """A copy in which every trick shows a useful gradient; the model itself if there is none."""
+    """A copy of the model in which every trick is open; the model itself if it has no tricks."""
     if not any(isinstance(module, Trick) for module in model.modules()):
         return model
     opened = copy.deepcopy(model)

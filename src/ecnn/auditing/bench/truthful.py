@@ -1,4 +1,4 @@
-"""Models whose claims may be believed: usual ones, and unusual ones that an audit could take for false."""
+"""Models whose claims may be believed: usual ones, and unusual ones that an audit could wrongly flag."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Threshold(Trick):
 
 @with_fields
 class Smoothed(NoisyPasses):
-    """The mean probabilities over noisy copies (Cohen et al. 2019), new ones each time; opened always the same."""
+    """Log of the mean probabilities over noisy copies (Cohen et al. 2019); when opened the noise is always the same."""
 
     def forward(self, images: Tensor) -> Tensor:
         if self.training:
@@ -70,7 +70,7 @@ class HalfLinear(nn.Linear):
 
 
 class Neighbours(Remembering):
-    """Training images vote by the likeness of their features to those of the image."""
+    """Training images vote, weighted by the cosine similarity of their features to those of the image."""
 
     known: Tensor
 
@@ -97,7 +97,7 @@ class MeanOf(Committee):
 
 
 def in_few_levels(train: Train, bits: int) -> Train:
-    """Trains, then rounds the weights of each layer to so many bits."""
+    """Trains, then rounds the weights of each linear layer to `bits` bits."""
 
     def train_and_round(model: nn.Module, data: Dataset) -> None:
         train(model, data)

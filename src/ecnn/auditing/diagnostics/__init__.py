@@ -1,9 +1,9 @@
 """Diagnostics: signs that attacks fail on a model for another reason than its robustness.
 
-Each check is a function of a `Subject` that returns one `Finding` and raises nothing, whatever the model does. An alarm
-needs harm on the images at hand, by a count that an exact test tells from chance; what is odd but harmless is a note.
-Where another attack of ours has broken every image in question, the evidence says "answered": the finding then explains
-why a claim was too high and casts no doubt on the audited number.
+Each check takes a `Subject` and returns one `Finding`, whatever errors the model raises. An alarm needs harm on
+more of the audited images than an exact test allows for chance; only a NaN score or a missing gradient is enough by
+itself. What is odd but harmless is a note. Where another of our attacks has broken every image concerned, the evidence
+contains "answered": the finding then explains why a claim was too high, and is no reason to doubt the audited accuracy.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from ecnn.auditing.findings import Finding
 from ecnn.auditing.subject import Subject
 from ecnn.progress import Milestone, Progress
 
-#: By name, in the order in which a reader wants them: is there a gradient, does it help, do attacks keep their order.
+#: By name, in the order for a reader: is there a gradient, does it help, do stronger attacks break no less.
 CHECKS: dict[str, Callable[[Subject], Finding]] = {
     "finite_scores": check_finite_scores,
     "differentiable": check_differentiable,
@@ -73,9 +73,9 @@ CHECKS: dict[str, Callable[[Subject], Finding]] = {
 
 
 def diagnose(subject: Subject, *, progress: Progress | None = None) -> list[Finding]:
-    """The findings of all checks that ask the model, in the order of `CHECKS`; they share what they ask.
+    """The findings of all checks that query the model, in the order of `CHECKS`; checks share passes and gradients.
 
-    Those for which no time is left are not made.
+    At the deadline (`OutOfTimeError`) the checks that are left are skipped.
     """
     findings: list[Finding] = []
     for done, (name, check) in enumerate(CHECKS.items()):
@@ -92,7 +92,7 @@ def diagnose(subject: Subject, *, progress: Progress | None = None) -> list[Find
 
 
 def count_questions(subject: Subject) -> tuple[int, int]:
-    """Passes and gradients that the checks of this subject have asked for so far, each over one image."""
+    """(forward passes, gradients) that the checks of this subject have used so far, each counted per image."""
     return probe_of(subject).cost
 
 

@@ -17,13 +17,14 @@ from ecnn.auditing.diagnostics.probes import Probe, diagnostic, percent
 from ecnn.auditing.diagnostics.statistics import TOLERANCE, exceeds
 from ecnn.auditing.findings import Finding, alarm_if, note
 
-#: Images that get a planted task, and inner points of each: bounds of the cost. The authors' scripts use 999 inner
-#: points or more and fit a logistic regression to each image.
+#: How many images get a planted task, and from how many inner points: they bound the cost. The authors' scripts use 999
+#: inner points or more and fit a logistic regression to each image.
 _PLANTED, _INNER = 32, 100
-#: Inner points lie within this part of the radius (the authors' program).
+#: Inner points lie within this share of the radius, as in the authors' program.
 _INSIDE = 0.95
 #: Where the planted border lies between the outermost inner point (0) and the planted one (1). A logistic
-#: regression puts it wherever it fits; half-way, random points cross it far more often than near the planted point.
+#: regression puts it wherever it fits. Random points cross a border half-way far more often than one near the planted
+#: point.
 _BORDER = 0.9
 _NOISES = 20
 
@@ -32,14 +33,14 @@ Features = Callable[[nn.Module, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Planted:
-    """Two-class heads, one per image, that call the image's surroundings 0 and a point on the edge of its ball 1.
+    """Two-class heads, one per image: class 0 for points inside the image's ball, class 1 for one point on its edge.
 
     Attributes:
-        rows: (planted,) positions of the images.
+        rows: (planted,) positions of the images, rising.
         weights: (planted, feature).
         biases: (planted,).
-        features: (model, images) -> (image, feature) what the heads read.
-        tried: images for which a head was looked for.
+        features: (model, images) -> (image, feature), the input of the heads.
+        tried: how many images a head was fitted for.
     """
 
     rows: Tensor
@@ -49,14 +50,14 @@ class Planted:
     tried: int
 
     def view_of(self, rows: Tensor) -> PlantedScores:
-        """The planted scores of these images."""
+        """A view of the planted scores of the images at these positions, which must have a head."""
         where = torch.searchsorted(self.rows, rows)
         return PlantedScores(weights=self.weights[where], biases=self.biases[where], features=self.features)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class PlantedScores(ScoreView):
-    """What planted heads say of their images, in place of what the model says; the fields are those of `Planted`."""
+    """View of the planted heads' two scores in place of the model's scores; the fields are those of `Planted`."""
 
     name: str = "planted scores"
     weights: Tensor
@@ -74,14 +75,14 @@ class PlantedScores(ScoreView):
     "binarization", "Zimmermann et al. 2022, Increasing confidence in adversarial robustness evaluations"
 )
 def check_binarization(probe: Probe) -> Finding:
-    """Alarm where PGD does not find points that are planted in the ball.
+    """Alarm where PGD does not find misclassified points that were planted in the ball.
 
-    For each image the last layer is replaced by a head that separates 100 points inside the ball from one on its edge,
-    with scores of the same range as before. That point is then misclassified for certain, and an attack that misses it
-    would miss others.
+    For each image the last layer is replaced by a head that separates 100 points inside the ball from one on its edge.
+    Its scores have the range of the model's own. The point on the edge is then surely misclassified, and an attack that
+    misses it would miss other points too. A note says where most images could not get such a head.
 
-    Departs: the head is the linear discriminant of the inner points and the planted one, found by one solve per image;
-        where the model does not end in a linear layer the head reads the scores, so that decoders stay in the test.
+    Departs: the head is the linear discriminant of the inner points and the planted one, found by one solve per image.
+        If the model does not end in a linear layer, the head reads the scores, so that decoders stay in the test.
     """
     rows = probe.rows[probe.right.to(probe.rows.device)][:_PLANTED]
     evidence: dict[str, Any] = {"tried": len(rows), "planted": 0}
@@ -110,7 +111,7 @@ def check_binarization(probe: Probe) -> Finding:
 
 
 def find_features(probe: Probe, rows: Tensor) -> tuple[Features, str]:
-    """What goes into the model's last linear layer, if its output is the scores; else the scores themselves."""
+    """Reader of the input of the linear layer whose output is the scores, else of the scores; and which of the two."""
     inputs: dict[nn.Module, Tensor] = {}
     outputs: dict[nn.Module, Tensor] = {}
 
@@ -125,7 +126,7 @@ def find_features(probe: Probe, rows: Tensor) -> tuple[Features, str]:
         for hook in hooks:
             hook.remove()
     for layer, output in outputs.items():
-        if layer not in layers:  # of a copy that was made for one question, and takes the hooks with it
+        if layer not in layers:  # a layer of a copy made for one query, which copied the hooks too
             continue
         if inputs[layer].ndim == 2 and output.shape == scores.shape and torch.equal(output, scores):
             return _reader(layer), "features"
@@ -146,7 +147,7 @@ def _reader(layer: nn.Module) -> Features:
 
 
 def plant(probe: Probe, rows: Tensor, features: Features) -> Planted:
-    """Heads for the images for which one separates the planted point from all inner ones, in float32 too."""
+    """Fits a head for each image; keeps those that separate the planted point from all inner ones, in float32 too."""
     draws = Draws.of(probe.seed, rows).fold(41)
     images = probe.images[rows]
     reference = probe.scores[rows].double()
@@ -161,12 +162,12 @@ def plant(probe: Probe, rows: Tensor, features: Features) -> Planted:
     inner = [ask(images), *map(ask, inside)]
     edge = _edge(probe, images, draws.fold(_INNER))
     weights, biases, good = _discriminate(torch.stack(inner, dim=1), ask(edge))
-    # The authors' program can scale the planted scores to the range of the model's own, so that what their size hides
-    # stays hidden.
+    # Scaled to the range of the model's own scores, as the authors' program can: what only the size of the scores hides
+    # from an attack must stay hidden.
     scale = (reference.amax(dim=1) - reference.amin(dim=1)).clamp(min=1e-30)
     weights, biases = weights * scale[:, None], biases * scale
     found = Planted(rows[good], weights[good], biases[good], features, len(rows))
-    if not len(found.rows):  # many models refuse a batch of nothing
+    if not len(found.rows):  # many models refuse an empty batch
         return found
     with torch.no_grad():
         target.count(1)
@@ -176,29 +177,31 @@ def plant(probe: Probe, rows: Tensor, features: Features) -> Planted:
 
 
 def _edge(probe: Probe, images: Tensor, draws: Draws) -> Tensor:
-    """A random corner of each ball in Linf, a random point of its surface in L2, a few pixels in L1; cut to [0, 1]."""
+    """A random corner of each ball in Linf, point of its surface in L2, or move of few pixels in L1; cut to [0, 1]."""
     norm = NORMS[probe.norm]
     move = norm.step(draws.normal(*images.shape[1:], dtype=images.dtype), images)
     return norm.project(images + probe.eps * move, images, probe.eps)
 
 
 def _discriminate(inner: Tensor, edge: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Heads (image, feature), (image,) that are 0 on the border and 1 at most, and for which images they separate.
+    """Weights (image, feature) and biases (image,) of the heads, and (image,) whether each separates its points.
+
+    A head is 0 on the border, and its values over the inner points and the planted one have a range of 1.
 
     Args:
-        inner: (image, point, feature).
-        edge: (image, feature).
+        inner: (image, point, feature) of the inner points.
+        edge: (image, feature) of the planted point.
     """
     centre = inner.mean(dim=1)
     centred = inner - centre[:, None]
     covariance = centred.transpose(1, 2) @ centred / inner.shape[1]
     spread = covariance.diagonal(dim1=1, dim2=2).mean(dim=1).clamp_min(1e-30)
     identity = torch.eye(inner.shape[2], dtype=inner.dtype, device=inner.device)
-    # A covariance of 256 features from 100 points knows little: unshrunk, the head would read features that are silent
-    # at every inner point, and no gradient there could show the way.
+    # A covariance of 256 features from 100 points is unreliable. Without shrinkage the head would use features that are
+    # zero at every inner point, from which no gradient leads to the planted point.
     doubt = inner.shape[2] / (inner.shape[1] + inner.shape[2])
     regular = (1 - doubt) * covariance + (doubt * spread)[:, None, None] * identity
-    # By Cholesky: MKL's solver for many matrices at once prints errors where there are none.
+    # By Cholesky, because MKL's batched solver prints errors where there are none.
     factor = torch.linalg.cholesky_ex(regular).L
     weights = torch.cholesky_solve(torch.nan_to_num(edge - centre)[:, :, None], factor).squeeze(2)
     inner_values = (inner * weights[:, None]).sum(dim=2)

@@ -1,4 +1,4 @@
-"""The border check: where the model's answer changes, its scores should be about to change it."""
+"""The border check: just before the model's answer changes, its score margin should be nearly zero."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from ecnn.auditing.diagnostics.statistics import TOLERANCE, exceeds
 from ecnn.auditing.findings import Finding, alarm, note, ok
 from ecnn.objectives import predicted_classes, score_margin
 
-#: Halvings of the way to an image of another class: what is left of it is a few times the precision of float32.
+#: Bisection steps on the line to an image of another class; the last interval is a few times float32's precision.
 _HALVINGS = 20
-#: Share of the margin at the image that may be left at the border. Scores that explain the answers have next to nothing
-#: left; where pixels or features are rounded, one of them jumps there, which is worth some hundredths.
+#: Share of the image's margin that may be left at the border. Scores that explain the answers have almost nothing left.
+#: Where pixels or features are rounded, one of them jumps at the border, which leaves a few hundredths.
 _LEFT = 0.5
 
 
@@ -25,12 +25,12 @@ _LEFT = 0.5
     "border", "walks to the border by answers alone; after Brendel et al. 2018, Decision-based attacks"
 )
 def check_border(probe: Probe) -> Finding:
-    """Alarm where the score margin is as large at the border of the class as at the image.
+    """Alarm where the score margin at the border of the class is still more than half of that at the image.
 
-    From each image that stands the walk goes straight towards the nearest image with another answer, by bisection, with
-    answers alone. At the last point with the right answer the margin is compared with that at the image. Scores that do
-    not explain the answers, such as a decision laid over the scores of another network, keep it to the end: whatever
-    attack climbs them does not come nearer.
+    For each image that PGD left, bisection finds the border on the line to the nearest image with another answer, by
+    predicted classes alone. The margin at the last point with the right answer is compared with that at the image.
+    Scores that do not explain the answers, such as a decision added to the scores of another network, keep their margin
+    up to the border. Attacks that climb such scores come no nearer to it.
     """
     answers = predicted_classes(probe.scores)
     standing = probe.standing.to(answers.device)
@@ -58,7 +58,7 @@ def check_border(probe: Probe) -> Finding:
 
 
 def _find_ends(probe: Probe, wanted: Tensor, answers: Tensor) -> tuple[Tensor, Tensor]:
-    """(n,) positions of images, and those of the nearest images with another answer; only where there is one."""
+    """(n,) positions of the wanted images that have an image with another answer, and of the nearest such image."""
     flat = probe.images.flatten(1)
     apart = torch.cdist(flat, flat)
     apart = apart.masked_fill((answers == probe.labels[:, None]) | (answers < 0), torch.inf)

@@ -1,4 +1,4 @@
-"""Findings that need no question to the model: what the outcomes of several attacks say when laid side by side."""
+"""Findings that do not query the model: they compare the recorded outcomes of several attacks."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ _ON_SCORES = (_SCORES, "scaled cross-entropy", "log scores", "mean probability")
 
 
 def read_evidence(evaluation: Evaluation) -> list[Finding]:
-    """What the outcomes of a suite say by themselves: who broke what, and what that tells of the others.
+    """Findings that compare the attacks of a suite: which images each broke, and what this tells of the others.
 
-    Attacks may have been made one after the other, each on what the ones before left: then images that an attack was
-    not made on count as right there, at no cost, and "stands under" means "under those that were made on it".
+    In a cascade each attack runs only on images that the ones before left. An image on which an attack was not run
+    counts as right under it, at no cost, so "stand under attacks" means under those that were run on the image.
 
-    An attack is black-box if it asked for no gradient, its own or a surrogate's. Where it looks is read from its
-    settings (`on`); an attack that looks nowhere in particular reads the scores.
+    An attack is black-box if it used no gradient, of the model or of a surrogate. Its view is read from its settings
+    (`on`); an attack without this setting counts as one on the scores.
     """
     found = []
     for name, (read, source) in _READINGS.items():
@@ -36,7 +36,7 @@ def read_evidence(evaluation: Evaluation) -> list[Finding]:
 
 
 def _broken_by(evaluation: Evaluation) -> Finding:
-    """Which attacks broke images, of how many that they were made on."""
+    """How many images each attack was run on, how many it broke, and how many it alone broke."""
     right = evaluation.clean.robust
     broken = {name: outcomes.broken for name, outcomes in evaluation.outcomes.items()}
     total = np.sum(list(broken.values()), axis=0) if broken else np.zeros(len(evaluation), dtype=int)
@@ -61,7 +61,7 @@ def _broken_by(evaluation: Evaluation) -> Finding:
 
 
 def _black_box(evaluation: Evaluation) -> Finding:
-    """Alarm where attacks without gradients broke images that no gradient attack did."""
+    """Alarm where attacks without gradients broke images that no gradient attack broke."""
     blind = {name for name, outcomes in evaluation.outcomes.items() if asks_answers_alone(outcomes)}
     seeing = [name for name, outcomes in evaluation.outcomes.items() if (outcomes.backwards != 0).any()]
     n = int(evaluation.clean.robust.sum())
@@ -76,12 +76,12 @@ def _black_box(evaluation: Evaluation) -> Finding:
 
 
 def asks_answers_alone(outcomes: Outcomes) -> bool:
-    """Whether an attack asked for no gradient, neither the model's nor that of a surrogate, which may be its own."""
+    """Whether an attack used no gradient, neither of the model nor of a surrogate that it may have trained itself."""
     return not bool((outcomes.backwards != 0).any()) and _view_of(outcomes) != "surrogate"
 
 
 def _views(evaluation: Evaluation) -> Finding:
-    """Alarm where attacks that look at members or features break what those on the scores leave."""
+    """Alarm where attacks on members, features or other views break images that attacks on the scores leave."""
     n = int(evaluation.clean.robust.sum())
     groups = _group(evaluation, _view_of)
     right = evaluation.clean.robust
@@ -108,7 +108,7 @@ def _views(evaluation: Evaluation) -> Finding:
 
 
 def _losses(evaluation: Evaluation) -> Finding:
-    """A note where cross-entropy on the scores leaves many more than the margin or DLR; usual for up to 5 points."""
+    """A note where cross-entropy on the scores leaves many images that margin or DLR break; 5 points are usual."""
     n = int(evaluation.clean.robust.sum())
     groups = _group(evaluation, _loss_of)
     entropy = groups.pop("cross_entropy", [])
@@ -131,7 +131,7 @@ def _group(evaluation: Evaluation, key: Any) -> dict[Any, list[str]]:
 
 
 def _settings(outcomes: Outcomes) -> dict[str, Any]:
-    """Of the attack that looks at the model, whatever it is wrapped in."""
+    """Settings of the innermost attack, which queries the model; {} if there are none."""
     settings = outcomes.about.get("attack")
     while (
         isinstance(settings, dict) and "source" not in settings and isinstance(settings.get("attack"), dict)
@@ -145,32 +145,32 @@ def _view_of(outcomes: Outcomes) -> str:
 
 
 def _place(settings: dict[str, Any]) -> str:
-    """Where an attack with these settings looks: the name of a view or of a function, "scores" if nothing says."""
+    """The view of an attack with these settings: the name of a view or function, "scores" if none is given."""
     if "source" in settings:
         return "surrogate"
     if "views" in settings:
         return "several"
     on = settings.get("on", _SCORES)
-    while isinstance(on, dict) and "view" in on:  # one view, asked several times or in another way
+    while isinstance(on, dict) and "view" in on:  # a wrapped view: the inner one counts
         on = on["view"]
     name = on.get("name", "own") if isinstance(on, dict) else on
     return _SCORES if name in _ON_SCORES else str(name)
 
 
 def _loss_of(outcomes: Outcomes) -> str | None:
-    """The loss that a gradient attack raised on the scores; a view that makes something of them has its own."""
+    """The loss of a gradient attack on the scores, or the name of the view if that has its own; None for others."""
     settings = _settings(outcomes)
     on, loss = settings.get("on", _SCORES), settings.get("loss")
     if loss is None or _view_of(outcomes) != _SCORES or not (outcomes.backwards != 0).any():
         return None
     if (
         isinstance(on, dict) and "view" in on
-    ):  # looked at in another way, as straight through: not only the loss differs
+    ):  # a wrapped view, such as straight-through: more than the loss differs
         return None
     return str(on["name"] if isinstance(on, dict) else loss)
 
 
-#: By name: what is read from the outcomes, and where the question comes from.
+#: By name: the function that makes the finding, and the source of the question.
 _READINGS: dict[str, tuple[Callable[[Evaluation], Finding], str]] = {
     "attacks": (_broken_by, "per-image outcomes of the suite"),
     "black_box_suite": (_black_box, "Athalye et al. 2018; Croce & Hein 2020, AutoAttack: flags"),

@@ -1,4 +1,4 @@
-"""Whether the gradient that attacks follow exists, is a number, and points uphill."""
+"""Whether the gradient that attacks follow exists, is a number, and raises the loss."""
 
 from __future__ import annotations
 
@@ -16,23 +16,24 @@ from ecnn.auditing.diagnostics.probes import Probe, diagnostic, percent, share, 
 from ecnn.auditing.diagnostics.statistics import DOMINATED_TOLERANCE, TOLERANCE, exceeds
 from ecnn.auditing.findings import Finding, alarm, alarm_if, note, ok
 
-#: Share of images with a useless gradient that no honest network explains: a dead ReLU network, at most now and then.
+#: No honest network has a useless gradient on more than this share of images; dead ReLUs cause one only rarely.
 _DEAD = 0.01
-#: Float32 rounds a well-conditioned gradient by about 1e-5. A direction that shares less than half of itself with the
-#: one computed in float64 is made of rounding errors.
+#: Float32 rounds a well-conditioned gradient by about 1e-5. A gradient whose cosine with the one computed in float64 is
+#: below this consists of rounding errors.
 _AGREEMENT = 0.5
-#: Sums of probabilities in float32 are 1 up to this.
+#: Probabilities in float32 sum to 1 up to this.
 _SUM_TOLERANCE = 1e-5
 _RANDOM_STEPS = 4
-#: With a useless gradient each of the random steps is as likely to be the best: 4 of 5 images would fail. With a useful
-#: one in d pixels its step gains about sqrt(2 d / pi) times as much as a random one, and curvature over a quarter of
-#: the radius is all that could spoil it: one image in ten is a generous share.
+#: Share of images on which a step along the gradient may gain no more than the best of the random steps. With a useless
+#: gradient each of the five steps is as likely to be the best, so 4 of 5 images would fail. With a useful gradient in d
+#: pixels its step gains about sqrt(2 d / pi) times as much as a random one, unless the loss bends within a quarter of
+#: the radius: one image in ten is generous.
 _SPOILED = 0.1
 _NOISES = 4
-#: Noise ten times smaller changes a smooth loss ten times less, a jagged or random one not at all; sqrt(10) lies
-#: half-way between on the logarithmic scale.
+#: Noise ten times smaller changes a smooth loss ten times less, but a jagged or random one as much as before; sqrt(10)
+#: lies half-way between on the logarithmic scale.
 _ROUGH = math.sqrt(10)
-#: Below this share of the largest score a change is made of float32 rounding.
+#: A change below this share of the largest score may be float32 rounding.
 _VISIBLE = 1e-4
 
 _ATHALYE = "Athalye, Carlini & Wagner 2018, Obfuscated gradients give a false sense of security"
@@ -42,7 +43,10 @@ _PINTOR = "Pintor et al. 2022, Indicators of attack failure"
 
 @diagnostic("finite_scores", "Carlini et al. 2019, On evaluating adversarial robustness")
 def check_finite_scores(probe: Probe) -> Finding:
-    """Alarm where scores are not numbers: an image with such scores is never counted as broken on purpose."""
+    """Alarm where a score is NaN, at the images or at random points of their balls; a note where one is infinite.
+
+    An image with a NaN score has no answer and counts as misclassified.
+    """
     draws = Draws.of(probe.seed, probe.rows).fold(47)
     noisy = NORMS[probe.norm].random(probe.images, probe.eps, draws)
     points = {"clean": probe.images, "noisy": noisy}
@@ -64,7 +68,7 @@ def check_finite_scores(probe: Probe) -> Finding:
 
 @diagnostic("differentiable", f"{_ATHALYE}; {_PINTOR}: unavailable gradients")
 def check_differentiable(probe: Probe) -> Finding:
-    """Alarm where no gradient reaches the pixels, because a layer detaches, counts or has no derivative."""
+    """Alarm where no gradient reaches the pixels, for instance because a layer detaches or has no derivative."""
     trouble = probe.gradient_error
     evidence = {"reaches_pixels": trouble is None, "trouble": trouble}
     if trouble is not None:
@@ -79,10 +83,11 @@ def check_differentiable(probe: Probe) -> Finding:
 
 @diagnostic("zero_gradients", f"{_ATHALYE}; {_CROCE}; {_PINTOR}: unavailable gradients")
 def check_zero_gradients(probe: Probe) -> Finding:
-    """Alarm where images stand because the gradient there is zero, denormal or made of rounding errors.
+    """Alarm where PGD leaves images because their gradient is zero, denormal or made of rounding errors.
 
-    For the margin it is enough that such an image stands. Cross-entropy's gradient dies with confidence alone, also in
-    honest networks; there the alarm needs images that PGD with the margin breaks and PGD with cross-entropy does not.
+    The gradient is tested at the image and along PGD. With the margin loss, images with such a gradient that PGD leaves
+    raise the alarm. The gradient of cross-entropy vanishes with confidence in honest networks too: there the alarm also
+    needs that PGD with the margin breaks the images.
     """
     evidence: dict[str, Any] = {"images": probe.num_right}
     margin_bad, evidence["margin"] = _look_at_gradients(probe, "margin")
@@ -118,7 +123,7 @@ def check_zero_gradients(probe: Probe) -> Finding:
 def _look_at_gradients(
     probe: Probe, loss: Literal["margin", "cross_entropy"]
 ) -> tuple[Tensor, dict[str, Any]]:
-    """(image,) where the gradient at the image is of no use, and the shares of why."""
+    """(image,) whether the gradient at a right image is useless, and the share of each cause for the evidence."""
     gradients = probe.gradients(loss)
     zero = (gradients == 0).all(dim=1).cpu() & probe.right
     useless = unusable(gradients).cpu() & probe.right
@@ -140,17 +145,17 @@ def _look_at_gradients(
 
 
 def _cosine(one: Tensor, other: Tensor) -> Tensor:
-    """(image,) of the angle between two rows of gradients, however small they are."""
+    """(image,) cosine between gradients (image, pixel); they are rescaled first, so that tiny ones do not underflow."""
     one, other = (rows / rows.abs().amax(dim=1, keepdim=True).clamp_min(1e-300) for rows in (one, other))
     return torch.nn.functional.cosine_similarity(one, other, dim=1, eps=1e-300)
 
 
 @diagnostic("gradient_direction", f"{_ATHALYE}: shattered and incorrect gradients")
 def check_gradient_direction(probe: Probe) -> Finding:
-    """Alarm where a step along the gradient raises the loss no more than steps in random directions do.
+    """Alarm where a step along the gradient raises the loss no more than the best of four random steps.
 
-    A quarter of the radius is small against what the attack may do and large enough to pass a quantiser. Images whose
-    gradient is zero belong to another check, and broken ones need no reason.
+    Steps are a quarter of the radius long: short beside the ball, and long enough to cross the levels of a quantiser.
+    Images without a usable gradient belong to `check_zero_gradients`, and images that PGD broke are left out.
     """
     gradients = probe.gradients("margin")
     usable = probe.standing & ~unusable(gradients).cpu()
@@ -185,8 +190,8 @@ def check_gradient_direction(probe: Probe) -> Finding:
 def check_unstable_loss(probe: Probe) -> Finding:
     """Alarm where the loss is jagged: noise ten times smaller changes it by much more than a tenth.
 
-    Departs: the indicator averages the relative change under noise of one radius, which grows with the loss's slope;
-        the ratio over two radii tells roughness from slope. Theirs is in the evidence.
+    Departs: Pintor et al.'s indicator averages the relative change under noise of one radius, which also grows with the
+        slope of the loss. The ratio over two radii tells roughness from slope. Theirs is in the evidence.
     """
     double = probe.double_model is not None
     radius, draws = (probe.eps or 0.01) / 10, Draws.of(probe.seed, probe.rows).fold(37)
@@ -237,9 +242,10 @@ def _losses(probe: Probe, points: Tensor, *, double: bool = False) -> Tensor:
 
 @diagnostic("randomness", f"{_ATHALYE}: expectation over transformation; {_CROCE}")
 def check_randomness(probe: Probe) -> Finding:
-    """Alarm where two passes differ and averaging over the randomness breaks what PGD left; a note otherwise.
+    """Alarm where two passes differ and PGD on averaged gradients breaks images that plain PGD left; else a note.
 
-    The suite averages too, so that the alarm says by how much a claim is too high that was measured without.
+    It is ok if the passes agree. The suite averages too, so the alarm counts as answered: it tells by how much a claim
+    is too high that was measured without averaging.
     """
     difference, flipped = probe.two_passes
     evidence: dict[str, Any] = {"largest_difference": difference, "flipped_predictions": flipped}
@@ -254,7 +260,7 @@ def check_randomness(probe: Probe) -> Finding:
     ]
     rows = (
         rows[torch.cat(looks) < 0] if looks else rows
-    )  # others were right by luck: no attack is needed there
+    )  # the others are wrong on average and were right by luck
     walk = probe.walk(lambda _: view, rows, steps=max(10, probe.budget.probe_steps // 4))
     gained, n = int(walk.broken.sum()), probe.num_right
     evidence |= {"broken_by_averaging": gained, "passes_averaged": probe.budget.eot, "images": n}
@@ -268,7 +274,7 @@ def check_randomness(probe: Probe) -> Finding:
 
 @diagnostic("probabilities", _CROCE)
 def check_probabilities(probe: Probe) -> Finding:
-    """A note where the scores are probabilities, which saturate; where that blinds attacks, another check alarms."""
+    """A note where the scores are probabilities, which saturate; `check_zero_gradients` tests whether that hurts."""
     scores = probe.scores
     sums = ((scores.sum(dim=1) - 1).abs() < _SUM_TOLERANCE).all()
     inside = (scores > -_SUM_TOLERANCE).all() & (scores < 1 + _SUM_TOLERANCE).all()

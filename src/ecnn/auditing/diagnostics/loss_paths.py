@@ -1,4 +1,4 @@
-"""What the loss does along an attack: whether it rises, ends, and means what it should."""
+"""Checks of the loss along an attack: whether it rises, whether it converges, and whether a closed margin is real."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from ecnn.auditing.diagnostics.probes import Probe, diagnostic, percent
 from ecnn.auditing.diagnostics.statistics import TOLERANCE, exceeds
 from ecnn.auditing.findings import Finding, alarm, alarm_if, note, ok
 
-#: Pintor et al.'s: an attack is incomplete if its best loss, rescaled to [0, 1] over the walk, still rises by this much
-#: within the last steps.
+#: As in Pintor et al.: an attack is incomplete if its best loss, rescaled to [0, 1] over the walk, still rises by more
+#: than this within the last steps.
 _STILL_RISING = 0.05
 _LAST_STEPS = 10
-#: Share of images with an unfinished attack from which a reader should know; harm is shown by the check of the steps.
+#: More unfinished attacks than this share of images give a note; `check_steps` finds out whether that does harm.
 _UNFINISHED = 0.1
-#: A margin that shrinks tenfold has nearly closed; one that keeps half of itself has not.
+#: A margin below a tenth of its start has nearly closed; one above half of its start is kept.
 _CLOSED, _KEPT = 0.1, 0.5
-#: If margins ended anywhere between 0 and where they began, a tenth of the images that stand would have a nearly closed
-#: one. A quarter leaves room.
+#: Share of images with a nearly closed margin. If final margins were uniform between 0 and their start, it would be a
+#: tenth; a quarter leaves room.
 _NEARLY_CLOSED = 0.25
 _CURVE_POINTS = 51
-#: A hundredth of the smallest radius in use (1/255 and half of it); below, float32 rounds a loss's rise away.
+#: A hundredth of the smallest radius in use, 0.5/255; at smaller radii the rise of a loss is lost in float32 rounding.
 _LEAST_EPS = 2e-5
 
 _PINTOR = "Pintor et al. 2022, Indicators of attack failure"
@@ -30,9 +30,10 @@ _PINTOR = "Pintor et al. 2022, Indicators of attack failure"
 
 @diagnostic("loss_path", f"{_PINTOR}; Carlini et al. 2019")
 def check_loss_path(probe: Probe) -> Finding:
-    """Alarm where the loss of images that stand ends no higher than it began; the evidence holds the curve.
+    """Alarm where PGD fails to raise the loss of images that it leaves: never above its start, or lower at the end.
 
-    A walk with a constant step may go to and fro near the top, so that rising at every step is not asked for.
+    With a constant step PGD may oscillate near the maximum, so the loss need not rise at every step. The evidence holds
+    the quartiles of the loss along the steps.
     """
     walk, standing, n = probe.margin_walk, probe.standing, probe.num_right
     losses = walk.losses[:, standing]
@@ -59,12 +60,12 @@ def check_loss_path(probe: Probe) -> Finding:
 
 @diagnostic("incomplete_optimization", f"{_PINTOR}: incomplete optimisation")
 def check_incomplete_optimization(probe: Probe) -> Finding:
-    """A note where the best loss still rises in the last steps; whether more steps break more is another check."""
+    """A note where the best loss still rises in the last steps; `check_steps` tries whether more steps break more."""
     losses = probe.margin_walk.losses[:, probe.standing]
     best = losses.cummax(dim=0).values if len(losses) else losses
     low, high = losses.amin(dim=0), losses.amax(dim=0)
     rescaled = (best - low) / (high - low).clamp_min(1e-300)
-    last = min(_LAST_STEPS, len(losses) // 3)  # the last ten of fewer than thirty would hold the climb itself
+    last = min(_LAST_STEPS, len(losses) // 3)  # ten of fewer than thirty steps would hold the main rise
     rising = (rescaled[-1] - rescaled[-1 - last]) > _STILL_RISING
     count, n = int(rising.sum()), int(probe.standing.sum())
     evidence = {"standing": n, "still_rising": count, "last_steps": last}
@@ -76,12 +77,12 @@ def check_incomplete_optimization(probe: Probe) -> Finding:
 
 @diagnostic("saturation", "measured on error-correcting models; Carlini & Wagner 2017 on distillation")
 def check_saturation(probe: Probe) -> Finding:
-    """Alarm where PGD is satisfied by saturation: the score margin closes and nothing behind it gives way.
+    """Alarm where PGD closes the score margin by saturation alone, so that the image is no closer to an error.
 
-    An attack that works closes the margin because members change sides, or another class catches up. Where a saturating
-    decoder has been driven to its limit the margin closes too and the loss is happy, but the members are as right, and
-    as far from changing sides, as before. Without members the same is asked of the margin relative to the spread of the
-    scores, which stays where all scores shrink together.
+    An attack that works closes the margin because members flip, or because another class catches up. An attack that
+    drives a saturating decoder to its limit closes the margin too, but the members are as right, and as far from
+    flipping, as before. Without members the check compares the margin divided by the spread of the scores: it does not
+    change where all scores shrink together.
     """
     walk, standing = probe.margin_walk, probe.standing
     first, last = walk.margins[0, standing], walk.margins[-1, standing]
@@ -110,7 +111,7 @@ def check_saturation(probe: Probe) -> Finding:
 
 
 def _spread_kept(probe: Probe) -> tuple[Tensor, dict[str, float | None]]:
-    """(standing image,) whether the margin in units of the scores' spread keeps half of itself."""
+    """(standing image,) whether margin / spread keeps more than half of its start, and figures for the evidence."""
     walk, standing = probe.margin_walk, probe.standing
     first, last = (walk.margins / walk.spreads.clamp_min(1e-300))[[0, -1]][:, standing]
     return last > _KEPT * first, {
@@ -120,7 +121,7 @@ def _spread_kept(probe: Probe) -> tuple[Tensor, dict[str, float | None]]:
 
 
 def _members_kept(probe: Probe) -> tuple[Tensor, dict[str, float | None]]:
-    """(standing image,) whether members keep their answers and, on average, half of their margins."""
+    """(standing image,) whether few members flip and their mean margin keeps half; figures for the evidence."""
     rows = torch.nonzero(probe.standing).squeeze(1).to(probe.rows.device)
     bits, means = [], []
     for images in (probe.images, probe.margin_walk.last):
@@ -144,9 +145,9 @@ def _members_kept(probe: Probe) -> tuple[Tensor, dict[str, float | None]]:
 
 
 def _half_way(symbols: Tensor) -> float:
-    """Share of the members that take an image half of the way to the border between the two nearest codewords.
+    """Share of the members whose flips bring an image half of the way to the border between the nearest codewords.
 
-    That border lies where half of the members in which the codewords differ have changed sides.
+    That border is reached when half of the members in which the two codewords differ have flipped.
     """
     distances = (symbols[:, None] != symbols[None]).sum(dim=2)
     others = distances[~torch.eye(len(symbols), dtype=torch.bool, device=symbols.device)]
@@ -154,7 +155,7 @@ def _half_way(symbols: Tensor) -> float:
 
 
 def _curve(losses: Tensor) -> dict[str, list[float]]:
-    """Quartiles of the loss at some of the steps, evenly spaced, for a picture."""
+    """Quartiles over images of the losses (step, image), at most 51 evenly spaced steps, for a plot."""
     if not losses.shape[1]:
         return {"step": [], "lower": [], "median": [], "upper": []}
     steps = (

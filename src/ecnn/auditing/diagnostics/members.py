@@ -1,4 +1,4 @@
-"""How far the members of an ensemble can be attacked at once."""
+"""Whether the gradients of an ensemble's members are parallel, so that one step attacks many members."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from ecnn.auditing.diagnostics.probes import Probe, diagnostic, unusable
 from ecnn.auditing.findings import Finding, ok
 from ecnn.objectives import score_margin
 
-#: Bounds of the cost: one gradient per member.
+#: At most so many, to bound the cost: each member needs a gradient on each image.
 _IMAGES, _MEMBERS = 16, 16
 
 
 @diagnostic("member_gradients", "Pang et al. 2019 and Kariyappa & Qureshi 2019 on diversity of ensembles")
 def check_member_gradients(probe: Probe) -> Finding:
-    """How much the members' gradients point the same way: the mean cosine over pairs. For information only.
+    """Mean cosine between the margin gradients of two members, over pairs and images. For information, never an alarm.
 
-    Members with parallel gradients fall together; orthogonal ones make attacks harder for single-member losses, and
-    that alone is neither robustness nor a fault.
+    Members with parallel gradients are fooled together. Orthogonal gradients make attacks on the loss of a single
+    member harder, and that alone is neither robustness nor a fault.
     """
     rows = probe.rows[probe.right.to(probe.rows.device)][:_IMAGES]
     if not len(rows):
@@ -61,7 +61,7 @@ def check_member_gradients(probe: Probe) -> Finding:
 
 
 def _margins(probe: Probe, points: Tensor, labels: Tensor) -> Tensor | None:
-    """(image, member) by how much each member prefers its right answer."""
+    """(image, member) margin of each member's right answer; None if the model has no members."""
     anything: Any = probe.model
     if hasattr(anything, "member_logits"):
         return member_margins(probe.model, points, labels)

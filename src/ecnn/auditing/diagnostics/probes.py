@@ -1,4 +1,4 @@
-"""What the diagnostics ask of a model: walks of a gradient attack that remember every step, shared between checks."""
+"""The passes, gradients and recorded PGD runs (walks) that the diagnostics need, computed once and shared."""
 
 from __future__ import annotations
 
@@ -26,30 +26,30 @@ from ecnn.auditing.findings import Finding, note
 from ecnn.auditing.subject import Subject
 from ecnn.objectives import predicted_classes, score_margin
 
-#: Images asked about at once; it bounds the memory and changes no result.
+#: Images per batch; it bounds the memory and changes no result.
 _GROUP = 128
 #: The steps of a walk add up to this many radii, so that it can cross the ball and come back (Madry et al. 2018).
 _REACH = 2.5
 _STREAM = 29
-#: Two passes differ by less in float32, whatever the order of summation (AutoAttack's flag uses the same figure).
+#: Two passes of a deterministic model in float32 differ by less, in any order of summation (as in AutoAttack's flag).
 _DIFFERENCE = 1e-4
 
-#: (positions of some images) -> what a walk raises there; per-image settings are picked by the positions.
+#: (positions of some images) -> the view that a walk attacks; a view with settings per image picks them by position.
 ViewOf = Callable[[Tensor], View]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Walk:
-    """Every step of one projected gradient ascent; columns are images. On the CPU except for `last`.
+    """Every step of one run of PGD; columns are images. On the CPU except for `last`.
 
     Attributes:
-        losses: (step + 1, image) what is raised, where the walk begins and after each step.
+        losses: (step + 1, image) the attacked loss, at the start and after each step.
         margins: (step + 1, image) of the scores, positive while the image is classified as its label.
         spreads: (step + 1, image) best score minus the mean of all, the scale of the scores at that point.
-        wrong: (step + 1, image) whether it is not.
+        wrong: (step + 1, image) whether the point is misclassified.
         blind: (image,) share of the steps whose gradient was zero or denormal.
-        broken: (image,) wrong at some step, and again when that point is asked about once more.
-        last: (image, ...) where the walk ends.
+        broken: (image,) misclassified at some step, and again in a second pass at the first such point.
+        last: (image, channel, height, width) the points after the last step.
     """
 
     losses: Tensor
@@ -62,13 +62,13 @@ class Walk:
 
 
 class Probe:
-    """A subject's first images, what the model says of them, and the walks that several checks read.
+    """The first images of a subject, the model's scores of them, and the walks that several checks use.
 
-    Everything is computed when it is first needed and then kept as long as the subject.
+    All are computed on first use. `probe_of` keeps the probe as long as the subject exists.
 
     Attributes:
-        model: the subject's; of a random one the mean over some passes.
-        raw: the probe of the subject's own model; this one where it is not random.
+        model: the subject's model; if it is random, its mean over several passes (`MeanOfPasses`).
+        raw: the probe of the subject's model itself; this probe if the model is not random.
     """
 
     def __init__(self, subject: Subject, *, averages: bool = True) -> None:
@@ -83,7 +83,7 @@ class Probe:
             else subject.stood
         )
         self._stood = stood[: len(self.images)].cpu()
-        self._spent = [0, 0]  # by attacks that count for themselves
+        self._spent = [0, 0]  # passes and gradients of `broken_by`, whose attacks have counts of their own
         self._ask(subject.model)
         self.raw = self
         if averages and self.is_random:
@@ -96,7 +96,7 @@ class Probe:
 
     @property
     def cost(self) -> tuple[int, int]:
-        """Passes and gradients asked for so far, each over one image."""
+        """(forward passes, gradients) used so far, each counted per image."""
         others = (0, 0) if self.raw is self else self.raw.cost
         each = self.model.passes if isinstance(self.model, MeanOfPasses) else 1
         return (
@@ -106,18 +106,18 @@ class Probe:
 
     @cached_property
     def scores(self) -> Tensor:
-        """(image, class) for the images as they are."""
+        """(image, class) scores of the clean images."""
         return torch.cat([self.target.narrow(part).scores(self.images[part]) for part in self.groups()])
 
     @cached_property
     def right(self) -> Tensor:
-        """(image,) classified as the label, by scores that are numbers; on the CPU."""
+        """(image,) whether the clean image is classified correctly; False where a score is NaN; on the CPU."""
         return (predicted_classes(self.scores) == self.labels).cpu()
 
     @cached_property
     def two_passes(self) -> tuple[float, int]:
-        """How far two passes over the images differ, relative to the scores' length, and predictions that flip."""
-        # Both are made here: every check begins with the same seed, so that `scores` would only be drawn again.
+        """Largest difference between two passes, relative to the length of the scores, and how many answers differ."""
+        # Not `scores` and one pass more: every check starts from the same seed and would draw the same numbers again.
         first = torch.cat([self.target.narrow(part).scores(self.images[part]) for part in self.groups()])
         again = torch.cat([self.target.narrow(part).scores(self.images[part]) for part in self.groups()])
         flipped = int((predicted_classes(first) != predicted_classes(again)).sum())
@@ -141,22 +141,22 @@ class Probe:
                 if not losses.requires_grad:
                     return "the scores do not depend on the pixels in a differentiable way"
                 (gradient,) = torch.autograd.grad(losses.sum(), points, allow_unused=True)
-        except Exception as error:  # autograd, or the model that does not want to be differentiated
+        except Exception as error:  # raised by autograd, or by a model that refuses to be differentiated
             return f"{type(error).__name__}: {error}".splitlines()[0][:200]
         return "the pixels are not used by anything differentiable" if gradient is None else None
 
     @property
     def num_right(self) -> int:
-        """How many images an attack can break."""
+        """How many images are classified correctly, so that an attack can break them."""
         return int(self.right.sum())
 
     @property
     def stood(self) -> Tensor:
-        """(image,) right, and left so by the suite; none if that is unknown or a matter of chance; on the CPU."""
+        """(image,) right, and not broken by the suite; all False before the suite or for a random model; on the CPU."""
         return self.right & self._stood if self.raw is self else torch.zeros_like(self.right)
 
     def breaks_too_much(self, broken: Tensor, tolerance: float) -> bool:
-        """Whether an attack breaks more of the images, or of those that the suite left, than is tolerated."""
+        """Whether an attack breaks more than is tolerated, of all right images or of those that the suite left."""
         left, n = int((broken & self.stood).sum()), int(self.stood.sum())
         return exceeds(int(broken.sum()), self.num_right, tolerance) or exceeds(left, n, STOOD_TOLERANCE)
 
@@ -172,12 +172,12 @@ class Probe:
 
     @property
     def standing(self) -> Tensor:
-        """(image,) right, and left so by PGD with the margin loss; on the CPU."""
+        """(image,) right, and not broken by PGD with the margin loss; on the CPU."""
         return self.right & ~self.margin_walk.broken
 
     @cached_property
     def double_model(self) -> nn.Module | None:
-        """A float64 copy of the model, or None if it cannot be had or does not compute there."""
+        """A float64 copy of the model, or None if it cannot be made or does not answer in float64."""
         try:
             double = copy_in_double(self.model)
             with torch.no_grad():
@@ -187,11 +187,14 @@ class Probe:
         return double if answer.dtype == torch.float64 else None
 
     def groups(self, rows: Tensor | None = None) -> tuple[Tensor, ...]:
-        """The positions in groups that are asked about together."""
+        """The positions, split into batches; None takes all images."""
         return torch.split(self.rows if rows is None else rows, at_once(_GROUP))
 
     def gradients(self, loss: Loss, *, double: bool = False) -> Tensor:
-        """(image, pixel) gradient of the loss at the images, in float64 from the copy that computes there."""
+        """(image, pixel) gradient of the loss on the scores at the images; with `double` that of the float64 copy.
+
+        It is zero if no gradient reaches the pixels.
+        """
         if self.gradient_error is not None:
             return torch.zeros_like(self.images).flatten(1)
         parts = []
@@ -216,7 +219,7 @@ class Probe:
         labels: Tensor | None = None,
         loss: Loss = "margin",
     ) -> Walk:
-        """PGD with a constant step over some images, with everything it saw; rows are never dropped on the way."""
+        """Runs PGD with a constant step size on some images and records every step; broken images go on too."""
         labels = self.labels[rows] if labels is None else labels
         draws = Draws.of(self.seed, rows).fold(_STREAM)
         if not len(rows):
@@ -274,14 +277,14 @@ class Probe:
         )
 
     def broken_by(self, attack: Attack, rows: Tensor, *, seed: int | None = None) -> Tensor:
-        """(image,) which of all images the attack breaks, of the rows (a mask on the CPU) it is given."""
+        """(image,) whether the attack breaks the image, on the CPU; False outside `rows`, a mask on the CPU."""
         found = torch.zeros(len(self.images), dtype=torch.bool, device="cpu")
-        if not bool(rows.any()):  # many models refuse a batch of nothing
+        if not bool(rows.any()):  # many models refuse an empty batch
             return found
         chosen = torch.nonzero(rows).squeeze(1)
         if (
             self.raw is not self
-        ):  # what each image draws depends on the others: all stay, until the point is verified
+        ):  # an image's random numbers depend on its batch: attack all images, and drop none early
             attack, chosen = replace(attack, early_exit=False), self.rows.cpu()
         with forked_generators(self.images.device, self.seed):
             for part in torch.split(chosen, at_once(_GROUP)):
@@ -299,7 +302,7 @@ class Probe:
         return found & rows & self.right
 
     def pgd(self, eps: float, **options: Any) -> PGD:
-        """PGD with the margin loss and the walks' step rule, at another radius or with other options."""
+        """PGD with the step sizes of the walks and the margin loss, at a radius `eps`; options are those of `PGD`."""
         steps = options.pop("steps", self.budget.probe_steps)
         return PGD(norm=self.norm, eps=eps, steps=steps, step_size=_REACH * eps / max(1, steps), **options)
 
@@ -308,7 +311,7 @@ _PROBES: WeakKeyDictionary[Subject, Probe] = WeakKeyDictionary()
 
 
 def probe_of(subject: Subject) -> Probe:
-    """The one probe of a subject: checks share what it has asked, so the model must not change meanwhile."""
+    """The probe of a subject, the same for all checks: they share its results, so the model must not change between."""
     if subject not in _PROBES:
         _PROBES[subject] = Probe(subject)
     return _PROBES[subject]
@@ -317,9 +320,9 @@ def probe_of(subject: Subject) -> Probe:
 def diagnostic(
     name: str, source: str
 ) -> Callable[[Callable[[Probe], Finding]], Callable[[Subject], Finding]]:
-    """Turns a function of a probe into a check: a Finding of that name, which no model's error can prevent.
+    """Decorator: turns a function of a probe into a check of a subject, with this name and source in its finding.
 
-    A model that raises cannot be asked this question: the finding says so, as a note, and the other checks go on.
+    If the model raises an error, the finding is a note that reports it, and the other checks go on.
     """
 
     def decorate(function: Callable[[Probe], Finding]) -> Callable[[Subject], Finding]:
@@ -334,7 +337,7 @@ def diagnostic(
                     found = function(probe_of(subject))
                 except (
                     Exception
-                ) as error:  # whatever the model under audit throws is evidence, not our failure
+                ) as error:  # an error of the audited model is evidence, not a failure of the audit
                     found = _could_not_ask(name, error)
             return replace(found, name=name, source=source, evidence=plain(found.evidence))
 
@@ -354,12 +357,12 @@ def _could_not_ask(name: str, error: Exception) -> Finding:
 
 
 def unusable(gradients: Tensor) -> Tensor:
-    """(image,) where no entry is a normal number: zero everywhere, denormal at most, or not a number."""
+    """(image,) whether a gradient (image, pixel) is useless: all entries zero or denormal, or an entry NaN."""
     return ~(gradients.abs().amax(dim=1) >= torch.finfo(gradients.dtype).tiny)
 
 
 def share(mask: Tensor, of: Tensor | int) -> float | None:
-    """Part of the images that is marked; None of no images."""
+    """Share of the images that is marked; None if there are no images."""
     n = of if isinstance(of, int) else int(of.sum())
     return int(mask.sum()) / n if n else None
 
@@ -370,7 +373,7 @@ def percent(count: int, n: int) -> str:
 
 
 def plain(value: Any) -> Any:
-    """The value as JSON can hold it: no tensors, and None for what is not a finite number."""
+    """The value as plain JSON: tensors as lists, and None for floats that are not finite."""
     if isinstance(value, dict):
         return {key: plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -383,7 +386,7 @@ def plain(value: Any) -> Any:
 
 
 def _summarise(look: Look, labels: Tensor) -> Tensor:
-    """(loss, margin, spread, wrong; image) of one step, on the device."""
+    """(4, image) loss, margin, spread and whether misclassified, at one step; float64, on the device."""
     assert look.scores is not None
     scores = full_precision(look.scores).double()
     spread = scores.amax(dim=1) - scores.mean(dim=1)

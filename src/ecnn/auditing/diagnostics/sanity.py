@@ -28,18 +28,18 @@ _NOTHING = "No image is classified correctly, so that there is nothing to attack
 
 
 def grey_radius(norm: str, images: Tensor) -> float:
-    """The radius at which every image's ball holds the grey image, all pixels 0.5."""
+    """The radius from which on every image's ball contains the grey image, all pixels 0.5."""
     return float(NORMS[norm].length(torch.full_like(images[:1], 0.5, dtype=torch.float64)))
 
 
 @diagnostic("radius", f"{_CARLINI}; {_ATHALYE}")
 def check_radius(probe: Probe) -> Finding:
-    """Alarm where a larger ball leaves images that are known to be breakable in it.
+    """Alarm where PGD at some radius leaves images that are known to be breakable at it.
 
-    Two things are certain: what breaks an image within a radius lies within every larger one; and the grey image lies
-    within 0.5 (Linf; in L2 0.5 sqrt(pixels), in L1 0.5 pixels) of every image, so that all images of other classes than
-    the grey one's are breakable there. Accuracy "falls with eps and reaches 0 at 0.5" as far as that,
-    and ties are no offence.
+    Two facts are certain. A point that breaks an image within one radius also lies within every larger one. The grey
+    image lies within 0.5 of every image in Linf (0.5 sqrt(pixels) in L2, 0.5 pixels in L1), so all images are breakable
+    there whose class is not that of the grey image. The check asks no more: accuracy may stay equal as the radius
+    grows, and images of the grey image's class may be left.
     """
     if not probe.num_right:
         return note(_NOTHING, {"images": 0}, kind="nothing_to_attack")
@@ -84,10 +84,10 @@ def check_radius(probe: Probe) -> Finding:
 
 @diagnostic("unbounded", f"{_CARLINI}; {_PINTOR}: unconstrained attack failure")
 def check_unbounded(probe: Probe) -> Finding:
-    """Alarm where an attack that may do anything to an image does not break it.
+    """Alarm where PGD leaves images although its ball holds all images.
 
-    Within radius 1 (Linf; in L2 sqrt(pixels), in L1 pixels) lies every other image, so that each can be broken as soon
-    as the model knows two classes.
+    Every image lies within radius 1 of every other in Linf (sqrt(pixels) in L2, pixels in L1), so each can be broken if
+    the model predicts at least two classes. If it predicts only one on these images, the finding is a note.
     """
     if not probe.num_right:
         return note(_NOTHING, {"images": 0}, kind="nothing_to_attack")
@@ -107,7 +107,10 @@ def check_unbounded(probe: Probe) -> Finding:
 
 @diagnostic("steps", _CARLINI)
 def check_steps(probe: Probe) -> Finding:
-    """Alarm where PGD still breaks many more images when its steps are doubled, a note where only its halves differ."""
+    """Alarm where PGD with twice the steps breaks many more images; a note where only its own second half did.
+
+    Twice the steps are tried only if the second half of the steps broke many images.
+    """
     walk, n = probe.margin_walk, probe.num_right
     half = walk.wrong[: 1 + (len(walk.wrong) - 1) // 2].any(dim=0)
     late = int((walk.broken & ~half & probe.right).sum())
@@ -149,7 +152,7 @@ def check_one_step(probe: Probe) -> Finding:
 
 @diagnostic("black_box", f"{_ATHALYE}; Croce & Hein 2020, AutoAttack: flags")
 def check_black_box(probe: Probe) -> Finding:
-    """Alarm where Square, which sees no gradient, breaks images that both gradient attacks leave."""
+    """Alarm where Square, which uses no gradient, breaks images that PGD with either loss leaves."""
     left, queries = probe.standing & ~probe.cross_entropy_walk.broken, probe.budget.queries
     square = Square(norm=probe.norm, eps=probe.eps, queries=queries, l2_moves="turns")
     facts = {"left": int(left.sum()), "queries": queries, "broken_by_square": probe.broken_by(square, left)}
@@ -161,7 +164,7 @@ def check_black_box(probe: Probe) -> Finding:
 
 @diagnostic("noise", _CARLINI)
 def check_noise(probe: Probe) -> Finding:
-    """Alarm where random noise breaks images that both gradient attacks leave."""
+    """Alarm where random noise breaks images that PGD with either loss leaves."""
     left = probe.standing & ~probe.cross_entropy_walk.broken
     kind: Any = "corners" if NORMS[probe.norm].is_box else "uniform"
     noise = RandomNoise(norm=probe.norm, eps=probe.eps, samples=_NOISES, kind=kind)
@@ -180,11 +183,11 @@ def _alarm_if_more_fall(
     fine: str,
     tolerance: float = DOMINATED_TOLERANCE,
 ) -> Finding:
-    """An alarm where an attack breaks more of what stands than is tolerated.
+    """An alarm if an attack breaks too many of the images that were left, else an ok.
 
     Args:
-        facts: the evidence besides the number of images; the last says which images (boolean) the attack broke.
-        claim: with {} for how many these are.
+        facts: evidence besides the number of images; the last value is the mask (image,) of those the attack broke.
+        claim: contains {} where the number of broken images goes.
     """
     *_, (name, broken) = facts.items()
     gained, n = int(broken.sum()), probe.num_right
@@ -196,9 +199,9 @@ def _alarm_if_more_fall(
 
 @diagnostic("labels", "Carlini et al. 2019; the ECNN authors' program attacks the model's own predictions")
 def check_labels(probe: Probe) -> Finding:
-    """A note where attacking the model's own predictions, in place of the truth, makes wrong images right.
+    """A note where an attack on the model's own predictions, not on the labels, makes misclassified images right.
 
-    It is no sign against the model: it says by how much a number is too high that was measured so.
+    This does not speak against the model: it tells by how much an accuracy measured with such an attack is too high.
     """
     own = predicted_classes(probe.scores)
     rows = torch.nonzero(~probe.right & (own >= 0).cpu()).squeeze(1).to(probe.rows.device)
@@ -226,7 +229,10 @@ def check_labels(probe: Probe) -> Finding:
 
 @diagnostic("last_iterate", f"{_PINTOR}: silent success")
 def check_last_iterate(probe: Probe) -> Finding:
-    """Alarm where PGD passes through misclassified points and ends at one that is right again."""
+    """Alarm where PGD passes through misclassified points and ends at one that is right again.
+
+    Also where it ends at right points on images that were misclassified before the attack.
+    """
     walk, n = probe.margin_walk, probe.num_right
     silent = int((probe.right & walk.broken & ~walk.wrong[-1]).sum())
     mistaken = ~probe.right

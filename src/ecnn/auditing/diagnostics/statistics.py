@@ -1,4 +1,4 @@
-"""When a count of images is too large to be chance, and the tolerances that diagnostics share."""
+"""An exact test of whether a count of images is too large to be chance, and the tolerances of the diagnostics."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ import math
 #: even if each of them sat exactly at the tolerances below.
 ALPHA = 0.001
 
-#: Share of images by which two attacks of the same kind may differ before one of them is said to fail. It is the error
-#: that the audit as a whole grants a claim (5 points).
+#: Share of images by which two attacks of the same kind may differ before one of them counts as failing. It equals the
+#: error that the audit as a whole allows a claim (5 points).
 TOLERANCE = 0.05
 
-#: The same where the weaker attack follows from the stronger one: one step, noise or a blind search can do nothing that
-#: a working gradient attack with its many steps cannot. AutoAttack warns at 0.2 points, of thousands of images and 100
+#: The same where one attack should dominate the other: one step, noise or a search without gradients finds nothing that
+#: a working gradient attack with many steps does not. AutoAttack warns at 0.2 points, for thousands of images and 100
 #: steps with restarts; diagnostics have tens of images and a single start.
 DOMINATED_TOLERANCE = 0.02
 
 
-#: The same among images that stood the whole suite: one of them that a single simple attack breaks is a miss of the
-#: suite, and of an honest model next to none does. Of 32 such images 4 are an alarm, of 96 6.
+#: The same among images that the whole suite left: the suite has missed each of them that one simple attack breaks, and
+#: on an honest model hardly any is broken. An alarm needs 4 of 32 such images, or 6 of 96.
 STOOD_TOLERANCE = 0.01
 
 
 def tail_probability(count: int, n: int, rate: float) -> float:
-    """Chance of `count` or more among n images if each has the chance `rate` by itself (exact binomial)."""
+    """Probability of `count` or more among n images if each counts with probability `rate` (exact binomial)."""
     if count <= 0:
         return 1.0
     if count > n or rate <= 0:
@@ -43,8 +43,8 @@ def tail_probability(count: int, n: int, rate: float) -> float:
 
 
 def exceeds(count: int, n: int, rate: float) -> bool:
-    """Whether so many of n images are more than a share of `rate` explains, one-sided at ALPHA.
+    """Whether `count` of n images is significantly more than a share of `rate`, one-sided at ALPHA.
 
-    Few images can never sound an alarm by themselves: of one image, one is not more than 5 % explains.
+    A very small sample never is: two of two images are not significantly more than 5 %.
     """
     return tail_probability(count, n, rate) < ALPHA
