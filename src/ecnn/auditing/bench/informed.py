@@ -14,6 +14,7 @@ from ecnn.auditing.bench.tricks import open_tricks
 from ecnn.objectives import predicted_classes
 
 _DRAWS = 20
+_BESIDE, _NOISE = 5, 0.02  # points tried beside each one, and how far away, as a share of the radius
 
 
 def informed_accuracy(
@@ -48,6 +49,8 @@ def informed_accuracy(
         ]
     tried = [images, *points]
     tried += [attack.run(copy.deepcopy(shown), images, labels).images for attack, shown in attacks]
+    if _asks_alone(model):
+        tried += [_beside(part, images, eps, seed) for part in tried for seed in range(_BESIDE)]
     worst = torch.stack([share_right(model, part, labels) for part in tried]).argmin(dim=0)
     chosen = torch.stack(tried)[worst, torch.arange(len(images))]
     return float(share_right(model, chosen, labels).mean())
@@ -59,10 +62,25 @@ def share_right(model: nn.Module, images: Tensor, labels: Tensor) -> Tensor:
     Images go through one at a time if a part of the model sets `is_asked_alone`, because its answers depend on the
     batch.
     """
-    size = 1 if any(getattr(part, "is_asked_alone", False) for part in model.modules()) else len(images)
+    size = 1 if _asks_alone(model) else len(images)
     passes: list[Tensor] = []
     while len(passes) < 3 or (len(passes) < _DRAWS and not all(part.equal(passes[0]) for part in passes)):
         with torch.no_grad():
             fresh = copy.deepcopy(model)
             passes.append(torch.cat([fresh(part) for part in torch.split(images, size)]))
     return torch.stack([predicted_classes(scores) == labels for scores in passes]).double().mean(dim=0)
+
+
+def _asks_alone(model: nn.Module) -> bool:
+    """Whether a part of the model says that images must go through one at a time."""
+    return any(getattr(part, "is_asked_alone", False) for part in model.modules())
+
+
+def _beside(points: Tensor, images: Tensor, eps: float, seed: int) -> Tensor:
+    """Random points of the ball very near to the given ones.
+
+    A model whose random numbers follow from the image draws new ones there, and an attacker may take the worst draw.
+    """
+    noise = torch.rand(points.shape, generator=torch.Generator().manual_seed(seed))
+    moved = points + _NOISE * eps * (2 * noise - 1)
+    return torch.minimum(torch.maximum(moved, images - eps), images + eps).clamp(0, 1)
