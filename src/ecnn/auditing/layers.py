@@ -1,8 +1,8 @@
-"""Every layer as a target: what a model computes on its way to the scores, heard call by call.
+"""Intermediate results of a model as targets of attacks, recorded call by call.
 
-A model may decide by something that its scores do not show: a network whose answer is turned into one-hot numbers, a
-vote, a distance. Whatever explains its answers best is the place to attack (Tramer et al. 2020). Every call of torch
-that gives one row per image is a layer here, whether a module makes it or not.
+A model may decide by values that its scores hide, such as logits before a one-hot encoding, votes or distances. The
+values that best predict its answers are the place to attack (Tramer et al. 2020). A layer here is any torch call that
+returns a floating tensor with one row per image, whether a module makes it or not.
 """
 
 from __future__ import annotations
@@ -20,24 +20,26 @@ from ecnn.attacks.views import Aim, Look, ScoreView, View
 from ecnn.auditing.adaptive import weigh_members
 from ecnn.errors import InputError
 
-_MOST_FEATURES = 4096  # of a layer; larger maps are averaged over the image first
+_MOST_FEATURES = 4096  # numbers per image of a layer; larger maps are averaged over their positions first
 _MOST_LAYERS = 60
-_EXPLAINS = 0.5  # share of the answers that a layer must explain to be worth an attack
+_EXPLAINS = 0.5  # least share of the model's answers that a layer must predict to be worth an attack
 _RIDGE = 1e-2
 _BATCH = 128
 
 
 class Listener(TorchFunctionMode):
-    """While it is on, keeps what calls give: floating tensors with one row per image, by the name of the call.
+    """Records the results of torch calls while it is on: floating tensors of two axes or more, one row per image.
 
-    The name is that of the function, the shape of a row, and how many such calls came before.
+    The name of a result is made of the function's name, the shape of a row, and a count of such results: linear-10-1
+    is the first one of `linear` with 10 numbers per image.
 
     Args:
         batch: how many images are classified.
-        wanted: names to keep; None keeps every layer, without gradient and with large maps averaged.
+        wanted: names of the results to record, with their gradients. None records every result with more than one
+            number per image, as `features_from` returns it and without gradient.
 
     Attributes:
-        heard: by name, in the order of the calls.
+        heard: the results by name, in the order of the calls.
     """
 
     def __init__(self, batch: int, wanted: tuple[str, ...] | None = None) -> None:
@@ -70,14 +72,14 @@ class Listener(TorchFunctionMode):
 
 
 def features_from(values: Tensor) -> Tensor:
-    """(batch, feature) a layer's numbers; of a large one the means over all but the first axis of a row."""
+    """(batch, feature) a layer's values, flattened; large maps are first averaged over all but a row's first axis."""
     if values[0].numel() > _MOST_FEATURES and values.ndim > 2:
         values = values.flatten(2).mean(dim=2)
     return full_precision(values).flatten(1)
 
 
 def hear(model: nn.Module, images: Tensor, wanted: tuple[str, ...]) -> tuple[list[Tensor], Tensor]:
-    """What the named layers say of the images, and the model's scores; InputError if one of them was not heard."""
+    """The values of the named layers, and the model's scores without gradient; InputError if a layer did not run."""
     with Listener(len(images), wanted) as listener:
         scores = full_precision(model(images))
     missing = [key for key in wanted if key not in listener.heard]
@@ -89,7 +91,7 @@ def hear(model: nn.Module, images: Tensor, wanted: tuple[str, ...]) -> tuple[lis
 
 
 def class_scores(values: Tensor, num_classes: int) -> Tensor | None:
-    """(batch, member, class) what a layer says of each class, if it says something of each class."""
+    """(batch, member, class) a layer's values read as scores of each class; None if their shape has no class axis."""
     values = full_precision(values)
     if values.ndim == 2 and values.shape[1] == num_classes:
         return values[:, None]
@@ -104,12 +106,14 @@ def class_scores(values: Tensor, num_classes: int) -> Tensor | None:
 
 @dataclass(frozen=True, kw_only=True)
 class LayerScores(ScoreView):
-    """One score per class from inside the model: the mean over layers, and over members of each.
+    """One score per class from layers inside the model: the mean over the layers and the members of each.
+
+    If there are several members, each is divided by the standard deviation of its scores first.
 
     Attributes:
-        layers: names that a `Listener` gives.
+        layers: names as a `Listener` gives them; those without scores per class are skipped.
         num_classes: of the model.
-        sign: -1 where the smallest number wins, as with distances.
+        sign: -1 if the smallest value wins, as with distances; 1 otherwise.
     """
 
     name: str = "layer"
@@ -118,7 +122,7 @@ class LayerScores(ScoreView):
     sign: float = 1.0
 
     def members(self, model: nn.Module, images: Tensor) -> tuple[Tensor, Tensor]:
-        """(batch, member, class) what each of them says; and the model's scores."""
+        """(batch, member, class) scores of all layers' members; and the model's own scores, without gradient."""
         heard, scores = hear(model, images, self.layers)
         parts = [class_scores(values, self.num_classes) for values in heard]
         known = [part for part in parts if part is not None]
@@ -136,10 +140,10 @@ class LayerScores(ScoreView):
 
 @dataclass(frozen=True, kw_only=True)
 class LayerVotes(View):
-    """The members of one or several layers, weighted by how little each needs to change sides, as in `WorstMembers`.
+    """Margins of the members of one or several layers, weighted as in `WorstMembers`.
 
     Attributes:
-        scores: where they are.
+        scores: the view that reads the members.
     """
 
     name: str = "layer votes"
@@ -152,11 +156,11 @@ class LayerVotes(View):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class LayerProbe(ScoreView):
-    """A linear reading of a layer that predicts the model's own answers.
+    """Scores of a linear probe, which predicts the model's own answers from a layer.
 
     Attributes:
-        layer: name that a `Listener` gives.
-        weight, bias: (feature, class) and (class,).
+        layer: its name, as a `Listener` gives it.
+        weight, bias: of the probe, (feature, class) and (class,).
     """
 
     name: str = "layer probe"
@@ -172,13 +176,13 @@ class LayerProbe(ScoreView):
 
 @dataclass(frozen=True, eq=False)
 class Layer:
-    """What is known of a layer.
+    """A layer, and how well it predicts the model's answers.
 
     Attributes:
-        key: its name.
-        explains: share of the model's answers that it, or a linear reading of it, gives too.
-        sign: of its numbers per class; 0 where only a reading explains them.
-        weight, bias: of the reading; None where none is needed.
+        key: its name, as a `Listener` gives it.
+        explains: share of the model's answers that its scores per class, or a linear probe of it, predict.
+        sign: 1 if the class with the largest value is the answer, -1 if that with the smallest is; 0 with a probe.
+        weight, bias: of the probe; None without one.
     """
 
     key: str
@@ -188,7 +192,7 @@ class Layer:
     bias: Tensor | None = None
 
     def view(self, num_classes: int) -> View:
-        """Where an attack on it looks."""
+        """The view through which attacks target this layer."""
         if self.weight is None or self.bias is None:
             return LayerScores(layers=(self.key,), num_classes=num_classes, sign=self.sign)
         return LayerProbe(layer=self.key, weight=self.weight, bias=self.bias)
@@ -200,11 +204,12 @@ class Layer:
 
 
 def survey_layers(model: nn.Module, points: Tensor, num_classes: int) -> list[Layer]:
-    """The layers that explain what the model answers at the points, in the order in which they are run.
+    """The layers that predict at least half of the model's answers at the points, in the order in which they run.
 
     Args:
         model: in eval mode.
-        points: (image, channel, height, width) clean, noisy and attacked images, mixed: a third of them tests readings.
+        points: (image, channel, height, width) clean, noisy and attacked images in random order. Probes are fitted to
+            two thirds of them and tested on the others.
         num_classes: of the model.
     """
     heard, answers = _hear_all(model, points)
@@ -212,7 +217,7 @@ def survey_layers(model: nn.Module, points: Tensor, num_classes: int) -> list[La
     seen: list[Tensor] = []
     for key, values in _thinned(heard).items():
         if any(values.shape == other.shape and torch.equal(values, other) for other in seen):
-            continue  # a copy, a view, or what a flattened map says again
+            continue  # the same values again: a copy, a view or a flattened map
         seen.append(values)
         layer = _direct(key, values, answers, num_classes) or _reading(key, values, answers, num_classes)
         if layer is not None and layer.explains >= _EXPLAINS:
@@ -235,7 +240,7 @@ def _hear_all(model: nn.Module, points: Tensor) -> tuple[dict[str, Tensor], Tens
 
 
 def _thinned(heard: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Not more layers than can be tried: every few of them, and the last ones."""
+    """At most `_MOST_LAYERS` layers: half of them are the last ones, the others are spread over the earlier ones."""
     keys = list(heard)
     if len(keys) > _MOST_LAYERS:
         late = keys[-_MOST_LAYERS // 2 :]
@@ -245,7 +250,7 @@ def _thinned(heard: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _direct(key: str, values: Tensor, answers: Tensor, num_classes: int) -> Layer | None:
-    """A layer whose largest, or smallest, number is the answer."""
+    """A layer whose largest, or smallest, score per class is the answer; None if it predicts too few answers."""
     shape = [int(size) for size in key.split("-")[-2].split("x")]
     if num_classes not in shape:
         return None
@@ -260,7 +265,7 @@ def _direct(key: str, values: Tensor, answers: Tensor, num_classes: int) -> Laye
 
 
 def _reading(key: str, values: Tensor, answers: Tensor, num_classes: int) -> Layer | None:
-    """A layer from which ridge regression reads the answers; tested on every third point."""
+    """A layer with a linear probe of the answers, fitted by ridge regression and tested on every third point."""
     if values.shape[1] < 2 or not bool(torch.isfinite(values).all()):
         return None
     tested = torch.arange(len(values), device=values.device) % 3 == 2

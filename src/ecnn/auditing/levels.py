@@ -1,4 +1,4 @@
-"""Attacks whose every point has whole grey levels, for models that tell such images from others."""
+"""Attacks that end on 8-bit images (whole grey levels), for models that treat these differently from all others."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from ecnn.attacks.randomness import Draws
 from ecnn.attacks.views import ScoreView
 
 _LEVELS = 255
-_ROUNDING = 1e-4  # of a level: pixels as float32 holds them
+_ROUNDING = 1e-4  # tolerance for float32 pixels, in grey levels
 
 
 def is_on_bytes(images: Tensor) -> bool:
-    """Whether all pixels are whole grey levels, as files hold them."""
+    """Whether all pixels are whole grey levels, multiples of 1/255, as in an 8-bit file."""
     levels = images * _LEVELS
     return bool(((levels - levels.round()).abs() <= _ROUNDING).all())
 
 
 def whole_levels(eps: float) -> float:
-    """The largest radius of whole grey levels that is no larger than eps."""
+    """The radius eps, rounded down to whole grey levels (a multiple of 1/255)."""
     return math.floor(eps * _LEVELS + _ROUNDING) / _LEVELS
 
 
 @dataclass(frozen=True, kw_only=True)
 class RoundedScores(ScoreView):
-    """The scores of the nearest image of whole grey levels; gradients pass the rounding as if it were none."""
+    """The scores of the image rounded to whole grey levels; gradients pass through the rounding unchanged."""
 
     name: str = "rounded scores"
 
@@ -42,15 +42,15 @@ class RoundedScores(ScoreView):
 
 @dataclass(frozen=True, kw_only=True)
 class OnBytes(BallAttack):
-    """Another attack, whose points are rounded to whole grey levels.
+    """Another attack, whose final points are rounded to whole grey levels.
 
-    A model may send images of whole levels one way and all others another, perhaps outside of torch: gradients and
-    questions elsewhere tell nothing of the way that files go. Let the attack look at `RoundedScores`, within a radius
-    of `whole_levels` around images of whole levels.
+    A model may process 8-bit images differently from all others, perhaps outside of torch. Then gradients and queries
+    at other points say nothing about 8-bit images. Use an attack on `RoundedScores` with a radius of `whole_levels`,
+    around images of whole levels.
 
     Attributes:
-        norm, eps: of the ball, the attack's own.
-        attack: one with a ball.
+        norm, eps: of the ball, the same as the attack's.
+        attack: an attack within a ball.
     """
 
     attack: Attack

@@ -1,7 +1,7 @@
-"""Parts of a model that no gradient comes through: found, and given a stand-in on the way back.
+"""Opaque parts of a model, which block gradients: how they are found, and what replaces them in the backward pass.
 
-What makes images of images is passed as if it were not there. What makes something else gets a small network that has
-learnt to do the same (a fitted surrogate). Values stay those of the model.
+A part that turns images into images, such as a filter, is replaced by the identity or by a small network fitted to
+it. Any other part is replaced by a fitted network. The forward pass keeps the values of the model.
 """
 
 from __future__ import annotations
@@ -23,21 +23,22 @@ from ecnn.auditing.soft_values import pass_gradient
 from ecnn.auditing.surrogates import step_down
 
 _STEPS, _LR, _BATCH, _WIDTH, _CHANNELS = 400, 3e-3, 64, 128, 16
-#: It is taught on while so many steps lower its error by that share, or to that share of the spread.
+#: Training stops when `_LESSON` steps lower the error by less than the share `_LEARNT`, or when it is below the share
+#: `_LEARNT_ALL` of the targets' variance.
 _LESSON, _LEARNT, _LEARNT_ALL = 50, 0.1, 1e-3
-_MOST_NUMBERS = 20_000  # of a row on either side of a bridge
-_PIXELS = 8192  # in a batch
+_MOST_NUMBERS = 20_000  # in a row on either side of a bridge
+_PIXELS = 8192  # numbers in a training batch, which has fewer rows if these are large
 _PROBED = 8
-_ALIKE = 0.5  # cosine from which something of the size of an image is one
+_ALIKE = 0.5  # a module's input counts as a form of the images above this median cosine between the two
 
 
 @dataclass(frozen=True)
 class ImageInput:
-    """An inner module that is given images made of the model's own.
+    """An inner module whose input is a transformed form of the images, such as the network behind a preprocessor.
 
     Attributes:
         module: its name.
-        call: the number of its last call, from 1.
+        call: number of its last call with such an input, from 1.
     """
 
     module: str
@@ -45,9 +46,9 @@ class ImageInput:
 
 
 def find_image_inputs(model: nn.Module, images: Tensor) -> list[ImageInput]:
-    """The modules inside that are given something like the images but not the images: what a preprocessor made.
+    """The inner modules whose input resembles the images but differs from them, such as the output of a preprocessor.
 
-    Of several that are given the same only the first.
+    Of several modules with equal inputs only the first is returned.
     """
     heard: dict[str, tuple[int, Tensor]] = {}
     handles = []
@@ -81,7 +82,7 @@ def find_image_inputs(model: nn.Module, images: Tensor) -> list[ImageInput]:
 
 
 def _is_like(value: Tensor, images: Tensor) -> bool:
-    """Whether it may be the images in another form: as many, with as many channels, or that many numbers each."""
+    """Whether a tensor may be a form of the images: floating, as many rows, and as many channels or numbers in each."""
     if not value.is_floating_point() or len(value) != len(images):
         return False
     return (value.ndim == 4 and value.shape[1] == images.shape[1] and value.shape[2] > 1) or (
@@ -91,11 +92,11 @@ def _is_like(value: Tensor, images: Tensor) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class Skipping(WrappedView):
-    """Another view, with the gradient of what an inner module is given: what stands before it is passed over.
+    """Another view, with a backward pass that skips what comes before an inner module, as if it were the identity.
 
     Attributes:
-        module: name of the module.
-        call: which of its calls, from 1.
+        module: name of the inner module.
+        call: which of its calls with an input that resembles the images, from 1.
     """
 
     name: str = "skipping"
@@ -123,7 +124,7 @@ class Skipping(WrappedView):
         return look
 
     def _connect(self, images: Tensor, made: Tensor) -> Tensor:
-        """What was made of the images, with their gradient."""
+        """The values of the module's input, with a gradient that leads to the images."""
         with torch._C.DisableTorchFunction():
             return pass_gradient(made, self._stand_in(images, made))
 
@@ -133,10 +134,10 @@ class Skipping(WrappedView):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class SkippingBy(Skipping):
-    """`Skipping` with the gradient of a network that has learnt what stands before the module.
+    """`Skipping` with the gradient of a network that was fitted to what comes before the inner module.
 
     Attributes:
-        bridge: that network, from images to what the module is given.
+        bridge: that network, from images to the module's input.
     """
 
     name: str = "skipping, fitted"
@@ -148,20 +149,20 @@ class SkippingBy(Skipping):
 
 
 def _in_form(images: Tensor, made: Tensor) -> Tensor:
-    """The images in the shape of something made of them."""
+    """The images, reshaped or resized to the shape of a tensor made from them."""
     if made.numel() == images.numel():
         return images.reshape(made.shape)
     return F.interpolate(images, size=made.shape[2:], mode="bilinear", align_corners=False)
 
 
 def find_dead_modules(model: nn.Module, images: Tensor, moved: Tensor) -> tuple[str, ...]:
-    """Names of the innermost modules where the signal dies.
+    """Names of the innermost modules that block the gradient.
 
-    What such a module says changes when its input does, but the gradient of what it says is zero for most images,
-    even straight through.
+    The output of such a module changes with its input. But for most of the images whose output changes, the gradient
+    is zero even under `straight_through`.
 
     Args:
-        images, moved: a few images, and the same a little changed.
+        images, moved: a few images, and the same a little changed; the first eight are used.
     """
     images, moved = images[:_PROBED], moved[:_PROBED]
     first, second = (_hear_modules(model, part) for part in (images, moved))
@@ -176,7 +177,7 @@ def find_dead_modules(model: nn.Module, images: Tensor, moved: Tensor) -> tuple[
 
 
 def _is_followed(given: Tensor, said: Tensor) -> Tensor:
-    """(batch,) whether a gradient comes back from what a module says to what it was given."""
+    """(batch,) whether the gradient of a module's output with respect to its input is nonzero."""
     generator = torch.Generator().manual_seed(0)
     weights = torch.randn(said.shape, generator=generator, device="cpu").to(said)
     gradient = raw_gradient((weights * said).sum(), given, again=True)
@@ -184,7 +185,7 @@ def _is_followed(given: Tensor, said: Tensor) -> Tensor:
 
 
 def _hear_modules(model: nn.Module, images: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
-    """What each module was given and said in its last call, for those with a gradient on both sides."""
+    """By name, input and output of each module in its last call in which both require a gradient."""
     names = {module: name for name, module in model.named_modules()}
     heard: dict[str, tuple[Tensor, Tensor]] = {}
 
@@ -204,10 +205,10 @@ def _hear_modules(model: nn.Module, images: Tensor) -> dict[str, tuple[Tensor, T
 
 
 class Bridge(nn.Module):
-    """A small network that does what an opaque part does, as far as it has learnt it: rows to rows.
+    """A small network that imitates an opaque part of a model: input rows to output rows.
 
     Args:
-        before, after: shapes of a row.
+        before, after: shapes of an input row and of an output row.
     """
 
     shift: Tensor
@@ -234,19 +235,17 @@ class Bridge(nn.Module):
 
     @classmethod
     def restore(cls, key: str, state: dict[str, Tensor]) -> Bridge:
-        """The bridge of that key with these weights."""
+        """The bridge with these weights, frozen; the key (`bridge_key`) has the shapes of its rows."""
         before, after = (tuple(int(size) for size in side.split("x") if size) for side in key.split("-to-"))
-        with (
-            torch.random.fork_rng(devices=[]),
-            torch.device("cpu"),
-        ):  # its first weights are drawn, and thrown away
+        # Drawing initial weights, which are replaced below, must not change torch's random state.
+        with torch.random.fork_rng(devices=[]), torch.device("cpu"):
             bridge = cls(before, after)
         weight = state["straight.weight"]
         bridge.to(weight.device, weight.dtype).load_state_dict(state)
         return bridge.requires_grad_(False).eval()
 
     def standard(self, rows: Tensor) -> Tensor:
-        """What it says, in units of the spread of what it has learnt."""
+        """(row, number) the output, standardised by the mean and the standard deviation of the training targets."""
         given = (rows.flatten(1) - self.shift) / self.scale
         said: Tensor = self.straight(given) + self.body(given)
         return said
@@ -256,11 +255,11 @@ class Bridge(nn.Module):
 
 
 class ImageBridge(nn.Module):
-    """A small convolutional network that makes of images what an opaque part makes of them: a filter, a codec.
+    """A small convolutional network that imitates an opaque part from images to images, such as a filter or a codec.
 
     Args:
         channels: of the images.
-        size: height and width of what is made.
+        size: height and width of the output.
     """
 
     def __init__(self, channels: int, size: tuple[int, ...]) -> None:
@@ -277,12 +276,10 @@ class ImageBridge(nn.Module):
 
     @classmethod
     def restore(cls, size: tuple[int, ...], state: dict[str, Tensor]) -> ImageBridge:
-        """The bridge with these weights."""
+        """The bridge with these weights and this output size, frozen."""
         weight = state["straight.weight"]
-        with (
-            torch.random.fork_rng(devices=[]),
-            torch.device("cpu"),
-        ):  # its first weights are drawn, and thrown away
+        # Drawing initial weights, which are replaced below, must not change torch's random state.
+        with torch.random.fork_rng(devices=[]), torch.device("cpu"):
             bridge = cls(weight.shape[1], size)
         bridge.to(weight.device, weight.dtype).load_state_dict(state)
         return bridge.requires_grad_(False).eval()
@@ -295,12 +292,12 @@ class ImageBridge(nn.Module):
 
 
 def fit_image_bridge(model: nn.Module, place: ImageInput, points: Tensor, seed: int) -> ImageBridge | None:
-    """A network that has learnt what stands before an inner module; None if that is not given pictures.
+    """A network fitted to what comes before an inner module; None if the module's input has not the shape of images.
 
     Args:
-        place: the module.
+        place: the module, and which of its calls.
         points: (image, channel, height, width) clean, noisy and attacked images.
-        seed: of the weights and of the order of examples.
+        seed: of the initial weights and of the batches.
     """
     made = torch.cat([_given_to(model, place, part) for part in torch.split(points, _BATCH)])
     if made.ndim != 4 and made[0].numel() == points[0].numel():
@@ -315,7 +312,7 @@ def fit_image_bridge(model: nn.Module, place: ImageInput, points: Tensor, seed: 
 
 
 def _given_to(model: nn.Module, place: ImageInput, images: Tensor) -> Tensor:
-    """What an inner module is given in the call in question."""
+    """The input of an inner module in the call that `place` names."""
     heard: list[Tensor] = []
 
     def hear(module: nn.Module, given: tuple[Any, ...]) -> None:
@@ -334,11 +331,11 @@ def _given_to(model: nn.Module, place: ImageInput, images: Tensor) -> Tensor:
 def _train(
     network: nn.Module, ask: Callable[[Tensor], Tensor], rows: Tensor, goal: Tensor, seed: int
 ) -> None:
-    """Fits a network to what is to be made of rows, by least squares; it ends in eval mode, frozen."""
+    """Trains a network so that `ask` maps the rows to the goal, by least squares; it ends in eval mode, frozen."""
     parameters = list(network.parameters())
     optimiser = torch.optim.AdamW(parameters, lr=_LR)
     generator = torch.Generator().manual_seed(seed)
-    # A large image has many examples of what a filter does.
+    # A large image contains many examples of what a filter does, so that few images make a batch.
     batch = max(2, min(_BATCH, _PIXELS // rows[0].numel()))
     total, before = torch.zeros((), dtype=rows.dtype, device=rows.device), math.inf
     enough = _LEARNT_ALL * _LESSON * float(goal.var(correction=0))
@@ -359,11 +356,13 @@ def _train(
 
 
 def fit_bridges(model: nn.Module, points: Tensor, seed: int, dead: tuple[str, ...] = ()) -> dict[str, Bridge]:
-    """A bridge over each opaque part that the images cross, by its key, fitted to what it does at the points.
+    """By key, a `Bridge` for each opaque part that the images go through, fitted to its inputs and outputs there.
+
+    Parts with more than `_MOST_NUMBERS` numbers in a row, or with a single row, get no bridge.
 
     Args:
         points: (image, channel, height, width) clean, noisy and attacked images.
-        seed: of the weights and of the order of examples.
+        seed: of the initial weights and of the batches.
         dead: names of modules that count as opaque.
     """
     pairs: dict[str, list[tuple[Tensor, Tensor]]] = {}
@@ -396,10 +395,10 @@ def _fit(before: Tensor, after: Tensor, seed: int) -> Bridge:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Bridged(WrappedView):
-    """Another view, straight through, with a fitted stand-in for every part that no gradient comes through.
+    """Another view under `straight_through`, with the gradient of a fitted network for every opaque part.
 
     Attributes:
-        bridges: by key.
+        bridges: these networks by key, as `fit_bridges` returns them.
         dead: names of modules that count as opaque.
     """
 

@@ -1,4 +1,4 @@
-"""What the operations of torch do with a traced image: one function for each kind, which adds a step to the program."""
+"""The torch operations that can be traced: one function per kind, which adds the operation to the program as a step."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ecnn.auditing.programs import Affine, Curve, MaxPool
 from ecnn.auditing.traced import Operations, Recorder, Traced, UnknownStepError
 
 aten: Any = torch.ops.aten
-_SMOOTH_ERROR = 1e-6  # of tanh and its like in float32
+_SMOOTH_ERROR = 1e-6  # of tanh and similar functions in float32, relative to 1 + |value|
 
 
 def _number(value: Any) -> int:
@@ -55,7 +55,7 @@ def _padded(recorder: Recorder, func: Any, args: Any, kwargs: Any, value: Tensor
 
 
 def _joined(recorder: Recorder, func: Any, args: Any, kwargs: Any, value: Tensor) -> Traced:
-    """Several values side by side."""
+    """A concatenation of traced values."""
     parts, *rest = args
     if not all(isinstance(part, Traced) for part in parts):
         raise UnknownStepError("it joins what it makes of an image with constants")
@@ -70,7 +70,7 @@ def _joined(recorder: Recorder, func: Any, args: Any, kwargs: Any, value: Tensor
 
 
 def _sum(recorder: Recorder, func: Any, args: Any, kwargs: Any, value: Tensor) -> Traced:
-    """a + alpha b, or minus; one of them may be a constant."""
+    """a + alpha * b or a - alpha * b; one of the two may be a constant."""
     first, second = args[:2] if func is not aten.rsub.Scalar else (args[1], args[0])
     alpha = float(kwargs.get("alpha", args[2] if len(args) > 2 else 1))
     if func is aten.rsub.Scalar and alpha != 1:
@@ -103,7 +103,7 @@ def _sum(recorder: Recorder, func: Any, args: Any, kwargs: Any, value: Tensor) -
 
 
 def _scaled(recorder: Recorder, func: Any, args: Any, kwargs: Any, value: Tensor) -> Traced:
-    """Times a constant, divided by one, or with the sign changed."""
+    """A traced value multiplied by a constant, divided by one, or negated."""
     other: Any
     if func is aten.neg.default:
         source, other = args[0], -1.0
@@ -135,7 +135,7 @@ def _scaled(recorder: Recorder, func: Any, args: Any, kwargs: Any, value: Tensor
 
 
 def _product(recorder: Recorder, func: Any, args: Any, kwargs: Any, value: Tensor) -> Traced:
-    """A product of matrices, of which one is constant, plus a constant."""
+    """A product of a traced matrix and a constant one, plus a constant bias for `addmm`."""
     if kwargs or len(args) != (3 if func is aten.addmm.default else 2):
         raise UnknownStepError(f"it uses {func} with factors")
     bias = recorder.constant(args[0]) if func is aten.addmm.default else None
@@ -190,7 +190,7 @@ def _convolution(recorder: Recorder, func: Any, args: Any, kwargs: Any, value: T
 
 
 def _batch_norm(recorder: Recorder, func: Any, args: Any, kwargs: Any, value: Tensor) -> Traced:
-    """Batch norm by its kept statistics, as a scale and a shift of each channel."""
+    """Batch norm in eval mode: a scale and a shift of each channel, from the running statistics."""
     source, weight, bias, mean, variance = args[:5]
     trains, eps = (False, args[6]) if "no_training" in str(func) else (args[5], args[7])
     if trains or mean is None or variance is None:
@@ -213,7 +213,7 @@ def _batch_norm(recorder: Recorder, func: Any, args: Any, kwargs: Any, value: Te
 
 
 def _softmax(recorder: Recorder, func: Any, args: Any, kwargs: Any, value: Tensor) -> Traced:
-    """Softmax of the scores, or its logarithm: keeps their order, if the lead is more than rounding."""
+    """A final softmax or log-softmax: adds no step, as it keeps the order of scores that differ by `least_margin`."""
     source, dim = args[0], args[1]
     if source.ndim != 2 or dim not in (1, -1):
         raise UnknownStepError("it has a softmax before its end")
@@ -270,7 +270,7 @@ def _clamp(low: float | None = None, high: float | None = None) -> Any:
         inside = inside if low is None else inside & (values > low)
         return (inside if high is None else inside & (values < high)).to(values.dtype)
 
-    # With one end it is convex (max) or neither (min); two ends make it an S.
+    # A lower bound alone makes a convex function (a maximum). With an upper bound it is concave or S-shaped.
     return apply, slope, high is None, 0.0
 
 

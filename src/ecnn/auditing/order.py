@@ -1,7 +1,7 @@
-"""The largest, smallest or middle of many values, with a slope to each that is close to it.
+"""Order statistics such as max, median and top-k with a spread gradient: one that reaches all values close to them.
 
-Its own slope leads one value at a time, so that whoever is to bring the largest of a thousand pixels below a threshold
-meets them one by one, a step each. The spread slope leads all that would soon be the largest.
+The gradient of a maximum reaches one value only. An attack that has to bring the largest of a thousand pixels below a
+threshold would lower them one by one, in a step each. The spread gradient lowers all that would soon be the largest.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-#: Of the mean distance of all values from the one that was taken: how far the slope reaches.
+#: How far the spread gradient reaches, as a share of the mean distance of all values from the chosen one.
 _REACH = 0.1
-_MOST = 2**14  # distances between what was taken and all values, per image
+_MOST = 2**14  # distances (chosen values times all values) per image; larger calls keep torch's gradient
 _OF_SEVERAL = ("sort", "topk")
 _OF_ONE = ("amax", "amin", "max", "min", "kthvalue", "median", "nanmedian", "quantile", "nanquantile")
 _LONGEST = ("norm", "vector_norm", "linalg_vector_norm")
@@ -24,17 +24,22 @@ ORDERED = (*_OF_SEVERAL, *_OF_ONE, *_LONGEST)
 
 @dataclass(eq=False)
 class Slopes:
-    """Whether backward passes take the spread slopes, or those that torch has."""
+    """A switch: whether backward passes use the spread gradients, or those of torch."""
 
     are_spread: bool = False
 
 
 def with_slopes(name: str, made: Any, args: tuple[Any, ...], kwargs: dict[str, Any], slopes: Slopes) -> Any:
-    """What a call has made, the values of which know both slopes; the same where it took nothing by its order.
+    """The result of a call, with values that have both gradients, torch's and the spread one.
+
+    Calls that choose no value by its order, such as a Euclidean norm or max(a, b), and too large ones come back as
+    they are.
 
     Args:
-        name: of what was called, one of `ORDERED`.
-        made: by it, of these arguments.
+        name: of the function that was called, one of `ORDERED`.
+        made: its result.
+        args, kwargs: its arguments.
+        slopes: decides in each backward pass which of the two gradients is used.
     """
     values, given, dims = made if isinstance(made, Tensor) else made[0], args[0], _axes(name, args, kwargs)
     if name in _LONGEST and _argument(args, kwargs, 1, ("ord", "p"), default=2) not in (math.inf, -math.inf):
@@ -47,7 +52,7 @@ def with_slopes(name: str, made: Any, args: tuple[Any, ...], kwargs: dict[str, A
     taken = 1 if is_one else values.shape[dims[0]]
     if many * taken * max(1, math.prod(rest[1:])) > _MOST or (is_one and values.numel() != math.prod(rest)):
         return made
-    # Who watches the model takes hooks and `detach` out of it, and would out of this.
+    # `StraightThrough`, if it is on, removes hooks and `detach` from the calls that it sees: here they are needed.
     with torch._C.DisableTorchFunction():
         among = given.abs() if name in _LONGEST else given
         among = among.movedim(dims, tuple(range(-len(dims), 0))).reshape(*rest, many, 1)
@@ -61,7 +66,7 @@ def with_slopes(name: str, made: Any, args: tuple[Any, ...], kwargs: dict[str, A
 
 
 def _with_both(values: Tensor, spread: Tensor, slopes: Slopes) -> Tensor:
-    """The values as they are; backward along either way that they were computed."""
+    """The values, unchanged; the gradient goes to `values` or to `spread`, as `slopes` says in the backward pass."""
     own, near = values.clone(), spread.clone()
     own.register_hook(lambda slope: torch.zeros_like(slope) if slopes.are_spread else slope)  # type: ignore[no-untyped-call]
     near.register_hook(lambda slope: slope if slopes.are_spread else torch.zeros_like(slope))  # type: ignore[no-untyped-call]
@@ -69,14 +74,14 @@ def _with_both(values: Tensor, spread: Tensor, slopes: Slopes) -> Tensor:
 
 
 def _closeness(apart: Tensor) -> Tensor:
-    """(..., many, taken) shares that sum up to 1 over `many` and fall with the distance; of infinite ones 0."""
+    """(..., many, taken) weights that sum to 1 over `many`, fall with the distance and are 0 where it is infinite."""
     is_near = apart.isfinite()
     mean = apart.where(is_near, 0.0).sum(dim=-2, keepdim=True) / is_near.sum(dim=-2, keepdim=True)
     return torch.softmax(-apart / (_REACH * mean).clamp_min(1e-12), dim=-2).nan_to_num(0.0)
 
 
 def _axes(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, ...] | None:
-    """Along which axes values are compared: all of them where the call does not say; None for another kind of call."""
+    """The axes along which a call compares values (if it names none, its default); None for calls like max(a, b)."""
     place = 2 if name in ("topk", "kthvalue", "quantile", "nanquantile", *_LONGEST) else 1
     usual = -1 if name in (*_OF_SEVERAL, "kthvalue") else None
     dims = _argument(args, kwargs, place, ("dim", "axis"), default=usual)

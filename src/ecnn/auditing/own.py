@@ -1,4 +1,4 @@
-"""Attacks of the user's in an audit: they join the cascade, and what they break counts like anything else."""
+"""The user's own attacks in an audit: they run after the suite, and what they break counts as for any other attack."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from ecnn.errors import InputError
 from ecnn.evaluation import Evaluation, OwnAttack
 from ecnn.evaluation.records import check_names
 
-#: An attack of the user's: ours, an `OwnAttack`, or a function as `OwnAttack` takes it.
+#: An attack that a user gives to an audit: an `Attack`, an `OwnAttack`, or a function that `OwnAttack` accepts.
 AnyAttack = Attack | OwnAttack | Callable[..., Any]
 
 
 def own_attacks(
     own: Mapping[str, AnyAttack] | None, subject: Subject, *, taken: Iterable[str] = ()
 ) -> dict[str, Any]:
-    """The user's attacks, as the audit makes them; InputError if they cannot be, or have one of the names taken.
+    """The user's attacks by name, ready for the audit; InputError if one cannot be called or has a name in `taken`.
 
-    An `Attack` whose ball is not the audited one, or that has none, is taken as a function: its points count where they
-    lie in the audited ball.
+    An attack with the audited norm and a radius no larger than the audited one stays as it is. Any other is wrapped
+    in an `OwnAttack`: its points count only if they lie in the audited ball.
     """
     if own is None:
         return {}
@@ -40,7 +40,7 @@ def own_attacks(
 
 
 def join_own(parts: Iterable[Mapping[str, Any]], own: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """The parts of the suite with the user's attacks as the last."""
+    """The parts of the suite, and the user's attacks as the last part; InputError if a name occurs in both."""
     for part in parts:
         _check_apart(own, part)
         yield dict(part)
@@ -53,7 +53,7 @@ def _check_apart(own: Iterable[str], taken: Iterable[str]) -> None:
 
 
 def _fits(attack: Any, subject: Subject) -> bool:
-    """Whether it declares the audited ball, or a smaller one."""
+    """Whether an attack declares the audited norm, and a radius no larger than the audited one."""
     if not isinstance(attack, Attack | OwnAttack) or getattr(attack, "norm", None) != subject.norm:
         return False
     radius = getattr(attack, "eps", None)
@@ -70,7 +70,7 @@ def _as_own(attack: Any, subject: Subject) -> OwnAttack:
 def notes_on_request(
     evaluation: Evaluation, classes: Sequence[int] | None, own: Mapping[str, Any] | None
 ) -> list[Finding]:
-    """Notes on what the user asked for: points of his attacks that do not count, and classes left out."""
+    """Notes on the request: points of the user's attacks that do not count, and a restriction to some classes."""
     found = []
     outside = {
         name: int(evaluation.outcomes[name].about.get("outside", 0))

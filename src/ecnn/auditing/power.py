@@ -1,4 +1,4 @@
-"""How much an audit may have missed: what attacks that know nothing of each other found, and what more effort found."""
+"""How many images an audit may have missed, estimated from independent attacks and from doubled effort."""
 
 from __future__ import annotations
 
@@ -9,26 +9,26 @@ from typing import Any
 
 from ecnn.evaluation.intervals import wilson_interval
 
-#: One-sided, as in "95 % sure that it is not more".
+#: Confidence of the one-sided upper bounds.
 _SURE = 0.95
-#: Of all images: what the last doubling of effort may break and still have flattened.
+#: A search has converged (flattened) if the last doubling of effort broke at most this share of all images.
 FLAT = 0.005
-#: Of the images that one family broke, how many may the other not break and still be said to see.
+#: Two families of attacks agree if one fails to break at most this share of the images that the other broke.
 _UNSEEN = 0.1
 
 
 def has_flattened(broken: float, images: int) -> bool:
-    """Whether a doubling of the effort that broke so many images' worth broke next to nothing."""
+    """Whether a doubling of the effort that broke `broken` images broke next to nothing: at most one, or 0.5 %."""
     return broken <= max(1.0, FLAT * images)
 
 
 @dataclass(frozen=True)
 class Turns:
-    """What became of doubling the effort on what stands.
+    """The outcome of repeating attacks with doubled effort on the images that none has broken.
 
     Attributes:
-        effort: how often it was doubled.
-        doubling: images' worth that the last time broke; None where it was never done.
+        effort: how often the effort was doubled.
+        doubling: how many images the last doubling broke, a fraction for a random model; None if there was none.
     """
 
     effort: int
@@ -37,20 +37,21 @@ class Turns:
 
 @dataclass(frozen=True, kw_only=True)
 class Power:
-    """What the attacks of an audit can be trusted to have found.
+    """How thoroughly the attacks of an audit searched, by two measurements.
 
-    Two families of attacks know nothing of each other: those that follow a gradient, the model's or a surrogate's, and
-    those that ask for answers alone. As with two nets in one pond, what both caught tells how much both missed.
+    The first compares two independent families of attacks: those that follow a gradient, of the model or a surrogate,
+    and those that only query the model. How many images both break tells how many both miss (capture and recapture).
+    The second is how many images the last doubling of the effort broke.
 
     Attributes:
-        images: that were audited, of which
-        standing: these many stand in the end (of a random model, images' worth).
-        broken: these many fell.
-        retried: of those that a gradient broke, how many were given to the other family too,
-        found_again: and how many it broke.
-        alone: images that answers alone broke, and no gradient.
+        images: how many were audited.
+        standing: how many of them no attack broke, a fraction for a random model.
+        broken: how many of them an attack broke.
+        retried: how many of those that a gradient attack broke were also given to the other family.
+        found_again: how many of the retried images that family broke.
+        alone: how many images query attacks broke that no gradient attack had broken.
         effort: how often the effort was doubled.
-        doubling: images' worth that the last doubling broke; None where none was made.
+        doubling: how many images the last doubling broke, a fraction for a random model; None if there was none.
     """
 
     images: int
@@ -64,10 +65,10 @@ class Power:
 
     @property
     def missed(self) -> float | None:
-        """Share of the images that both families may have missed, at 95 %; None where nothing fell to measure it by.
+        """Upper bound, at 95 %, of the share of images that the attacks missed; None if no image was found again.
 
-        The larger of two figures: what capture and recapture say, and what another doubling would break if it breaks
-        as much as the last.
+        The larger of two figures: the capture-recapture estimate, and what another doubling would break if it breaks
+        as much as the last. It is never more than the share that no attack broke.
         """
         if self.standing <= 0:
             return 0.0
@@ -80,23 +81,23 @@ class Power:
 
     @property
     def has_flattened(self) -> bool:
-        """Whether the last doubling of effort broke next to nothing."""
+        """Whether the last doubling of effort broke next to nothing; False if there was none."""
         return self.doubling is not None and has_flattened(self.doubling, self.images)
 
     @property
     def agrees(self) -> bool:
-        """Whether one family sees nearly all that the other sees.
+        """Whether one family of attacks breaks nearly all images that the other breaks.
 
-        Gradients broke nearly all that fell; or, of a model that gives none, answers alone break nearly all that
-        surrogates' gradients broke, where two that it does not break are chance. What neither sees is `missed`, which
-        few images leave open.
+        Either gradient attacks broke nearly all broken images. Or query attacks broke nearly all retried images, as on
+        a model without useful gradients, where surrogates broke them; two that they miss count as chance. What neither
+        family breaks is `missed`, which stays uncertain with few images.
         """
         by_gradients = self.alone <= max(1.0, _UNSEEN * self.broken)
         unseen = self.retried - self.found_again
         return by_gradients or (self.retried > 0 and unseen <= max(2.0, _UNSEEN * self.retried))
 
     def sentence(self) -> str:
-        """What was measured, for a person."""
+        """One sentence for a reader: how much may be missed, and the counts behind it."""
         if self.standing <= 0:
             return "Nothing stands that could have been missed."
         parts = []
@@ -117,19 +118,19 @@ class Power:
         return f"{found}: {measured}."
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON values, with what follows from them."""
+        """The attributes and `missed`, as plain JSON values."""
         return {**asdict(self), "missed": self.missed}
 
 
 def read_power(values: Any) -> Power | None:
-    """What `Power.to_dict` wrote; None where nothing was written."""
+    """The `Power` that `Power.to_dict` gave; None stays None."""
     if values is None:
         return None
     return Power(**{name: value for name, value in values.items() if name != "missed"})
 
 
 def _at_most(count: float) -> float:
-    """What a count may have been, at 95 %, if it is Poisson's; 3 for none (Wilson and Hilferty's approximation)."""
+    """Upper 95 % bound of the mean of a Poisson count; 3 for a count of 0 (Wilson and Hilferty's approximation)."""
     degrees = 2 * (count + 1)
     normal = NormalDist().inv_cdf(_SURE)
     return degrees * (1 - 2 / (9 * degrees) + normal * math.sqrt(2 / (9 * degrees))) ** 3 / 2

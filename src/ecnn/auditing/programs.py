@@ -1,4 +1,4 @@
-"""What a model computes, as a list of steps whose effect on sets of images is known; `trace` makes it of a model."""
+"""A model as a list of steps that can be bounded over sets of images; `trace` makes it from a model."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-#: Rounding of one float32 operation, with room for the ways in which libraries multiply and add.
+#: Relative rounding error of one float32 operation, times 8 for the different ways in which libraries add up products.
 _UNIT = 8 * 2.0**-24
 _TINY = 1e-30
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Affine:
-    """A step that is linear in its inputs, up to a constant; tensors are (1, ...), in float64.
+    """A step that is linear in its inputs, plus a constant. Tensors are (1, ...), in float64.
 
     Attributes:
-        parents: the steps that it reads.
-        apply: the step itself.
-        spread: the same with the absolute value of every factor and no constant: radii to radii.
-        sizes: like `spread`, of absolute inputs, with the absolute values of all constants added: what rounding is
-            relative to.
-        terms: how many products are added up, for rounding.
-        work: multiplications.
+        parents: numbers of the steps whose values are its inputs.
+        apply: computes the step.
+        spread: the same with the absolute value of every factor and no constant; maps radii of intervals to a radius.
+        sizes: `spread` plus the absolute values of all constants; maps absolute inputs to the magnitude that rounding
+            errors are relative to.
+        terms: how many products are added up for one value; the bound of the rounding error grows with it.
+        work: multiplications for one image.
     """
 
     parents: tuple[int, ...]
@@ -36,20 +36,20 @@ class Affine:
     work: int
 
     def error(self, *largest: Tensor) -> Tensor:
-        """How far the step in float32 may be from the exact one when the inputs are at most so large."""
+        """Bound of the step's rounding error in float32, for inputs of at most these absolute values."""
         return (self.terms + 4) * _UNIT * self.sizes(*largest) + _TINY
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Curve:
-    """A step that is one growing function of each value.
+    """A step that applies one non-decreasing function to every value.
 
     Attributes:
-        parents: the step that it reads.
+        parents: number of the step whose values are its input.
         apply: the function.
-        slope: its derivative, which between two points is nowhere below the smaller of those at these points.
-        is_convex: whether a chord lies above it.
-        rounding: how far float32 may be off, as a share of 1 plus the value.
+        slope: its derivative; between two points it is never less than the smaller of the derivatives at these points.
+        is_convex: whether the function is convex, so that its chords lie above it.
+        rounding: bound of its error in float32, relative to 1 + |value|.
     """
 
     parents: tuple[int, ...]
@@ -59,16 +59,16 @@ class Curve:
     rounding: float
 
     def error(self, low: Tensor, high: Tensor) -> Tensor:
-        """How far the step in float32 may be from the exact one between two ends."""
+        """Bound of the step's rounding error in float32, for inputs from `low` to `high`."""
         return self.rounding * (1 + torch.maximum(self.apply(low).abs(), self.apply(high).abs()))
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class MaxPool:
-    """A step that takes the largest of some values at each place.
+    """A step of max pooling.
 
     Attributes:
-        parents: the step that it reads.
+        parents: number of the step whose values are its input.
         window: arguments of `max_pool2d` after the images.
     """
 
@@ -81,14 +81,14 @@ Step = Affine | Curve | MaxPool
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Program:
-    """What a model computes.
+    """The steps by which a model computes its scores.
 
     Attributes:
-        steps: in their order; step 0 is the images and has no entry, so that `steps[0]` is step 1.
-        result: the step whose values are the scores; the last of the steps.
-        shapes: (1, ...) of every step, the images first.
-        least_margin: by how much a score must lead to be the largest after the softmax that follows, if one does.
-        constants: all constants, to tell whether another trace is of the same computation.
+        steps: in their order. Step 0 is the images and has no entry, so that `steps[0]` is step 1.
+        result: number of the step whose values are the scores, the last one.
+        shapes: (1, ...) of the values of every step, the images first.
+        least_margin: lead that a score needs to stay the largest after a final softmax; 0 if the model has none.
+        constants: all constants, to compare two traces.
         device: where the constants are.
     """
 
@@ -109,7 +109,7 @@ class Program:
         return self.shapes[number].numel()
 
     def is_same(self, other: Program) -> bool:
-        """Whether both do the same with the same constants."""
+        """Whether both have steps of the same kinds, inputs, shapes and constants."""
         return (
             self.shapes == other.shapes
             and [type(step) for step in self.steps] == [type(step) for step in other.steps]

@@ -1,7 +1,7 @@
-"""Bounds on what a traced model says of all points near an image: intervals, and linear bounds carried back (CROWN).
+"""Bounds on the outputs of a traced model over a ball: intervals, and linear bounds by backward substitution (CROWN).
 
-Both hold for the model as it runs in float32: what rounding may add in each step is part of the bounds, which are
-themselves computed in float64. Linear bounds follow Zhang et al. 2018 (CROWN) and Xu et al. 2020.
+Both hold for the model as it runs in float32: they include the rounding error of each step, and are themselves
+computed in float64. Linear bounds follow Zhang et al. 2018 (CROWN) and Xu et al. 2020.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from torch import Tensor
 from ecnn.attacks.norms import NORMS, Norm
 from ecnn.auditing.programs import Affine, Curve, MaxPool, Program, Step
 
-_VALUES_AT_ONCE = 2**24  # of float64, in the largest table of rows
+_VALUES_AT_ONCE = 2**24  # float64 values in the largest tensor of coefficients; more rows are taken in parts
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Ball:
-    """Points near images, cut to [0, 1].
+    """The balls around images, cut to [0, 1].
 
     Attributes:
         images: (batch, 1, channel, height, width) in float64.
-        norm, eps: of the ball; rounding of the points that an audit accepts is added to the radius.
+        norm, eps: of the balls; `radius` adds the rounding error that an audit tolerates in a point.
     """
 
     images: Tensor
@@ -45,7 +45,7 @@ class Ball:
         return (self.images + self.radius).clamp_max(1)
 
     def least(self, rows: Tensor) -> Tensor:
-        """(batch, row) the least of a linear function with these factors (batch, row, 1, ...) over the ball."""
+        """(batch, row) lower bounds over the ball of linear functions with coefficients (batch, row, 1, ...)."""
         factors = rows.flatten(2)
         low, high = self.low.flatten(1)[:, None], self.high.flatten(1)[:, None]
         least = (factors.clamp_min(0) * low + factors.clamp_max(0) * high).sum(dim=2)
@@ -56,31 +56,31 @@ class Ball:
         return least
 
     def take(self, rows: Tensor) -> Ball:
-        """The same for some of the images."""
+        """The balls around some of the images."""
         return Ball(images=self.images[rows], norm=self.norm, eps=self.eps)
 
 
 @dataclass(eq=False)
 class Bounds:
-    """(batch, 1, ...) between which a step's values lie."""
+    """Lower and upper bounds of a step's values, each (batch, 1, ...)."""
 
     low: Tensor
     high: Tensor
 
     @property
     def largest(self) -> Tensor:
-        """Of the absolute values."""
+        """Upper bounds of the absolute values."""
         return torch.maximum(self.low.abs(), self.high.abs())
 
     def meet(self, low: Tensor, high: Tensor) -> None:
-        """Tightens the bounds by others that hold too."""
+        """Tightens these bounds by others that hold too."""
         self.low = torch.maximum(self.low, low)
-        # Both hold but for the rounding of float64, so that they cannot pass each other by more.
+        # Both pairs hold up to float64 rounding: a lower bound can be above an upper one only by that.
         self.high = torch.maximum(torch.minimum(self.high, high), self.low)
 
 
 def interval_bounds(program: Program, ball: Ball) -> list[Bounds]:
-    """Bounds of every step, the images first, each value as if the others were free."""
+    """Bounds of every step, the images first, by interval arithmetic: dependencies between values are ignored."""
     found = [Bounds(ball.low, ball.high)]
     for step in program.steps:
         found.append(_through(step, [found[parent] for parent in step.parents]))
@@ -88,7 +88,7 @@ def interval_bounds(program: Program, ball: Ball) -> list[Bounds]:
 
 
 def _through(step: Step, given: list[Bounds]) -> Bounds:
-    """Bounds of a step by bounds of what it reads."""
+    """Interval bounds of a step's values from bounds of its inputs."""
     if isinstance(step, Affine):
         middle = torch.func.vmap(step.apply)(*((bounds.low + bounds.high) / 2 for bounds in given))
         radius = torch.func.vmap(step.spread)(*((bounds.high - bounds.low) / 2 for bounds in given))
@@ -107,7 +107,7 @@ def _pool(step: MaxPool, values: Tensor) -> Tensor:
 
 
 def tighten(program: Program, ball: Ball, bounds: list[Bounds]) -> None:
-    """Replaces the bounds of intervals by linear ones before every step that is not linear."""
+    """Tightens the bounds in place: inputs of nonlinear steps by linear bounds, the rest by intervals from these."""
     bent = {step.parents[0] for step in program.steps if not isinstance(step, Affine)} - {0}
     for number, step in enumerate(program.steps, start=1):
         own = _through(step, [bounds[parent] for parent in step.parents])
@@ -118,7 +118,7 @@ def tighten(program: Program, ball: Ball, bounds: list[Bounds]) -> None:
 
 
 def _unit_bounds(program: Program, ball: Ball, bounds: list[Bounds], number: int) -> tuple[Tensor, Tensor]:
-    """Linear bounds of every value of a step."""
+    """Lower and upper bounds, each (batch, 1, ...), of every value of a step, by linear bounds."""
     shape, units, batch = program.shapes[number], program.units(number), len(ball.images)
     largest = max(program.units(step) for step in range(number + 1))
     width = max(1, _VALUES_AT_ONCE // (2 * batch * largest))
@@ -134,7 +134,7 @@ def _unit_bounds(program: Program, ball: Ball, bounds: list[Bounds], number: int
 
 
 def margin_rows(num_classes: int, labels: Tensor) -> Tensor:
-    """(batch, class - 1, 1, class) the label's score minus that of each other class."""
+    """(batch, class - 1, 1, class) coefficients of the label's score minus that of each other class."""
     others = torch.stack([torch.arange(num_classes, device=labels.device)] * len(labels))
     others = others[others != labels[:, None]].view(len(labels), -1)
     eye = torch.eye(num_classes, dtype=torch.float64, device=labels.device)
@@ -142,10 +142,10 @@ def margin_rows(num_classes: int, labels: Tensor) -> Tensor:
 
 
 def least_margins(program: Program, ball: Ball, bounds: list[Bounds], labels: Tensor) -> Tensor:
-    """(batch,) a lower bound of the smallest margin of each image's label over the ball.
+    """(batch,) a lower bound over the ball of the margin between the label's score and the best other one.
 
-    Of one image alone only the classes are looked at that the bounds of the scores do not rule out: with many classes
-    these are few.
+    In a batch of one image, linear bounds are computed only for classes that the bounds of the scores do not rule out
+    already. With many classes these are few.
     """
     rows = margin_rows(program.shapes[program.result][1], labels)
     least = torch.full((len(labels),), torch.inf, dtype=torch.float64, device=labels.device)
@@ -162,11 +162,12 @@ def least_margins(program: Program, ball: Ball, bounds: list[Bounds], labels: Te
 
 
 def least_of(program: Program, ball: Ball, bounds: list[Bounds], number: int, rows: Tensor) -> Tensor:
-    """(batch, row) lower bounds of linear functions of a step's values over the ball.
+    """(batch, row) lower bounds over the ball of linear functions of a step's values.
 
     Args:
         bounds: of all steps before it.
-        rows: (batch, row, 1, ...) the factors of the values.
+        number: of the step.
+        rows: (batch, row, 1, ...) the coefficients of its values.
     """
     constant = torch.zeros(rows.shape[:2], dtype=torch.float64, device=rows.device)
     waiting: dict[int, Tensor] = {number: rows}
@@ -180,14 +181,14 @@ def least_of(program: Program, ball: Ball, bounds: list[Bounds], number: int, ro
         for parent, part in zip(step.parents, parts, strict=True):
             waiting[parent] = waiting[parent] + part if parent in waiting else part
     least = ball.least(waiting[0]) if 0 in waiting else torch.zeros_like(constant)
-    # Float64 adds up to far more digits than this.
+    # A reserve for rounding in float64, whose actual error is far smaller.
     return least + constant - 1e-9 * (1 + constant.abs() + least.abs())
 
 
 def _carry_back(
     program: Program, step: Step, rows: Tensor, given: list[Bounds]
 ) -> tuple[list[Tensor], Tensor]:
-    """Functions of a step's values as functions of what it reads that are nowhere above; and (batch, row) constants."""
+    """Linear functions of a step's inputs that are lower bounds of those of its values: coefficients and constants."""
     if isinstance(step, Affine):
         return _carry_affine(program, step, rows, given)
     (bounds,) = given
@@ -215,7 +216,7 @@ def _carry_affine(
 
 
 def _lines(step: Curve, bounds: Bounds) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """A line (slope, offset) below the curve and one above it, between the bounds."""
+    """Two lines (slope, offset) between the bounds, one below the curve and one above it, rounding errors included."""
     low, high = bounds.low, bounds.high
     at_low, at_high = step.apply(low), step.apply(high)
     error = step.error(low, high)
@@ -225,7 +226,7 @@ def _lines(step: Curve, bounds: Bounds) -> tuple[tuple[Tensor, Tensor], tuple[Te
         below = step.slope(middle)
         lower = step.apply(middle) - below * middle
         width = high - low
-        # Where the bounds are one point the chord has no slope; any line through it will do.
+        # Where both bounds are equal the chord has no slope, and any line through the point is valid.
         above = torch.where(width > 1e-12, (at_high - at_low) / width.clamp_min(1e-12), below)
         upper = torch.maximum(at_low - above * low, at_high - above * high)
     else:
@@ -235,13 +236,17 @@ def _lines(step: Curve, bounds: Bounds) -> tuple[tuple[Tensor, Tensor], tuple[Te
 
 
 def _carry_pool(step: MaxPool, rows: Tensor, bounds: Bounds) -> tuple[list[Tensor], Tensor]:
-    """The largest is no less than the value of the highest lower bound; it is that value where no other can pass it."""
+    """`_carry_back` for max pooling.
+
+    The maximum of a window is at least its leader, the value with the highest lower bound. It equals the leader if no
+    other value of the window can exceed it; otherwise it is at most the largest upper bound.
+    """
     low, high = bounds.low.flatten(0, 1), bounds.high.flatten(0, 1)
     pooled, places = torch.nn.functional.max_pool2d(low, *step.window, return_indices=True)
     places = places.flatten(2)
     without = high.flatten(2).scatter(2, places, -math.inf).view(high.shape)
-    # Without the leader of its window; where windows overlap it may be missing in another one too, which then proves
-    # nothing.
+    # The largest upper bound without the leader. Where windows overlap, the leader of one may be missing from another
+    # as well, so that the comparison proves nothing.
     rival = torch.nn.functional.max_pool2d(without, *step.window)
     alone = (rival <= pooled) & (not _overlaps(step))
     most = torch.nn.functional.max_pool2d(high, *step.window)
@@ -269,10 +274,10 @@ def _pair(given: Any) -> list[int]:
 
 
 def lipschitz_bound(program: Program) -> float:
-    """How much faster than the image, in Euclidean length, the scores can change; infinite where that is not known.
+    """An upper bound of the Lipschitz constant of the scores in L2; infinite after max pooling of overlapping windows.
 
-    The length of every linear step is bounded by the root of the product of its largest row and column sums, or for a
-    small one is that of its matrix.
+    The spectral norm of a linear step is bounded by the square root of the product of its largest absolute row and
+    column sums. For a small step the norm of its matrix is computed and taken if it is smaller.
     """
     slopes = [1.0]
     for step in program.steps:
@@ -285,7 +290,7 @@ def lipschitz_bound(program: Program) -> float:
     return slopes[program.result] * (1 + 1e-9)
 
 
-_SMALL = 2**20  # entries of a matrix whose length is computed
+_SMALL = 2**20  # entries of the largest matrix whose spectral norm is computed
 
 
 def _length(program: Program, step: Affine, slopes: list[float]) -> float:

@@ -1,4 +1,4 @@
-"""What an audit remarks without asking for more than its attacks have seen: failures, flags, precision, the ball."""
+"""Findings besides the diagnostics: failed or unfinished attacks, AutoAttack's warnings, NaN gradients, precision."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from ecnn.auditing.power import Power
 from ecnn.auditing.stages import Staged
 from ecnn.auditing.subject import Subject
 
-#: Images that AutoAttack's warnings are looked for in.
+#: How many images are tested for AutoAttack's warnings.
 FLAGGED = 256
-_SPOILED = 0.01  # of the gradients
+_SPOILED = 0.01  # share of gradients with NaN entries from which the finding is an alarm
 
 
 def flags_of(subject: Subject) -> list[Finding]:
-    """What AutoAttack warns of, each warning a finding.
+    """AutoAttack's warnings about the model, each as a finding.
 
-    The suite has an answer to all but one, so that they are notes: means over passes, logarithms, attacks on members
-    and features, float64, attacks by classes alone. One that takes gradients while it classifies may have others than
-    autograd says: an alarm, which attacks that need none can answer.
+    All but one are notes, because the suite has attacks against them: means over passes, logarithms, attacks on
+    members and features, float64, attacks by classes alone. The exception is an alarm: if a model takes gradients
+    while it classifies, those of autograd may be wrong. Attacks without gradients can answer this alarm.
     """
     checked = subject.images[:FLAGGED]
     with forked_generators(checked.device, subject.seed):
@@ -53,7 +53,10 @@ def flags_of(subject: Subject) -> list[Finding]:
 
 
 def failed_attacks(staged: Staged) -> list[Finding]:
-    """An alarm that names the attacks which could not be made on some images; answered if none of these stands."""
+    """An alarm that names attacks that failed on some or all images; answered if all of these images are broken.
+
+    Attacks for which no time was left are not among them: see `cut_short`.
+    """
     undone = staged.evaluation.undone
     reasons = staged.evaluation.failures.items()
     failures = {name: why for name, why in reasons if not why.endswith(NO_TIME)}
@@ -73,10 +76,11 @@ def failed_attacks(staged: Staged) -> list[Finding]:
 
 
 def cut_short(staged: Staged, checks: int, minutes: float) -> list[Finding]:
-    """An alarm that says how far the audit came in the time that it was given; answered if nothing stands.
+    """An alarm that time ran out, with what was done until then; answered if no image is left unbroken.
 
     Args:
         checks: how many diagnostics were made.
+        minutes: the time that the audit was given.
     """
     late = [name for name, why in staged.evaluation.failures.items() if why.endswith(NO_TIME)]
     made, standing = len(staged.stages), int((staged.right > 0).sum())
@@ -100,9 +104,9 @@ def cut_short(staged: Staged, checks: int, minutes: float) -> list[Finding]:
 
 
 def nan_gradients_of(staged: Staged) -> list[Finding]:
-    """An alarm where gradients that the attacks took were in part no numbers, so that pixels stood still.
+    """An alarm if gradients that the attacks took had NaN entries, which count as zero and do not move their pixels.
 
-    A note if that were fewer than one in a hundred; answered if nothing stands.
+    A note if fewer than one gradient in a hundred had any, nothing if none had; answered if all images are broken.
     """
     outcomes = staged.evaluation.outcomes.values()
     spoiled = sum(int(found.about.get("nan_gradients", 0)) for found in outcomes)
@@ -121,7 +125,7 @@ def nan_gradients_of(staged: Staged) -> list[Finding]:
 
 
 def luck_of(power: Power) -> list[Finding]:
-    """An alarm where attacks that know nothing of each other break other images: more of the same finds more."""
+    """An alarm if gradient and query attacks break different images, so that more attempts would break more."""
     if power.standing <= 0 or not power.retried or power.agrees:
         return []
     claim = (
@@ -150,7 +154,7 @@ def half_precision(subject: Subject) -> list[Finding]:
 
 
 def wide_ball(subject: Subject) -> list[Finding]:
-    """A note where the ball around every image holds the grey one, so that nothing could be robust."""
+    """A note if the grey image lies in the ball around every image, so that no classifier can be robust."""
     wide = grey_radius(subject.norm, subject.images)
     if subject.eps < wide:
         return []

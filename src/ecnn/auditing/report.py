@@ -1,4 +1,4 @@
-"""What an audit found, as a value: a verdict with its figures, JSON of a stated version, and a page for people."""
+"""The result of an audit: the verdict with its figures as a dataclass, as versioned JSON and as a Markdown page."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ecnn.evaluation.provenance import check_is_of
 
 FORMAT, VERSION = "ecnn-audit", 2
 RESULT = "audit.json"
-#: Of the suite and the diagnostics, raised by hand whenever an audit becomes stronger: then audited values may fall.
+#: Version of the suite and the diagnostics. Raised by hand whenever audits become stronger and may find less accuracy.
 AUDIT_VERSION = 2
 Verdict = Literal["believable", "trustworthy", "not believable", "below minimum", "inconclusive"]
 EXIT_CODES: dict[str, int] = {
@@ -35,15 +35,15 @@ EXIT_CODES: dict[str, int] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Stage:
-    """One attack of the suite, on the images that the earlier ones had left.
+    """One attack of an audit, on the images that the earlier ones had left; on all images of a random model.
 
     Attributes:
         name: of the attack.
-        attacked: images that it was made on.
-        broken: of these, how many it broke; for a random model by how many images' worth the accuracy fell.
-        accuracy: share of all images that stand after it.
-        forwards, backwards: images that went through the model for it; 0 where an attack of the user's does not say.
-        seconds: on the clock.
+        attacked: how many images it was made on.
+        broken: how many of these it broke; for a random model, by how many images the accuracy fell, a fraction.
+        accuracy: share of all images that are still classified correctly after it.
+        forwards, backwards: passes of single images that it made through the model; 0 if a user's attack does not tell.
+        seconds: wall-clock time.
     """
 
     name: str
@@ -60,18 +60,19 @@ class AuditSummary:
     """The verdict of an audit and its figures.
 
     Attributes:
-        verdict: on a claim, "believable" or "not believable"; without one, "trustworthy": nothing says that the
+        verdict: "believable" or "not believable" for a claim; without one "trustworthy", if nothing suggests that the
             audited accuracy is too high; "below minimum"; or "inconclusive".
-        reason: one sentence that says why.
-        claimed: the accuracy under attack that is in question, from 0 to 1; None where nothing was claimed.
-        min_accuracy: the least that was asked for; None where nothing was.
-        accuracy: share of the images that are right when clean and under every attack: the truth is not above it.
-        interval: for that share, Wilson's at 95 %.
-        clean_accuracy: without an attack.
-        plain_accuracy: under the plain attack alone, PGD on cross-entropy; without an attack if it was not made.
-        images: how many.
+        reason: one sentence that gives the reason.
+        claimed: the claimed accuracy under attack, from 0 to 1; None without a claim.
+        min_accuracy: the least accuracy under attack that was asked for; None if none was.
+        accuracy: share of the images that are right when clean and under every attack: an upper bound of the share
+            that is robust.
+        interval: Wilson's 95 % interval of that share.
+        clean_accuracy: accuracy without an attack.
+        plain_accuracy: accuracy under the plain attack alone, PGD on cross-entropy; the clean one if it was not made.
+        images: how many were audited.
         norm, eps: of the ball.
-        budget: how much effort was asked for.
+        budget: name of the budget.
     """
 
     verdict: Verdict
@@ -93,21 +94,22 @@ class AuditSummary:
 
 @dataclass(frozen=True, kw_only=True)
 class Audit(AuditSummary):
-    """Whether to believe a number, and why.
+    """The full result of an audit: whether to believe a robust accuracy, and why.
 
     Attributes:
         verdict, reason, claimed, min_accuracy, accuracy, interval, clean_accuracy, plain_accuracy, images, norm, eps,
             budget: the summary, see `AuditSummary`.
-        seed: what was asked for.
+        seed: of all randomness.
         is_random: the model answers differently from pass to pass, so that accuracies are means over passes.
         stages: the attacks in their order.
-        broken_by: (image,) position in `stages` of what broke each image; -1 if it stands, -2 if it was wrong anyway.
-        findings: what was checked.
-        model: what was audited, described.
-        environment: where.
+        broken_by: (image,) position in `stages` of the attack that broke each image; -1 if none did, -2 if the clean
+            image was misclassified.
+        findings: the results of all checks.
+        model: description of the audited model.
+        environment: where the audit ran, in one line.
         audit_version: `AUDIT_VERSION` of the audit that found this.
-        certified: what is proven, so that certified <= truth <= audited; None where nothing is.
-        power: what the attacks can be trusted to have found; None of audits before version 2.
+        certified: what is proven, so that certified <= robust accuracy <= audited; None if nothing is.
+        power: how many images the attacks may have missed; None for audits made before `AUDIT_VERSION` 2.
     """
 
     seed: int
@@ -130,14 +132,14 @@ class Audit(AuditSummary):
 
     @property
     def headline(self) -> str:
-        """A few words: the verdict on the claim or, where nothing was claimed, first of all what was found."""
+        """A few words: the verdict on the claim; without a claim, the audited accuracy and the verdict."""
         if self.claimed is None:
             return f"{_percent(self.accuracy)} under attack, {self.verdict}"
         return self.verdict
 
     @property
     def missed(self) -> float | None:
-        """Share of the images that the attacks may have missed, at 95 %; None where it is not known."""
+        """Upper bound, at 95 %, of the share of images that the attacks missed; None if it is not known."""
         return None if self.power is None else self.power.missed
 
     @property
@@ -147,7 +149,7 @@ class Audit(AuditSummary):
 
     @property
     def explanation(self) -> tuple[str, ...]:
-        """Sentences that say what lies between the plain attack's figure, or the claim, and the audited one."""
+        """Sentences for readers: which attacks broke what the plain attack had left, and what the alarms found."""
         if not self.stages:
             return ()
         lost = self.plain_accuracy - self.accuracy
@@ -177,7 +179,7 @@ class Audit(AuditSummary):
         return files.write_json(path, self.to_dict())
 
     def markdown(self) -> str:
-        """A page that a person can read: the verdict, what explains it, attack by attack, finding by finding."""
+        """A Markdown page: the verdict with its figures, what explains it, a table of the attacks, all findings."""
         low, high = self.interval
         draws = " Accuracies are means over passes: the model is random." if self.is_random else ""
         lines = [
@@ -256,7 +258,7 @@ def _percent(share: float) -> str:
 
 
 def find_audit(folder: files.AnyPath, model: nn.Module) -> Audit | None:
-    """The audit of a network that its run folder holds, None where there is none; that of another is an InputError."""
+    """The audit in a model's run folder; None if there is none, InputError if it is of another model."""
     path = Path(folder) / RESULT
     if not files.exists(path):
         return None
@@ -266,7 +268,7 @@ def find_audit(folder: files.AnyPath, model: nn.Module) -> Audit | None:
 
 
 def load_audit(path: str | os.PathLike[str]) -> Audit:
-    """What `Audit.save` wrote, or the audit.json of a run folder; anything else is an InputError."""
+    """The audit in a file that `Audit.save` wrote, or in the audit.json of a run folder; InputError for any other."""
     source = Path(path)
     if files.is_folder(source):
         source = source / RESULT
@@ -277,7 +279,7 @@ def load_audit(path: str | os.PathLike[str]) -> Audit:
         raise InputError(
             f"{source} holds an audit of version {values.get('version')!r}; this ecnn reads up to version {VERSION}."
         )
-    if values["version"] == 1:  # without a claim, what a plain attack left stood for it
+    if values["version"] == 1:  # which filled in the accuracy under a plain attack where nothing was claimed
         was_given = values.get("claim_source") == "given"
         values = {**values, "min_accuracy": None, "claimed": values.get("claimed") if was_given else None}
     wanted = {field.name for field in dataclasses.fields(Audit)}
@@ -285,7 +287,7 @@ def load_audit(path: str | os.PathLike[str]) -> Audit:
         kept = {name: values[name] for name in wanted - {"audit_version", "certified", "power"}}
         kept["power"] = read_power(values.get("power"))
         kept["certified"] = read_certificate(values.get("certified"))
-        kept["audit_version"] = int(values.get("audit_version", 1))  # the first was not written down
+        kept["audit_version"] = int(values.get("audit_version", 1))  # version 1 was not written down
         kept["stages"] = tuple(Stage(**stage) for stage in values["stages"])
         kept["findings"] = tuple(Finding(**finding) for finding in values["findings"])
         low, high = values["interval"]

@@ -1,4 +1,4 @@
-"""Answers to what diagnostics doubt: the attacks for its mechanism, with twice the effort, until nothing more falls."""
+"""Answers to alarms: the attacks made for what an alarm suspects, with doubled effort, until they break no more."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ecnn.auditing.trials import Found
 _BLIND = ("proven", "passing", "layers", "surrogates", "answers", "relays")
 _WRONG = ("proven", "layers", "surrogates", "answers", "relays")
 _UNFINISHED = ("proven", "climbs", "relays", "answers")
-#: From the name of an alarm to the groups of attacks that answer it, in their order; any other gets the first.
+#: By name of an alarm, the groups of attacks that answer it, in their order; alarms not listed get `_BLIND`.
 RESPONSES: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("differentiable", "zero_gradients", "loss_path", "nan_gradients", "saturation"), _BLIND),
     **dict.fromkeys(("gradient_direction", "black_box", "black_box_suite", "one_step", "border"), _WRONG),
@@ -31,26 +31,26 @@ RESPONSES: dict[str, tuple[str, ...]] = {
 }
 _SHORT, _LONG = "rays", "rays-long"
 _SEARCHES = {_SHORT, _LONG}
-#: What broke nothing in the suite broke nothing with twice the effort either, of these kinds: 1 image in 77 attacks.
+#: Attacks of these kinds that broke nothing before are not repeated: with twice the effort 77 of them broke 1 image.
 _ONCE = ("square", "student", "found-")
-_ALL = 2**31  # images: where there is doubt, the long search by answers takes all that stand
-#: How many of the attacks that broke most are made again.
+_ALL = 2**31  # images that the long search by answers takes after an alarm: no sample, but all that are left
+#: How many of the attacks that broke most are repeated.
 _PROVEN = 3
-#: What is made once more, with twice the effort, where nothing is doubted: to see whether it has flattened.
+#: By whether the model is random, the attack that is repeated without an alarm, to see if the search has converged.
 _ONCE_MORE = {False: "apgd-margin", True: "eot-margin"}
-#: Findings that no attack can answer: the model was not judged as it is deployed, or a proof says otherwise.
+#: Alarms that no attack can answer: the model was not judged as deployed, a proof contradicts attacks, time ran out.
 UNANSWERABLE = ("stateful", "copies", "certificate_contradicted", "out_of_time")
 
 
 class Responses:
-    """Turns of attacks on what stands.
+    """Chooses the attacks for each turn: a round of attacks with more effort on the images that are not broken yet.
 
     Args:
         subject: what is audited.
         num_classes: scores per image.
-        is_random: whether its passes differ.
-        examples: clean images to make surrogates of.
-        folder, resume: as `suite` takes them.
+        is_random: whether two passes of the model differ.
+        examples: clean images to train surrogates on.
+        folder, resume: as `suite_parts` takes them.
     """
 
     def __init__(
@@ -87,18 +87,19 @@ class Responses:
     def attacks(
         self, doubts: Iterable[str], effort: int, proven: Sequence[str] = (), made: Iterable[str] = ()
     ) -> dict[str, Attack]:
-        """The attacks that answer these alarms, each with that many times the effort of the budget.
+        """The attacks that answer these alarms, by name and effort ("square-x4"), with more effort than in the suite.
 
-        Where nothing is doubted, one attack of the suite.
+        Without an alarm it is one attack of the suite.
 
         Args:
             doubts: names of alarms.
-            effort: a power of two.
-            proven: names of attacks that have broken images of this model, the best first.
-            made: names of attacks that were made; of some kinds only what is proven is made again.
+            effort: by how much the budget is multiplied, a power of two; see `enlarged`.
+            proven: names of attacks that have broken images of this model, the most successful first.
+            made: names of attacks that were made. Those of the kinds in `_ONCE` are repeated only if they are proven.
         """
         budget = enlarged(self.subject.budget, effort)
-        if self.is_random:  # twice the passes are twice the effort; a search by scores gains little by more
+        # Twice the passes per step are twice the effort already, and Square gains little from more queries.
+        if self.is_random:
             queries = self.subject.budget.queries * min(effort, 2)
             budget = dataclasses.replace(budget, steps=self.subject.budget.steps, queries=queries)
         subject = dataclasses.replace(self.subject, budget=budget)
@@ -117,17 +118,16 @@ class Responses:
         for group in wanted:
             attacks |= without_repeats(groups[group](), attacks) if group in groups else {}
         if self._all_were_searched and not _SEARCHES & set(proven):
-            attacks.pop(
-                _LONG, None
-            )  # the suite has made it, for nothing: twice as long would tell little more
+            # The suite's longest search took all images and found next to nothing: a longer one would find little more.
+            attacks.pop(_LONG, None)
         elif _LONG in attacks:
-            attacks.pop(_SHORT, None)  # the long one begins like it
+            attacks.pop(_SHORT, None)  # the long search begins with the same queries
         idle = {name for name in made if name.startswith(_ONCE) and name not in proven}
         return {f"{name}-x{effort}": attack for name, attack in attacks.items() if name not in idle}
 
     @property
     def _all_were_searched(self) -> bool:
-        """Whether the suite's long search by answers took all that stand, not a sample."""
+        """Whether the suite's longest search by answers took all images that were left, not a sample of them."""
         return len(self.subject.images) <= self.subject.budget.searched
 
     def _groups(self, maker: Maker) -> dict[str, Callable[[], dict[str, Attack]]]:
@@ -144,7 +144,7 @@ class Responses:
             "answers": lambda: {"square": maker.square()} | maker.by_classes(self._surrogates, imitate=True),
             "relays": maker.relays,
             "scattered": maker.scattered,
-            # Of these only what has proven itself is made again.
+            # No alarm asks for these groups: single attacks of them are repeated if they are proven.
             "scores": maker.on_scores,
             "targets": lambda: layers() | maker.automatic(),
             "members": lambda: maker.on_members() | maker.on_votes(),
@@ -165,9 +165,10 @@ def _named(attacks: dict[str, Attack], name: str) -> dict[str, Attack]:
 
 
 def enlarged(budget: Budget, effort: int) -> Budget:
-    """The budget with that many times the steps and questions, and twice the passes of a random model.
+    """The budget with `effort` times the steps and queries, and at most twice the passes per step of a random model.
 
-    Each step makes all passes, so that both together would cost the square. What has fixed settings makes way.
+    Each step makes all passes, so that multiplying both would square the cost. AutoAttack and Race are left out, since
+    their settings are fixed.
     """
     return dataclasses.replace(
         budget,
@@ -182,12 +183,12 @@ def enlarged(budget: Budget, effort: int) -> Budget:
 
 
 def take_turns(responses: Responses, stages: Stages, doubts: Iterable[str], *, start: int = 0) -> Turns:
-    """Doubles the effort on what stands, until a turn breaks next to nothing or the budget's turns are over.
+    """Doubles the effort on the unbroken images until a turn breaks next to nothing, or turns, images or time run out.
 
-    What broke nothing in one turn is not made again in the next.
+    An attack that broke nothing in one turn is not repeated in the next.
 
     Args:
-        doubts: names of the open alarms; if there are none, one attack is made once more.
+        doubts: names of the open alarms; without any, one attack of the suite is repeated.
         start: how often the effort was doubled before.
     """
     images, broken, turn = len(responses.subject.images), None, start
@@ -203,7 +204,7 @@ def take_turns(responses: Responses, stages: Stages, doubts: Iterable[str], *, s
         attacks = {
             name: attack for name, attack in attacks.items() if not useful or base_name(name) in useful
         }
-        # Of a model whose passes differ more may stand than before, by chance.
+        # The accuracy of a random model may rise by chance.
         broken = max(0.0, stages.make(attacks, seed=responses.subject.seed + turn))
         if broken <= FLAT * images:
             break
@@ -212,7 +213,7 @@ def take_turns(responses: Responses, stages: Stages, doubts: Iterable[str], *, s
 
 
 def _proven(stages: Stages, images: int) -> list[str]:
-    """Attacks that have broken images, by their names in the suite; of the searches by answers not what was luck."""
+    """Names in the suite of the attacks that broke images, the best first; searches by answers only if not by luck."""
     broken = stages.proven()
     names = list(dict.fromkeys(map(base_name, broken)))
     by_answers = sum(count for name, count in broken.items() if base_name(name) in _SEARCHES)
@@ -220,7 +221,7 @@ def _proven(stages: Stages, images: int) -> list[str]:
 
 
 def settle(finding: Finding, *, is_answered: bool, facts: dict[str, object]) -> Finding:
-    """The finding; an open alarm with its answer where the attacks for its mechanism have converged."""
+    """The finding; an open alarm is marked as answered if the attacks made for it have converged and can answer it."""
     if not finding.is_open or not is_answered or finding.name in UNANSWERABLE:
         return finding
     return dataclasses.replace(finding, evidence={**finding.evidence, "answered": True, "converged": facts})

@@ -1,9 +1,9 @@
-"""The search for the place to attack: many views are tried for a few steps, the best ones are attacked in earnest.
+"""A search for the best views to attack a model through: many are tried for a few steps, the best get full attacks.
 
-Yao et al. (2021) search over attack, loss, network transformation and randomness for each defence. Here the space is
-smaller and knows the model: every layer that explains its answers, straight through what hides derivatives or not,
-around what makes images of images, and by way of stand-ins for what is opaque. What is tried are images that the usual
-attacks have left. A model that leaves none is not searched, and one where no view does better costs the search alone.
+Yao et al. (2021) search over attack, loss, network transformation and randomness for each defence. The space here is
+smaller and made for the model: layers that predict its answers, with or without straight-through gradients, behind a
+preprocessor, or with fitted networks for opaque parts. Views are tried on images that the usual attacks left. If these
+leave none, nothing is searched. If no view breaks any of them, the audit pays for the search and no more.
 """
 
 from __future__ import annotations
@@ -42,22 +42,22 @@ from ecnn.auditing.subject import Subject
 from ecnn.auditing.trials import STEPS, TRIAL_PASSES, Found, Scene, or_else, set_scene, try_views, walk
 from ecnn.errors import InputError
 
-_DIRECT, _READ = 4, 3  # layers with a score per class, and readings of others
+_DIRECT, _READ = 4, 3  # most layers with scores per class, and most linear probes of others
 _PAIRS = 4
 _INPUTS = 2
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Known:
-    """What was found out about a model, from which views are made.
+    """What `find_out` has found out about a model, and `views_of` makes views from.
 
     Attributes:
-        layers: that explain its answers.
-        bridges: stand-ins for its opaque parts.
-        dead: modules where the signal dies.
-        inputs: modules that are given images made of the model's own.
-        fitted: by module, a network that has learnt what stands before it.
-        can_pass: whether it hides derivatives that can be passed.
+        layers: those that predict the model's answers.
+        bridges: by key, networks fitted to its opaque parts.
+        dead: names of modules that block the gradient.
+        inputs: inner modules whose input is a transformed form of the images.
+        fitted: by name of such a module, a network fitted to what comes before it.
+        can_pass: whether `straight_through` gives gradients that the model hides.
     """
 
     layers: list[Layer]
@@ -68,7 +68,7 @@ class Known:
     can_pass: bool
 
     def tensors(self) -> dict[str, Tensor]:
-        """What is kept of it for a resumed audit, besides `settings`."""
+        """Its tensors by name, for a resumed audit; `settings` has the rest."""
         kept: dict[str, Tensor] = {}
         for layer in self.layers:
             kept[f"{layer.key}|about"] = torch.tensor(
@@ -83,7 +83,7 @@ class Known:
         return {name: value.contiguous() for name, value in kept.items()}
 
     def settings(self) -> dict[str, Any]:
-        """The rest of it, in JSON's terms."""
+        """All but the tensors, as plain JSON values."""
         return {
             "layers": [layer.key for layer in self.layers],
             "bridges": list(self.bridges),
@@ -95,7 +95,7 @@ class Known:
 
     @classmethod
     def restore(cls, tensors: dict[str, Tensor], settings: dict[str, Any]) -> Known:
-        """What `tensors` and `settings` have kept."""
+        """The object that gave these `tensors` and `settings`."""
         layers = []
         for key in settings["layers"]:
             explains, sign = tensors[f"{key}|about"].tolist()
@@ -128,15 +128,15 @@ def search(
     folder: Path | None = None,
     resume: bool = True,
 ) -> Found:
-    """The views that break what the usual attacks leave; nothing if these leave nothing.
+    """The views that break images which the usual attacks leave; an empty result if these leave none.
 
     Args:
         subject: what is audited.
-        examples: (image, channel, height, width) more images to learn from.
+        examples: (image, channel, height, width) more images, on which layers and bridges are fitted.
         num_classes: of the model.
-        is_random: whether its passes differ.
-        folder: where the outcome is kept, so that a resumed audit attacks the same places.
-        resume: takes it from there.
+        is_random: whether two passes of the model differ.
+        folder: where the result is saved, so that a resumed audit attacks through the same views; None for nowhere.
+        resume: reads a saved result from the folder.
     """
     kept = None if folder is None else (folder / "search.safetensors", folder / "search.json")
     if kept is not None and resume and all(files.exists(path) for path in kept):
@@ -145,7 +145,7 @@ def search(
     found = Found(views={}, broken={}, ways={}, standing=0, asked=0)
     if not len(subject.images):
         return found
-    # A model that remembers what it was asked shall not remember this.
+    # A model that remembers its inputs must not remember these: a copy is searched if one can be made.
     subject = dataclasses.replace(subject, model=or_else(lambda: copy_model(subject.model), subject.model))
     scene = set_scene(subject, examples, num_classes, is_random=is_random)
     if len(scene.labels):
@@ -186,7 +186,7 @@ def _kept(kept: tuple[Path, Path], num_classes: int, eps: float, device: torch.d
 
 
 def find_out(scene: Scene) -> Known:
-    """Listens at every layer, and looks for where the signal dies. What cannot be found out is left out."""
+    """Surveys the layers of a model and finds parts that block or hide gradients; what raises an error is left out."""
     model, points, seed = scene.model, scene.points, scene.subject.seed
     few = scene.images[:8]
     moved = NORMS[scene.subject.norm].random(
@@ -197,7 +197,7 @@ def find_out(scene: Scene) -> Known:
     bridges = or_else(lambda: _fit_twice(scene, dead), {})
     inputs = or_else(lambda: find_image_inputs(model, few), [])[:_INPUTS]
     can_pass = can_pass_through(model, few[:4])
-    # What stands before a network needs a stand-in only where its own gradient may be hidden.
+    # A preprocessor needs a fitted network only if its own gradient may be hidden.
     needed = inputs if can_pass or bridges or not or_else(lambda: _has_gradient(model, few), False) else []
     fitted = {
         place.module: or_else(partial(fit_image_bridge, model, place, points, seed), None) for place in needed
@@ -213,13 +213,13 @@ def find_out(scene: Scene) -> Known:
 
 
 def _has_gradient(model: nn.Module, images: Tensor) -> bool:
-    """Whether scores of all these images change with their pixels, by the model's own gradient."""
+    """Whether the model's own gradient of the margin is finite and nonzero for all these images."""
     lengths = gradient_lengths(model, images)
     return bool((torch.isfinite(lengths) & (lengths > 0)).all())
 
 
 def _fit_twice(scene: Scene, dead: tuple[str, ...]) -> dict[str, Bridge]:
-    """Bridges, fitted again with the points that attacks through the first ones lead to."""
+    """Bridges, fitted a second time with the points that an attack through the first ones leads to."""
     seed = scene.subject.seed
     bridges = fit_bridges(scene.model, scene.points, seed, dead)
     if not bridges:
@@ -231,7 +231,7 @@ def _fit_twice(scene: Scene, dead: tuple[str, ...]) -> dict[str, Bridge]:
 
 
 def views_of(known: Known, num_classes: int, eps: float) -> dict[str, View]:
-    """Every view worth a try, by name: where it looks, and how the gradient comes back."""
+    """Every view to try, by name: a place in the model combined with a way to get gradients from there."""
     places = _places(known.layers, num_classes)
     views: dict[str, View] = dict(places)
     views["smoothed"] = MeanAround(view="scores", pairs=_PAIRS, deviation=eps / 2)
@@ -264,8 +264,8 @@ def views_of(known: Known, num_classes: int, eps: float) -> dict[str, View]:
 
 
 def _places(layers: list[Layer], num_classes: int) -> dict[str, View]:
-    """The layers that explain most, those of a kind as members of a vote, and readings of the others."""
-    ranked = sorted(layers, key=lambda layer: -round(layer.explains, 2))  # of equals the first that is run
+    """Views of the layers that predict best, by their scores or a linear probe, and of votes of layers of one kind."""
+    ranked = sorted(layers, key=lambda layer: -round(layer.explains, 2))  # of equal ones the first to run
     direct = [layer for layer in ranked if layer.sign][:_DIRECT]
     read = [layer for layer in ranked if not layer.sign]
     nearly = [layer for layer in layers if not layer.sign and layer.explains >= read[0].explains - 0.05]

@@ -24,10 +24,10 @@ class SmoothedCertificate:
     """What is proven of a smoothed classifier, image by image.
 
     Attributes:
-        classes: (batch,) the class that most noisy copies get; `ABSTAIN` where too few votes say which.
-        radii: (batch,) within this Euclidean distance the class stays; 0 where it abstained.
+        classes: (batch,) the class of most noisy copies; `ABSTAIN` where no class is proven to get more than half.
+        radii: (batch,) the Euclidean distance within which the class cannot change; 0 where it abstained.
         shares: (batch,) a lower bound of the share of noisy copies that get the class.
-        confidence: with which each of them holds.
+        confidence: with which each radius and each bound holds.
     """
 
     classes: Tensor
@@ -37,13 +37,13 @@ class SmoothedCertificate:
 
 
 class Smoothed(nn.Module):
-    """A classifier that adds Gaussian noise to the image, asks the model many times and lets the answers vote.
+    """A classifier that lets the model's answers to many noisy copies of an image vote (randomised smoothing).
 
-    Its scores are shares of the votes of one pass, so that passes differ. Gradients are those of the mean softmax,
-    which attacks climb (Salman et al. 2019). For infinitely many votes `certify` proves a radius.
+    Its scores are shares of the votes of one pass, so that passes differ. Gradients are those of the mean softmax
+    (Salman et al. 2019). `certify` proves a radius for the limit of infinitely many votes.
 
     Args:
-        model: pixels to scores; the noise leaves [0, 1], as in the paper.
+        model: pixels to scores; noisy pixels are not cut to [0, 1], as in the paper.
         sigma: standard deviation of the noise, on the [0, 1] scale.
         samples: votes of one pass.
     """
@@ -64,7 +64,7 @@ class Smoothed(nn.Module):
         return torch.stack(votes).sum(dim=0) / self.samples
 
     def _count(self, scores: Tensor) -> Tensor:
-        """One vote per row, with the gradient of the softmax."""
+        """(row, class) one vote per row, as a one-hot vector with the gradient of the softmax."""
         hard = torch.nn.functional.one_hot(scores.argmax(dim=1), scores.shape[1]).to(scores.dtype)
         if not torch.is_grad_enabled():
             return hard
@@ -73,7 +73,7 @@ class Smoothed(nn.Module):
 
     @torch.no_grad()
     def votes(self, images: Tensor, samples: int, seed: int) -> Tensor:
-        """(batch, class) how many of so many noisy copies get each class; an answer without a class votes for none."""
+        """(batch, class) how many of `samples` noisy copies get each class; NaN scores are no vote."""
         total: list[Tensor] = []
         with undisturbed(self), forked_generators(images.device, seed):
             for part in _parts(samples, max(1, _AT_ONCE // max(1, len(images)))):
@@ -89,17 +89,17 @@ class Smoothed(nn.Module):
     def predict(
         self, images: Tensor, *, samples: int = 1000, confidence: float = 0.999, seed: int = 0
     ) -> Tensor:
-        """(batch,) the class that most noisy copies get, or `ABSTAIN` where the votes leave that open.
+        """(batch,) the class that most noisy copies get, or `ABSTAIN` where its lead may be chance.
 
         Args:
             samples: votes for each image.
-            confidence: with which a class that is given is the right one of the two leading ones.
+            confidence: of the test that the leading class is ahead of the second one.
             seed: of the noise.
         """
         best = self.votes(images, samples, seed).topk(2, dim=1)
         classes = best.indices[:, 0].clone()
         for row, (first, second) in enumerate(best.values.tolist()):
-            # As many votes as these two have, from a fair coin: twice the chance of a lead like this.
+            # A two-sided binomial test: the chance that a fair coin, tossed for each of these votes, gives such a lead.
             if 2 * _tail(first, first + second, 0.5) > 1 - confidence:
                 classes[row] = ABSTAIN
         return classes
@@ -116,8 +116,8 @@ class Smoothed(nn.Module):
     ) -> SmoothedCertificate:
         """The class of each image and the Euclidean radius within which it cannot change (Cohen et al. 2019).
 
-        A few votes guess the class, and other ones bound its share from below by Clopper and Pearson's interval. Where
-        that bound is p > 1/2, the radius is sigma times the normal quantile of p.
+        A few votes choose the class. Other votes bound its share from below by Clopper and Pearson's interval. If that
+        bound p is above 1/2, the radius is sigma times the normal quantile of p.
 
         Args:
             samples: votes that bound the share.
@@ -141,7 +141,7 @@ class Smoothed(nn.Module):
         )
 
     def share_at(self, share: float, distance: float) -> float:
-        """A lower bound of the share of a class's votes at that distance, by one of it at the image."""
+        """A lower bound of a class's share of the votes at that Euclidean distance, given one at the image itself."""
         if share <= 0:
             return 0.0
         if share >= 1:
@@ -149,28 +149,28 @@ class Smoothed(nn.Module):
         return NormalDist().cdf(NormalDist().inv_cdf(share) - distance / self.sigma)
 
     def win_chance(self, share: float) -> float:
-        """The chance that one pass gives a class that gets this share of the votes more than half of them."""
+        """The probability that a class with this expected share of votes gets more than half of them in one pass."""
         return _tail(self.samples // 2 + 1, self.samples, share)
 
 
 @cache
 def share_bound(successes: int, n: int, confidence: float) -> float:
-    """The lower end of Clopper and Pearson's one-sided interval for a share: exact, if cautious."""
+    """Lower bound of a binomial share, by Clopper and Pearson's one-sided interval: exact for every n, conservative."""
     check_count("successes", successes, least=0, most=n)
     low, high = 0.0, successes / n
-    for _ in range(40):  # the tail grows with the share: halve
+    for _ in range(40):  # bisection: the tail probability grows with the share
         middle = (low + high) / 2
         low, high = (low, middle) if _tail(successes, n, middle) > 1 - confidence else (middle, high)
     return low
 
 
 def _tail(successes: int, n: int, share: float) -> float:
-    """The chance of at least so many successes."""
+    """The probability of at least so many successes in n binomial trials."""
     if successes <= 0 or share >= 1:
         return 1.0
     if successes > n or share <= 0:
         return 0.0
-    if successes <= n * share:  # the other end is the small one
+    if successes <= n * share:  # the opposite tail is the small one, with fewer terms
         return 1 - _tail(n - successes + 1, n, 1 - share)
     ways = math.lgamma(n + 1) - math.lgamma(successes + 1) - math.lgamma(n - successes + 1)
     term = math.exp(ways + successes * math.log(share) + (n - successes) * math.log1p(-share))

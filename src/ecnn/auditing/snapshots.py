@@ -1,7 +1,7 @@
-"""Values as they were: noted without copying the objects themselves, compared later, and put back in place.
+"""Snapshots of Python values: their contents are recorded, compared later, and restored in the same objects.
 
-Whoever else holds a list, an array or an object sees it as it was, too: it stays the same object, and so does all that
-it held. A deep copy would put strangers in their place, and ends where something refuses to be copied.
+Since a list, an array or an object stays the same object, all other code that refers to it sees the restored contents
+too. A deep copy would replace it by a new object, and fails at the first value that cannot be copied.
 """
 
 from __future__ import annotations
@@ -24,36 +24,36 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-#: Of random numbers: what they draw next is no memory.
+#: Random number generators: their state does not count as memory of a model.
 GENERATORS: tuple[type, ...] = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
-#: Values that nothing can change.
+#: Immutable values.
 CONSTANTS: tuple[type, ...] = (type(None), bool, int, float, complex, str, bytes, np.generic)
-#: What goes on when it is asked for the next: copies take its place.
+#: Iterators that can only advance: a copy takes their place when they are restored.
 COUNTERS: tuple[type, ...] = (
     *(itertools.count, itertools.cycle),
     *(type(iter(few)) for few in (list[int](), (), range(0), "", b"")),
 )
-#: Numbers of a tensor or array; what is larger is data, not memory.
+#: Most numbers of a tensor or array that is recorded; a larger one is data, not memory of a model.
 LARGEST = 2**22
 _BYTES = 8 * LARGEST
 _CODE: tuple[type, ...] = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, nn.Module)
 _LIBRARIES = {*sys.stdlib_module_names, "torch", "numpy", "scipy", "sklearn", "PIL", "cv2", "torchvision"}
 _LIBRARIES |= {"timm", "torchaudio", "triton", "numba", "tqdm", "ecnn"}
-#: Modules whose objects are there to hold somebody else's values.
+#: Modules of Python whose objects hold values of other code, such as `types.SimpleNamespace`.
 _HOLDERS = {"types", "argparse", "collections", "queue"}
-_MOST = 100_000  # values within one
-_DEEPEST = 100
+_MOST = 100_000  # values inside one
+_DEEPEST = 100  # levels of nesting
 
 
 class TooLargeError(Exception):
-    """A value that holds too much to be noted."""
+    """A value contains too many values, or too deeply nested ones, to be recorded."""
 
 
 class Snapshot(ABC):
-    """What a value was.
+    """The recorded contents of a value.
 
     Attributes:
-        value: the object itself, which others may hold too.
+        value: the object itself, to which other code may refer too.
     """
 
     def __init__(self, value: Any) -> None:
@@ -61,15 +61,15 @@ class Snapshot(ABC):
 
     @abstractmethod
     def is_like(self, now: Any) -> bool:
-        """Whether a value says the same, by what is in it."""
+        """Whether the value `now` has the recorded contents."""
 
     @abstractmethod
     def restored(self) -> Any:
-        """The object, and in it again what was there."""
+        """The object, with the recorded contents put back into it."""
 
 
 def is_library(value: Any) -> bool:
-    """Whether code or a class comes with Python, torch or what builds on them."""
+    """Whether a function or class comes with Python, torch or a well-known library that builds on them."""
     return is_library_name(str(getattr(value, "__module__", None)))
 
 
@@ -78,7 +78,7 @@ def is_library_name(name: str) -> bool:
 
 
 def has_own_values(value: Any) -> bool:
-    """Whether it has attributes that are not a package's: what a package's objects hold is theirs, and may be large."""
+    """Whether a value has attributes to record; objects of installed packages are left out, as they may be large."""
     if type(value).__module__ in _HOLDERS:
         return hasattr(value, "__dict__")
     return not _is_installed(type(value)) and (hasattr(value, "__dict__") or bool(_slots(type(value))))
@@ -91,16 +91,16 @@ def _is_installed(kind: type) -> bool:
 
 
 def attributes(value: Any) -> dict[str, Any]:
-    """What an object holds, by name."""
+    """The attributes of an object by name, in slots and in `__dict__`."""
     found = {}
     for name, slot in _slots(type(value)).items():
-        with contextlib.suppress(AttributeError):  # nothing is in it
+        with contextlib.suppress(AttributeError):  # the slot is empty
             found[name] = slot.__get__(value)
     return {**found, **getattr(value, "__dict__", {})}
 
 
 def _slots(kind: type) -> dict[str, Any]:
-    """Descriptors of places that a class reserves, by the name that they have."""
+    """Descriptors of the `__slots__` of a class and its bases, by name."""
     owners = [vars(owner) for owner in kind.__mro__ if "__slots__" in vars(owner)]
     return {
         name: value
@@ -111,9 +111,9 @@ def _slots(kind: type) -> dict[str, Any]:
 
 
 class Snapshots:
-    """Takes snapshots of values and of all that they hold; each object has one, however often it is met.
+    """Takes snapshots of values and of all values inside them; each object has one, however often it is met.
 
-    So values that share something share it again when they are put back: an object, or tensors a piece of memory.
+    So values that shared an object, and tensors that shared memory, share it again after they are restored.
     """
 
     def __init__(self) -> None:
@@ -122,18 +122,19 @@ class Snapshots:
         self._count = 0
 
     def take(self, value: Any) -> Snapshot:
-        """What a value is now, and all that it holds: containers, objects, tensors, what methods are bound to.
+        """A snapshot of a value and of all values inside it: containers, objects, tensors, objects of bound methods.
 
-        Networks, code and generators of random numbers within it are noted as the objects that they are.
+        Of networks, code and random number generators only the identity is recorded, not the contents.
         """
         before = set(self._made)
         self._count = 0
         try:
-            if isinstance(value, nn.Parameter):  # within something else it belongs to a network
+            # Inside another value a parameter is left to the network that it belongs to.
+            if isinstance(value, nn.Parameter):
                 return self._note(value, _Numbers)
             return self._make(value, 0)
         except BaseException:
-            for key in set(self._made) - before:  # they may lack parts
+            for key in set(self._made) - before:  # they may be incomplete
                 del self._made[key]
             raise
 
@@ -160,24 +161,24 @@ class Snapshots:
 
 
 class _Same(Snapshot):
-    """A value that is not looked into."""
+    """A value of which only the identity counts, or the value itself if it is immutable."""
 
     def is_like(self, now: Any) -> bool:
         if now is self.value:
             return True
         if not isinstance(self.value, CONSTANTS) or type(now) is not type(self.value):
             return False
-        return bool(now == self.value) or bool(now != now and self.value != self.value)  # NaN is NaN
+        return bool(now == self.value) or bool(now != now and self.value != self.value)  # both are NaN
 
     def restored(self) -> Any:
         return self.value
 
 
 class _Memory:
-    """A piece of memory as it was, and the tensors that lie in it, whole or in part.
+    """The recorded contents of a tensor storage, and the tensors that lie in it, as a whole or as views.
 
     Args:
-        storage: of one of them.
+        storage: of one of these tensors.
     """
 
     def __init__(self, storage: Any) -> None:
@@ -188,14 +189,14 @@ class _Memory:
         self.layouts.append((tensor, int(tensor.storage_offset()), tensor.shape, tensor.stride()))
 
     def restore(self) -> None:
-        """Makes the tensors share it again. It is another piece, as a graph may hold the one that was there."""
+        """Makes the tensors share a copy of the recorded storage. An autograd graph may still need the present one."""
         storage = self.kept.clone()
         for tensor, *layout in self.layouts:
             tensor.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(storage, *layout)
 
 
 def _lies_in_memory(value: Tensor) -> bool:
-    """Whether a tensor is a view of memory that is small enough to be kept whole."""
+    """Whether the storage of a tensor can be recorded as a whole: it is small enough, and the tensor a plain one."""
     is_plain = type(value) in (Tensor, nn.Parameter) and not (
         value.is_quantized or value.is_conj() or value.is_neg()
     )
@@ -206,7 +207,7 @@ class _Numbers(Snapshot):
     """A tensor.
 
     Attributes:
-        memory: where it lies, perhaps beside others; None where that cannot be put back as a whole.
+        memory: its storage, perhaps shared with other tensors; None if that cannot be recorded as a whole.
     """
 
     def __init__(self, value: Tensor) -> None:
@@ -229,7 +230,7 @@ class _Numbers(Snapshot):
 
 
 class _Array(Snapshot):
-    """A NumPy array, whose objects are compared as objects."""
+    """A NumPy array; Python objects in it are compared by identity."""
 
     def __init__(self, value: np.ndarray) -> None:
         super().__init__(value)
@@ -251,7 +252,7 @@ class _Array(Snapshot):
 
 
 class _Bytes(Snapshot):
-    """Bytes or numbers of one kind, in a row."""
+    """A bytearray or an `array.array`."""
 
     def __init__(self, value: bytearray | array.array[Any]) -> None:
         super().__init__(value)
@@ -267,7 +268,7 @@ class _Bytes(Snapshot):
 
 
 class _Counter(Snapshot):
-    """What only goes on, so that a copy takes its place."""
+    """An iterator that can only advance, so that a copy takes its place when it is restored."""
 
     def __init__(self, value: Any) -> None:
         super().__init__(value)
@@ -278,21 +279,20 @@ class _Counter(Snapshot):
 
     def restored(self) -> Any:
         if not self.is_like(self.value):
-            self.value = _copy_counter(self.kept)  # one for all who hold it
+            self.value = _copy_counter(self.kept)  # one copy for all places that held the iterator
         return self.value
 
 
 def _copy_counter(value: Any) -> Any:
     with warnings.catch_warnings():
-        # Those of itertools cannot be copied any more in Python 3.14, and are no memory then that could be put back.
+        # From Python 3.14 on iterators of itertools cannot be copied; then they are not recorded.
         warnings.simplefilter("ignore", DeprecationWarning)
-        return (
-            copy.deepcopy(value) if isinstance(value, itertools.cycle) else copy.copy(value)
-        )  # a cycle holds another
+        # A cycle contains another iterator.
+        return copy.deepcopy(value) if isinstance(value, itertools.cycle) else copy.copy(value)
 
 
 def _state_of(value: Any) -> str | tuple[Any, ...]:
-    """What tells how far a counter has come."""
+    """The position of an iterator, as a value that can be compared."""
     if isinstance(value, tuple):
         return tuple(map(_state_of, value))
     if isinstance(value, itertools.count) or not isinstance(value, COUNTERS):
@@ -303,10 +303,10 @@ def _state_of(value: Any) -> str | tuple[Any, ...]:
 
 
 class _Held(Snapshot):
-    """Something that holds other values.
+    """A value that contains other values.
 
     Attributes:
-        parts: snapshots of them by their place.
+        parts: snapshots of these by index, key or name.
     """
 
     def __init__(self, value: Any) -> None:
@@ -316,17 +316,17 @@ class _Held(Snapshot):
 
     @abstractmethod
     def read(self, value: Any) -> dict[Any, Any]:
-        """What such a value holds, by place."""
+        """The values inside such a value, by index, key or name."""
 
     @abstractmethod
     def fill(self, parts: dict[Any, Any]) -> None:
-        """Makes the value hold these again."""
+        """Puts these values back into the recorded object."""
 
     def has_places(self, held: dict[Any, Any]) -> bool:
-        """Whether these are the places that there were, in their order."""
+        """Whether the keys are the recorded ones, in the same order."""
         pairs = zip(held, self.parts, strict=False)
         return len(held) == len(self.parts) and all(
-            # Keys of other hashes are not compared: tensors, for one, would be number by number.
+            # Keys with different hashes are not compared by ==, which for tensors compares number by number.
             now is before or (hash(now) == hash(before) and now == before)
             for now, before in pairs
         )
@@ -334,7 +334,7 @@ class _Held(Snapshot):
     def is_like(self, now: Any) -> bool:
         if type(now) is not type(self.value):
             return False
-        if self._busy:  # it holds itself
+        if self._busy:  # the value contains itself
             return now is self.value
         self._busy = True
         try:
@@ -368,13 +368,13 @@ class _List(_Held):
 
 
 class _Tuple(_List):
-    """Nothing can be put into it, only into what it holds."""
+    """A tuple: it cannot change itself, only the values inside it are restored."""
 
     def fill(self, parts: dict[Any, Any]) -> None: ...
 
 
 class _Dict(_Held):
-    """Items in their order."""
+    """A dictionary, including the order of its items."""
 
     def read(self, value: Any) -> dict[Any, Any]:
         return dict(value)
@@ -385,13 +385,13 @@ class _Dict(_Held):
 
 
 class _Set(_Held):
-    """What it holds cannot change."""
+    """A set, whose order does not count."""
 
     def read(self, value: Any) -> dict[Any, Any]:
         return dict.fromkeys(value)
 
     def has_places(self, held: dict[Any, Any]) -> bool:
-        return held.keys() == self.parts.keys()  # in any order
+        return held.keys() == self.parts.keys()
 
     def fill(self, parts: dict[Any, Any]) -> None:
         self.value.clear()
@@ -399,7 +399,7 @@ class _Set(_Held):
 
 
 class _Bound(_Held):
-    """A method with the object that it belongs to, or a call with arguments that are given."""
+    """A bound method or a `functools.partial`: only the object or the arguments that it is bound to are restored."""
 
     def read(self, value: Any) -> dict[Any, Any]:
         if isinstance(value, types.MethodType):
@@ -410,7 +410,7 @@ class _Bound(_Held):
 
 
 class _Object(_Held):
-    """What has attributes of its own."""
+    """An object with attributes, in slots or in `__dict__`."""
 
     def read(self, value: Any) -> dict[Any, Any]:
         return attributes(value)
@@ -421,7 +421,7 @@ class _Object(_Held):
             if name in parts:
                 slot.__set__(self.value, parts[name])
             else:
-                with contextlib.suppress(AttributeError):  # nothing is in it now either
+                with contextlib.suppress(AttributeError):  # the slot is empty now too
                     slot.__delete__(self.value)
         if hasattr(self.value, "__dict__"):
             vars(self.value).clear()
@@ -429,7 +429,7 @@ class _Object(_Held):
 
 
 def _is_fixed(value: Any) -> bool:
-    """Whether a value is plain, or code, or is put back by others, or too large to be memory, or not to be compared."""
+    """Whether nothing inside a value is recorded: constants, code, generators, parameters, too large or odd tensors."""
     if isinstance(value, Tensor):
         is_dense = value.layout == torch.strided and not (value.is_meta or value.is_nested)
         return isinstance(value, nn.Parameter) or not is_dense or value.numel() > LARGEST
@@ -455,5 +455,5 @@ _KINDS: list[tuple[Callable[[Any], bool], type[Snapshot]]] = [
 
 
 def _without_nan(values: Tensor) -> Tensor:
-    """These, with a number in place of what is none."""
+    """The values, with finite numbers in place of NaN and infinities, so that equal tensors compare as equal."""
     return torch.nan_to_num(values.detach()) if values.is_floating_point() else values.detach()

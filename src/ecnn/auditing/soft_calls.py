@@ -1,4 +1,4 @@
-"""Calls on what has a soft companion: the same result, with the gradient that comes from the companion."""
+"""Torch calls on tensors that have a soft companion (`Soft`): the same result, with the companion's gradient."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ecnn.auditing.soft_values import (
     table_slope,
 )
 
-#: Names of calls, with the sign of the soft step that stands for each.
+#: Names of comparisons, with the sign of the soft step that replaces each in the backward pass.
 COMPARISONS = {"gt": 1.0, "ge": 1.0, "lt": -1.0, "le": -1.0, "greater": 1.0, "greater_equal": 1.0}
 COMPARISONS |= {"less": -1.0, "less_equal": -1.0}
 EQUALITIES = {"eq": 1.0, "ne": -1.0, "not_equal": -1.0}
@@ -67,19 +67,19 @@ def is_in_place(name: str) -> bool:
 
 
 def is_whole_quotient(name: str, kwargs: dict[str, Any]) -> bool:
-    """Whether a call divides and drops what is behind the point."""
+    """Whether a call is a division that rounds its result to a whole number."""
     rounds = name in ("div", "divide") and kwargs.get("rounding_mode")
     return name in ("floor_divide", "__floordiv__") or bool(rounds)
 
 
 def carry(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The result of a call that takes masks, counts or indices with companions, with their gradient.
+    """The result of a call on masks, counts or indices that have companions, with the gradient of these.
 
-    It may raise where a gradient cannot be carried: the caller then makes the call without one.
+    It may raise an exception if the gradient cannot be carried on. Then the caller makes the call without one.
 
     Args:
-        name: of the call, with `__gt__` and its like as `gt`.
-        func, args, kwargs: the call.
+        name: of the function; comparisons without underscores, as `gt` for `__gt__`.
+        func, args, kwargs: the function and its arguments.
     """
     first: Any = args[0] if args else None
     own = Soft.of(first)
@@ -116,7 +116,7 @@ def carry(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
 
 def as_floats(values: Any) -> Any:
-    """The same arguments with floating tensors in place of masks, counts and indices that have companions."""
+    """The arguments, with tensors that have companions as floats: the same values, with the companion's gradient."""
     if isinstance(values, (tuple, list)):
         return type(values)(as_floats(value) for value in values)
     soft = Soft.of(values)
@@ -124,7 +124,7 @@ def as_floats(values: Any) -> Any:
 
 
 def _where(soft: Tensor, yes: Any, no: Any, *, hard: Tensor) -> Tensor:
-    """What a mask chooses, with the gradient of the choice."""
+    """The result `hard` of `where`, with the gradient with respect to its mask added."""
     if not hard.is_floating_point():
         return hard
     yes, no = (value.detach() if isinstance(value, Tensor) else value for value in (yes, no))
@@ -147,7 +147,7 @@ def _fill(name: str, func: Any, args: tuple[Any, ...]) -> Any:
 
 
 def _set_item(func: Any, args: tuple[Any, ...]) -> None:
-    """values[mask] = value, or values[rows, index] = value."""
+    """Does values[mask] = value or values[rows, index] = value, with the gradient of the mask or of the index."""
     first, key, value = args
     soft = Soft.of(key)
     before = first.detach().clone()
@@ -166,7 +166,7 @@ def _set_item(func: Any, args: tuple[Any, ...]) -> None:
 
 
 def _one_hot(values: Tensor, soft: Soft, hard: Tensor) -> Tensor:
-    """0 and 1 stay whole numbers: a companion says how near each place was."""
+    """The one-hot result, still of whole numbers, with a companion: how near each place was to being chosen."""
     if soft.weights is not None and soft.weights.shape == hard.shape:
         near = soft.weights
     else:
@@ -176,7 +176,7 @@ def _one_hot(values: Tensor, soft: Soft, hard: Tensor) -> Tensor:
 
 
 def _index_of(name: str, args: tuple[Any, ...]) -> tuple[int, int | None] | None:
-    """Where the index with a companion stands among the arguments of a lookup, and in which place of a tuple."""
+    """Which argument of a lookup is the index with a companion, and its position if the argument is a tuple."""
     places = (0,) if name == "embedding" else (1,) if name in ("__getitem__", "take") else (2, 1)
     for place in places:
         if place < len(args):
@@ -192,7 +192,7 @@ def _index_of(name: str, args: tuple[Any, ...]) -> tuple[int, int | None] | None
 def _look_up(
     name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], at: tuple[int, int | None]
 ) -> Any:
-    """A look into a table, with the gradient of the place that is looked at."""
+    """The result of a table lookup, with the gradient with respect to the index."""
     place, inner = at
     index = args[place] if inner is None else args[place][inner]
     soft = Soft.of(index)
@@ -223,7 +223,7 @@ def _look_up(
 def _carried_weights(
     name: str, func: Any, own: Soft | None, args: tuple[Any, ...], kwargs: dict[str, Any], hard: Tensor
 ) -> Tensor | None:
-    """Which places might have been chosen, after a call that moves or copies indices."""
+    """(*shape, place) the weights of an index after a call that moves or copies it; None after any other call."""
     if own is None or own.weights is None:
         return None
     if name in _UNCHANGED or (name in ("to", "long", "int", "type") and hard.shape == args[0].shape):
@@ -235,7 +235,7 @@ def _carried_weights(
 
 
 def _carried_value(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], hard: Tensor) -> Any:
-    """The floating stand-in of a call's result."""
+    """The floating value of the companion of a call's result: the call made on floats, softened where it is a step."""
     floats: Any = as_floats(args)
     first: Any = floats[0] if floats else None
     other: Any = floats[1] if len(floats) > 1 else None

@@ -1,4 +1,4 @@
-"""Soft companions of masks, counts and indices: floating stand-ins that have the gradient which these lack."""
+"""Soft companions of masks, counts and indices: floating tensors with the gradient that these types cannot have."""
 
 from __future__ import annotations
 
@@ -9,22 +9,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_SOFTNESS = 0.1  # width of the step that stands for a comparison, in units of what is compared
-_CHOICE = (
-    0.3  # temperature of the softmax that stands for a choice, in units of the spread of what is chosen from
-)
-_MOST_PLACES = 1024
+_SOFTNESS = 0.1  # width of the sigmoid that replaces a comparison, as a share of the mean difference compared
+_CHOICE = 0.3  # temperature of the softmax that replaces a choice, in standard deviations of the values to choose from
+_MOST_PLACES = 1024  # a choice among more gets no companion
 _COMPANION = "_ecnn_soft"
 
 
 class Soft:
-    """What stands for a tensor of whole numbers or of True and False on the way back.
+    """The companion of a tensor of whole numbers or booleans, which replaces it in the backward pass.
 
     Args:
-        value: floating, of the same shape; of an index it may be left to the weights.
-        weights: of an index, (*shape, place) how much each place might have been chosen, or what gives them when they
-            are first asked for: most indices never are, and the weights are large. None for a number.
-        source: of a whole order, along the last axis, what was sorted: the order of that order is its ranks.
+        value: floating tensor of the same shape; None for an index, whose weights give it.
+        weights: only of an index: (*shape, place) weights of the places that might have been chosen, or a function
+            that returns them when they are first needed. They are large, and most indices never need them.
+        source: only of a full sort along the last axis: the sorted values, since sorting their order gives their ranks.
     """
 
     def __init__(
@@ -38,12 +36,12 @@ class Soft:
 
     @cached_property
     def weights(self) -> Tensor | None:
-        """(*shape, place), or None for a number."""
+        """(*shape, place) weights of an index; None for a mask or a number."""
         return self._weights() if callable(self._weights) else self._weights
 
     @cached_property
     def value(self) -> Tensor:
-        """Floating, of the shape of what it stands for: of an index, the mean place."""
+        """Floating tensor of the same shape as the original; for an index, the weighted mean of the places."""
         if self._value is not None:
             return self._value
         assert self.weights is not None
@@ -51,7 +49,7 @@ class Soft:
         return (self.weights * places).sum(dim=-1)
 
     def on(self, hard: Tensor) -> Tensor:
-        """The tensor, with this companion."""
+        """Attaches this companion to a tensor, and returns the tensor."""
         setattr(hard, _COMPANION, self)
         return hard
 
@@ -62,57 +60,57 @@ class Soft:
 
 
 def pass_gradient(hard: Tensor, soft: Tensor) -> Tensor:
-    """The values of one and the gradient of the other."""
+    """The values of `hard` with the gradient of `soft` alone (straight through)."""
     return add_gradient(hard.detach(), soft)
 
 
 def add_gradient(hard: Tensor, soft: Tensor) -> Tensor:
-    """The values and the gradient of one, and the gradient of the other besides."""
+    """The values of `hard`, with its own gradient plus that of `soft`."""
     soft = torch.nan_to_num(soft)
     return hard + (soft - soft.detach()).to(hard.dtype)
 
 
 def align(soft: Tensor, like: Tensor) -> Tensor:
-    """A tensor whose shape is the beginning of another's, with axes of length 1 behind; others as they are."""
+    """`soft` with axes of length 1 appended if its shape is the beginning of `like`'s; otherwise unchanged."""
     if soft.ndim < like.ndim and soft.shape == like.shape[: soft.ndim]:
         return soft.reshape(*soft.shape, *[1] * (like.ndim - soft.ndim))
     return soft
 
 
 def _width(sizes: Tensor) -> Tensor:
-    """The mean of each image, or of all where there is one axis only: what is compared has any scale."""
+    """The mean absolute value per image, or of all if there is one axis: it adapts soft steps to any scale."""
     sizes = sizes.detach().abs()
     mean = sizes.mean(dim=tuple(range(1, sizes.ndim)), keepdim=True) if sizes.ndim > 1 else sizes.mean()
     return mean.clamp_min(torch.finfo(sizes.dtype).tiny)
 
 
 def soft_step(value: Any, bound: Any, sign: float) -> Tensor:
-    """A comparison as a sigmoid, whose width fits each image."""
+    """A comparison as a sigmoid of the difference, in units of its mean absolute value in each image."""
     lead = sign * (value - bound)
     return torch.sigmoid(lead / (_SOFTNESS * _width(lead)))
 
 
 def soft_sign(value: Tensor) -> Tensor:
-    """A sign as a tanh: what is far from changing sides counts less."""
+    """A sign as a tanh, so that values far from zero have a smaller gradient."""
     return torch.tanh(value / _width(value))
 
 
 def soft_equal(value: Any, other: Any, sign: float) -> Tensor:
-    """Equality as a peak that falls on both sides; inequality, with sign -1, as a dip."""
+    """Equality as a peak: 1 at equal values, falling exponentially; inequality (sign -1) as 1 minus that."""
     apart = (value - other).abs()
     near = torch.exp(-apart / _width(apart))
     return near if sign > 0 else 1 - near
 
 
 def soft_choice(said: Any, first: Tensor, name: str, rest: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What argmax, topk, sort, median and the like say, with companions of the indices among it.
+    """The result of argmax, topk, sort, median and the like, with a companion for its indices.
 
-    The chosen place becomes a softmax over all places by how near their values are to the chosen one's (SoftSort,
-    Prillo & Eisenschlos 2020); of the largest that is the usual softmax.
+    The companion of an index is a softmax over all places, by how near their values are to the chosen one (SoftSort,
+    Prillo & Eisenschlos 2020). For the largest value that is the usual softmax.
     """
     indices = said if isinstance(said, Tensor) else getattr(said, "indices", None)
     if not isinstance(indices, Tensor) or indices.is_floating_point():
-        return said  # the largest value alone has a gradient of its own
+        return said  # values without indices have a gradient already
     position = 1 if name in ("topk", "kthvalue") else 0
     dim = kwargs.get("dim", rest[position] if len(rest) > position else None)
     keepdim = indices.ndim == first.ndim
@@ -122,7 +120,7 @@ def soft_choice(said: Any, first: Tensor, name: str, rest: tuple[Any, ...], kwar
             first, keepdim = first.flatten(), False
     if first.shape[dim] > _MOST_PLACES:
         return said
-    # A copy: the graph keeps what it gathers by, and an index that keeps the graph would never be freed.
+    # A copy: the graph keeps the index that it gathers by. If that index kept the graph, neither would ever be freed.
     kept = indices.detach().clone()
     is_order = name in ("argsort", "sort") and dim in (-1, first.ndim - 1)
     weigh = partial(_weigh_places, first, kept, dim, keepdim=keepdim)
@@ -131,7 +129,7 @@ def soft_choice(said: Any, first: Tensor, name: str, rest: tuple[Any, ...], kwar
 
 
 def _weigh_places(values: Tensor, indices: Tensor, dim: int, *, keepdim: bool) -> Tensor:
-    """(*shape of the indices, place) how near the value of each place is to that of the chosen one."""
+    """(*shape of the indices, place) softmax weights by how near each place's value is to the chosen one."""
     values = values.movedim(dim, -1)  # (*rest, place)
     chosen = indices.movedim(dim, -1) if keepdim else indices[..., None]
     picked = values.gather(-1, chosen)
@@ -141,13 +139,13 @@ def _weigh_places(values: Tensor, indices: Tensor, dim: int, *, keepdim: bool) -
 
 
 def soft_ranks(values: Tensor) -> Tensor:
-    """How many values of the last axis each one exceeds, softly."""
+    """Soft ranks along the last axis: how many values each one exceeds, counted by sigmoids."""
     leads = values[..., :, None] - values[..., None, :]
     return torch.sigmoid(leads / (_SOFTNESS * _width(leads))).sum(dim=-1)
 
 
 def bucket_values(value: Tensor, bounds: Any) -> Tensor:
-    """The number of a bucket as a straight line through the bounds."""
+    """A soft bucket number: linear in the value, 0 at the lowest bound, 1 more for each mean width of a bucket."""
     if not isinstance(bounds, Tensor) or bounds.numel() < 2:
         return value
     bounds = bounds.to(value)
@@ -157,7 +155,7 @@ def bucket_values(value: Tensor, bounds: Any) -> Tensor:
 
 
 def expectation(ask: Callable[[Tensor], Tensor], index: Tensor, weights: Tensor) -> Tensor:
-    """The mean of what every place would have given, weighted by how much it might have been chosen."""
+    """The mean of a lookup's results at all places, weighted by `weights`, (*shape of the index, place)."""
     total: Tensor | None = None
     for place, weight in enumerate(weights.unbind(-1)):
         found = ask(torch.full_like(index, place))
@@ -168,7 +166,7 @@ def expectation(ask: Callable[[Tensor], Tensor], index: Tensor, weights: Tensor)
 
 
 def expected_row(table: Tensor, weights: Tensor) -> Tensor:
-    """The same for whole rows of a table, in one product."""
+    """`expectation` for a lookup of whole rows of a table, as one matrix product."""
     rows = table.detach()[: weights.shape[-1]]
     expected: Tensor = torch.tensordot(weights.to(rows.dtype), rows, dims=1)
     return expected
@@ -177,7 +175,7 @@ def expected_row(table: Tensor, weights: Tensor) -> Tensor:
 def table_slope(
     ask: Callable[[Tensor], Tensor], index: Tensor, value: Tensor, size: int, hard: Tensor
 ) -> Tensor:
-    """The place that is looked at, times the slope of the table around it."""
+    """The soft index times the slope of the table around it, measured over an eighth of the table on either side."""
     reach = max(1, size // 8)
     low, high = (index - reach).clamp(0, size - 1), (index + reach).clamp(0, size - 1)
     span = (high - low).clamp_min(1).to(hard.dtype)
@@ -186,7 +184,7 @@ def table_slope(
 
 
 def soft_scatter(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """Numbers written to chosen places, with the gradient of the choice."""
+    """The result of a scatter call, with the gradient with respect to its index added."""
     base, dim, index, written = args[:4]
     soft = Soft.of(index)
     assert soft is not None

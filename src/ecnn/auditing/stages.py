@@ -1,4 +1,4 @@
-"""The attacks of an audit, each on what the earlier ones left; a random model is judged by the mean over passes."""
+"""Makes the attacks of an audit on the images that earlier ones left; judges random models by the mean over passes."""
 
 from __future__ import annotations
 
@@ -38,33 +38,34 @@ from ecnn.evaluation.results import STANDS, WRONG
 from ecnn.progress import Progress
 
 _BATCH = {"cpu": 256, "cuda": 1024}
-_RETRIED = 48  # images that gradients broke and that answers alone are tried on
-#: Passes that judge a point of a random model, in passes that an attack averages over.
+_RETRIED = 48  # most images broken by gradient attacks on which query attacks are tried
+#: How many passes judge a point of a random model, as a multiple of those that an attack averages over.
 JUDGED_PASSES = 4
-_FINAL = 1_000_003  # a stream of passes that no stage has seen
+_FINAL = 1_000_003  # random stream of the final passes, which no stage uses
 
 
 _EFFORT = re.compile(r"-x\d+$")
 
 
 def base_name(name: str) -> str:
-    """The name of an attack without the effort that a turn gave it: rays-long for rays-long-x4."""
+    """The name of an attack without the suffix of its effort: rays-long for rays-long-x4."""
     return _EFFORT.sub("", name)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Staged:
-    """What the attacks left.
+    """The outcome of the attacks, image by image.
 
     Attributes:
         stages: the attacks that were made.
-        broken_by: (image,) position in `stages` of what broke it; -1 if it stands, -2 if it was wrong anyway.
+        broken_by: (image,) position in `stages` of the attack that broke it; -1 if none did, -2 if the clean image was
+            misclassified.
         right: (image,) share of passes that are right at the worst point found; 0 or 1 unless the model is random.
-        right_when_clean: (image,) the same of the images as they are.
-        right_when_plain: (image,) the same after the first attack alone.
-        evaluation: outcomes image by image, and why attacks could not be made.
-        findings: what the deployed model says otherwise than the attacked one.
-        late: how the model must be asked, where only the attacks have shown it; None if they have not.
+        right_when_clean: (image,) the same share for the clean images.
+        right_when_plain: (image,) the same share after the first attack alone.
+        evaluation: outcomes of each attack, and why attacks could not be made.
+        findings: whether broken images stay broken if their points are rounded to 8 bits; empty if not tested.
+        late: that the model depends on earlier questions or on its batch, if only the attacks revealed it; else None.
     """
 
     stages: tuple[Stage, ...]
@@ -83,16 +84,16 @@ class Staged:
 
 
 class Stages:
-    """Attacks that are made one after the other; more can follow what was found.
+    """Makes attacks one after the other and keeps their outcomes, so that more attacks can follow.
 
     Args:
         subject: what is audited; its images are the first of the split.
-        split: where they come from.
-        deployment: what judges.
-        folder: for records, None for none.
+        split: the data they come from.
+        deployment: judges the points that attacks find.
+        folder: where records are kept; None for nowhere.
         resume: goes on with the records there; False begins anew.
         progress: called as progress(done, total, note).
-        batch_size: images attacked at a time; None for what suits the device.
+        batch_size: images attacked at a time; None for a number that suits the device.
         cluster: where batches are attacked, as `evaluate` takes it.
     """
 
@@ -110,9 +111,8 @@ class Stages:
     ) -> None:
         self.subject, self.split, self.deployment = subject, split, deployment
         self.evaluation: Evaluation | None = None
-        self.whole: Evaluation | None = (
-            None  # with the attacks that had nothing to attack: records count them
-        )
+        # `whole` includes attacks that had no image left, because the records of later attacks refer to them.
+        self.whole: Evaluation | None = None
         self.attacks: dict[str, Attack] = {}
         if folder is not None and not resume:
             _discard(folder)
@@ -127,7 +127,9 @@ class Stages:
         }
 
     def make(self, attacks: Mapping[str, Attack], *, seed: int | None = None) -> float:
-        """Makes the attacks in their order, each on what is left, and returns how many images' worth they broke.
+        """Makes the attacks in their order, each on the images left, and returns how many they broke.
+
+        For a random model that is the fall of the accuracy, in images: a fraction, which chance can make negative.
 
         Args:
             seed: of their randomness; the subject's if not given.
@@ -135,9 +137,9 @@ class Stages:
         raise NotImplementedError
 
     def make_parts(self, parts: Iterable[Mapping[str, Attack]]) -> None:
-        """Makes one part after the other, until nothing stands or no time is left.
+        """Makes one part after the other, until no image or no time is left.
 
-        What a part would cost to prepare is not spent before it is wanted. The model is asked about clean images in any
+        A part is taken from `parts`, and thereby prepared, only when it is needed. Clean images are classified in any
         case.
         """
         with suppress(OutOfTimeError):
@@ -150,24 +152,24 @@ class Stages:
             self._make({})
 
     def _make(self, attacks: Mapping[str, Attack], seed: int | None = None) -> None:
-        """Makes the attacks without asking what they broke."""
+        """Makes the attacks without counting what they broke."""
         raise NotImplementedError
 
     def standing(self) -> float:
-        """How many images' worth are left."""
+        """How many images are left, a fraction for a random model."""
         raise NotImplementedError
 
     def proven(self) -> dict[str, float]:
-        """How many images' worth each attack has broken that has broken some, the one that broke most first."""
+        """By name, how many images each successful attack broke (a fraction for a random model), the best first."""
         made = [stage for stage in self.result().stages if stage.broken > 0]
         return {stage.name: stage.broken for stage in sorted(made, key=lambda stage: -stage.broken)}
 
     def useful(self, attacks: Iterable[str]) -> set[str]:
-        """Which of these have broken images; all of them where that is a matter of chance."""
+        """Which of these attacks have broken images; all of them for a random model, where that may be chance."""
         return set(attacks) & set(self.proven())
 
     def power(self, turns: Turns) -> Power:
-        """How much the attacks so far may have missed."""
+        """How many images the attacks so far may have missed; it may make more attacks to find out."""
         raise NotImplementedError
 
     def _evaluate(self, attacks: Mapping[str, Attack], seed: int | None, **settings: Any) -> Evaluation:
@@ -176,14 +178,14 @@ class Stages:
         return evaluate(self.subject.model, self.split, attacks, after=self.whole, **settings)
 
     def result(self) -> Staged:
-        """What is left now."""
+        """The outcome of the attacks so far."""
         raise NotImplementedError
 
 
 def make_stages(
     subject: Subject, split: Split, deployment: Deployment, *, is_random: bool, **settings: Any
 ) -> Stages:
-    """`Stages` for a model whose passes agree, or for one whose passes differ (`is_random`)."""
+    """`Stages` for a deterministic model, or for one whose passes differ (`is_random`)."""
     return (_MeanOverPasses if is_random else _Cascade)(subject, split, deployment, **settings)
 
 
@@ -194,10 +196,10 @@ def _discard(folder: Path) -> None:
 
 
 class _Cascade(Stages):
-    """Attacks on a model whose passes agree: an image is right or it is not.
+    """Attacks on a deterministic model, each on the images that are still classified correctly.
 
-    A point that an attack found is asked about once more, by a copy that no attack has asked, in a batch of one; only
-    there it breaks the image.
+    A point that an attack found is classified once more by a fresh copy of the model, in a batch of one. It breaks the
+    image only if it is misclassified there.
     """
 
     def __init__(self, *given: Any, **settings: Any) -> None:
@@ -224,7 +226,7 @@ class _Cascade(Stages):
         return float(self.evaluation.survivors().sum())
 
     def power(self, turns: Turns) -> Power:
-        """By giving some of the images that gradients broke to the attacks that ask for none."""
+        """Estimated by trying query attacks on some of the images that gradient attacks broke."""
         evaluation = self.evaluation
         assert evaluation is not None
         blind = {name for name, found in evaluation.outcomes.items() if asks_answers_alone(found)}
@@ -233,7 +235,7 @@ class _Cascade(Stages):
         fell, proven = evaluation.broken_by >= 0, self.proven()
         shuffled = np.random.default_rng(self.subject.seed).permutation(np.flatnonzero(fell & ~alone))
         rows = torch.from_numpy(np.sort(shuffled[:_RETRIED]))
-        # What answered doubts and broke nothing would not find these either.
+        # Attacks that were repeated with more effort and broke nothing would not break these either.
         tried = [
             name
             for name in evaluation.outcomes
@@ -255,7 +257,7 @@ class _Cascade(Stages):
         )
 
     def _retry(self, attacks: list[Attack], rows: Tensor) -> int:
-        """How many of the images at least one of the attacks breaks, the cheapest first."""
+        """How many of the images at least one of the attacks breaks; the cheapest attacks are tried first."""
         subject, left = self.subject, rows
 
         def questions(attack: Any) -> float:
@@ -268,7 +270,7 @@ class _Cascade(Stages):
             settings: dict[str, Any] = {"seed": subject.seed, "index": left}
             try:
                 found = attack.run(subject.model, subject.images[here], subject.labels[here], **settings)
-            except Exception:  # noqa: S112 whatever a model throws: then it has found nothing again
+            except Exception:  # noqa: S112 a model may raise anything: then this attack breaks none of them
                 continue
             left = left[~found.success.cpu()]
         return len(rows) - len(left)
@@ -278,7 +280,7 @@ class _Cascade(Stages):
         self.points[broken] = points[broken]
 
     def _confirm(self, evaluation: Evaluation) -> Evaluation:
-        """The outcomes with a point that breaks no deployed copy taken for one that breaks nothing."""
+        """The outcomes, in which points that do not break the deployed model no longer break their images."""
         broken = evaluation.clean.robust & ~evaluation.survivors()
         rows = np.flatnonzero(broken & ~self.asked)
         if not len(rows):
@@ -317,7 +319,7 @@ class _Cascade(Stages):
             broken_by=evaluation.broken_by,
             right=evaluation.survivors().astype(float),
             right_when_clean=clean.robust.astype(float),
-            # Where the first attack could not be made, nothing lies between it and the clean images.
+            # If the first attack could not be made, the clean images take its place.
             right_when_plain=outcomes.get(next(iter(self.attacks), ""), clean).robust.astype(float),
             evaluation=evaluation,
             findings=self._findings(evaluation),
@@ -351,7 +353,7 @@ class _Cascade(Stages):
 
 
 def _stage(subject: Subject, found: Outcomes, attacked: int, broken: float, accuracy: float) -> Stage:
-    """One line of the audit; InputError if the attack left the audited ball, which it need not declare itself."""
+    """The `Stage` of an attack; InputError if its points leave the audited ball, which it may not even know."""
     farthest = float(getattr(found, subject.norm).max())
     check_ball(found.name, subject.norm, subject.eps, farthest, subject.images[0].numel())
     return Stage(
@@ -359,21 +361,22 @@ def _stage(subject: Subject, found: Outcomes, attacked: int, broken: float, accu
         attacked=attacked,
         broken=broken,
         accuracy=accuracy,
-        forwards=int(found.forwards.clip(min=0).sum()),  # -1: an attack of the user's does not say
+        forwards=int(found.forwards.clip(min=0).sum()),  # -1: a user's attack does not count them
         backwards=int(found.backwards.clip(min=0).sum()),
         seconds=float(found.about.get("seconds", 0.0)),
     )
 
 
 class _MeanOverPasses(Stages):
-    """Attacks on all images of a random model.
+    """Attacks on a random model, each on all images.
 
-    Of each image the point is kept at which most passes are wrong; new passes judge it in the end.
+    Of each image the point with the most wrong passes is kept. New passes judge it in the end, because the passes that
+    chose it are biased towards wrong answers.
     """
 
     def __init__(self, *given: Any, **settings: Any) -> None:
         super().__init__(*given, **settings)
-        self.names: list[str] = []  # of the attacks, in their order: each has passes of its own
+        self.names: list[str] = []  # of the attacks; the order decides the random numbers of their passes
         self.worst = self.subject.images.cpu().float()
         self.clean = self.after_plain = self.left = self._right_share(self.worst, 0, self._passes)
         self.broken_by = np.where(self.clean < 0.5, WRONG, STANDS)
@@ -397,7 +400,7 @@ class _MeanOverPasses(Stages):
         return set(attacks)
 
     def power(self, turns: Turns) -> Power:
-        """All attacks are made on all images, so that nothing need be tried again."""
+        """Counted from the outcomes: all attacks were made on all images, so that none has to be tried again."""
         assert self.evaluation is not None
         right, either = self.clean >= 0.5, np.zeros((2, len(self.clean)), dtype=bool)
         for name, fell in self.fell.items():
@@ -416,7 +419,7 @@ class _MeanOverPasses(Stages):
 
     @property
     def _passes(self) -> int:
-        """By which a point is judged: fewer, and of two points the lucky one is taken for the worse one."""
+        """How many passes judge a point. With too few, chance would decide which of two points is the worse one."""
         return JUDGED_PASSES * self.subject.budget.eot
 
     def _final(self) -> np.ndarray:
@@ -424,7 +427,7 @@ class _MeanOverPasses(Stages):
         return self._right_share(self.worst, None, self._passes)
 
     def _take(self, found: Outcomes, points: Tensor) -> None:
-        """Judges what an attack made of the images (image, channel, height, width), on the CPU."""
+        """Judges the points of an attack, (image, channel, height, width) on the CPU, and keeps the worst ones."""
         shares = self._right_share(points, 1 + self.names.index(found.name), self._passes)
         self.after_plain = shares if found.name == self.names[0] else self.after_plain
         self.fell[found.name] = shares < 0.5
@@ -436,7 +439,7 @@ class _MeanOverPasses(Stages):
         self.stages.append(_stage(self.subject, found, len(points), lost, float(self.left.mean())))
 
     def result(self) -> Staged:
-        """What is left in the end, by as many new passes."""
+        """The outcome of the attacks so far, judged by new passes at the worst points."""
         assert self.evaluation is not None
         return Staged(
             stages=tuple(self.stages),
@@ -448,7 +451,7 @@ class _MeanOverPasses(Stages):
         )
 
     def _right_share(self, images: Tensor, stage: int | None, passes: int) -> np.ndarray:
-        """(image,) share of passes that give the label, seeded by the stage; None is the last word."""
+        """(image,) share of passes that give the label; their seed follows from the stage, None for the last passes."""
         subject, judge, counts = self.subject, self.deployment.fresh(), []
         first = _FINAL if stage is None else 1000 * stage
         for batch, part in enumerate(

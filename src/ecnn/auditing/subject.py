@@ -1,4 +1,4 @@
-"""What is audited: one object that `audit` makes and the suite, the stages and every check take."""
+"""The subject of an audit: model, images, ball and budget, as one object for the suite, the stages and every check."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ecnn.checks import check_choice, parse_eps
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Subject:
-    """A model, the images it is asked about, and the ball it is said to be robust in.
+    """A model, the images that it is audited on, and the ball in which it is said to be robust.
 
     Attributes:
         model: pixels in [0, 1] to scores, in eval mode.
@@ -25,9 +25,9 @@ class Subject:
         labels: (image,) the true classes.
         norm: a name of `ecnn.attacks.NORMS`.
         eps: radius on the [0, 1] scale.
-        budget: how much may be asked.
+        budget: how much effort may be spent.
         seed: of all randomness.
-        stood: (image,) whether the attacks of the audit have left it; None before they were made.
+        stood: (image,) True for images that no attack of the audit has broken; None before the attacks.
     """
 
     model: nn.Module
@@ -44,10 +44,13 @@ class Subject:
         parse_eps(self.eps, most=NORMS[self.norm].longest)
 
     def standing_first(self, stood: Tensor) -> Subject:
-        """The same with the images that stood in front, but for a quarter of those that checks look at.
+        """The subject with reordered images: of the first ones, which checks look at, three quarters are unbroken.
 
-        What stands decides the audited accuracy, so that checks should look there. The rest explains what a claim that
-        was measured otherwise owes to which attack.
+        Unbroken images decide the audited accuracy, so that checks should look at them. The others show which attacks
+        a weaker evaluation lacks. If there are too few of one sort, more of the other take their places.
+
+        Args:
+            stood: (image,) True for images that no attack has broken.
         """
         left, fell = (torch.nonzero(part).squeeze(1) for part in (stood, ~stood))
         most = self.budget.probe_images - min(len(fell), self.budget.probe_images // 4)
@@ -61,7 +64,7 @@ _MADE: WeakKeyDictionary[Subject, dict[str, Any]] = WeakKeyDictionary()
 
 
 def once(subject: Subject, name: str, make: Callable[[], Any]) -> Any:
-    """What is made of a subject, made when it is first asked for: the suite and answers to doubts share it."""
+    """The result of `make()` for a subject, made once for each name: the suite and the responses to alarms share it."""
     made = _MADE.setdefault(subject, {})
     if name not in made:
         made[name] = make()

@@ -1,4 +1,4 @@
-"""Which attacks an audit makes of a model, from cheap to expensive, and what they cost."""
+"""Which attacks an audit makes on a model, from cheap to expensive, and what they cost."""
 
 from __future__ import annotations
 
@@ -50,12 +50,11 @@ from ecnn.auditing.surrogates import Examples, Surrogates
 from ecnn.auditing.traits import Traits, find_traits, unseen_traits
 from ecnn.auditing.trials import Found
 
-PLAIN = "pgd-ce"  # what a usual evaluation would have run
-_BLIND = 0.01  # share of images without a usable gradient from which black-box attacks are worth their cost
-_DOUBTFUL = (
-    0.1  # share of what the usual attacks left that another view breaks at once: then more is worth its cost
-)
-_DENSE = 3072  # numbers in an image up to which a student without convolutions is worth a try
+PLAIN = "pgd-ce"  # the attack of a usual evaluation
+_BLIND = 0.01  # least share of images without a usable gradient for which students are worth their cost
+#: Least share of the images left that found views must break for students and targeted attacks to be worth their cost.
+_DOUBTFUL = 0.1
+_DENSE = 3072  # most numbers in an image for which a student without convolutions is worth a try
 _FEATURE_TARGETS = 3
 _FEW_ANSWERS, _FEW_RANDOM_ANSWERS = 1000, 500
 
@@ -74,21 +73,21 @@ def suite_parts(
     folder: Path | None = None,
     resume: bool = True,
 ) -> Iterator[dict[str, Attack]]:
-    """The attacks by name in the order in which they should run, each obeying the contract of `Attack`.
+    """The attacks by name, in parts, in the order in which they should run.
 
-    They come in parts, since what a part is made of, a search for places or a surrogate, is not cheap: where one part
-    leaves nothing, do not ask for the next.
+    Preparing a part is not cheap: it may search for views or train a surrogate. If one part leaves no image unbroken,
+    do not ask for the next.
 
-    The first, "pgd-ce", is what a usual evaluation would have run. Without examples the attacks that need some are
-    left out: those on features, those by way of a surrogate, and those that only a look at the model recommends.
+    The first attack, "pgd-ce", is that of a usual evaluation. Without examples the attacks that need some are left
+    out: those on features, those by surrogates, and those chosen by asking the model (`find_traits`, `search`).
 
     Args:
-        subject: what is audited. Its images are not needed, and may be none.
+        subject: what is audited; it may have no images.
         num_classes: scores per image.
-        is_random: whether passes differ; then attacks average over passes and return where they end.
+        is_random: whether passes differ; then attacks average over passes and return their last points.
         examples: clean images, see `Examples`.
-        folder: where surrogates are kept, so that a resumed audit has the same.
-        resume: takes them from there.
+        folder: where surrogates and found views are kept, so that a resumed audit has the same; None for nowhere.
+        resume: reads them from there.
     """
     model = subject.model
     traits = unseen_traits(model) if examples is None else find_traits(model, examples.images, num_classes)
@@ -112,7 +111,7 @@ def suite_parts(
 
 
 def without_repeats(attacks: Mapping[str, Attack], made: Mapping[str, Attack]) -> dict[str, Attack]:
-    """The attacks but those that are, by another name, straight-through ones among what is made anyway."""
+    """The attacks, without those that equal a straight-through attack in `made` under another name."""
     known = [attack for name, attack in made.items() if name.startswith("straight-through")]
     return {name: attack for name, attack in attacks.items() if not any(attack == other for other in known)}
 
@@ -126,7 +125,7 @@ def find_places(
     folder: Path | None,
     resume: bool,
 ) -> Found:
-    """The places that `search` finds, once."""
+    """The views that `search` finds; searched once for each subject."""
     settings: dict[str, Any] = {"is_random": is_random, "folder": folder, "resume": resume}
     found: Found = once(subject, "places", lambda: search(subject, examples.images, num_classes, **settings))
     return found
@@ -134,7 +133,7 @@ def find_places(
 
 @dataclass(frozen=True)
 class Maker:
-    """Groups of attacks for one model and ball."""
+    """Makes groups of attacks, by name, for one model and ball."""
 
     subject: Subject
     num_classes: int
@@ -150,7 +149,7 @@ class Maker:
 
     @property
     def walk(self) -> dict[str, Any]:
-        """Settings of gradient searches: steps that fall from a quarter of the radius to nothing."""
+        """Settings of PGD attacks: their step size falls from a quarter of the radius to 0."""
         size = {"steps": self.budget.steps, "step_size": self.subject.eps / 4, "schedule": "cosine"}
         return {**self.ball, **size, "restarts": self.budget.restarts}
 
@@ -190,7 +189,7 @@ class Maker:
         return attacks | self.on_bytes()
 
     def on_bytes(self) -> dict[str, Attack]:
-        """Attacks that never leave whole grey levels, where the model goes by these."""
+        """Attacks that end on 8-bit images, if the model treats these differently and the radius is a level or more."""
         eps = whole_levels(self.subject.eps)
         if not (self.traits.knows_bytes and eps):
             return {}
@@ -200,12 +199,12 @@ class Maker:
             "on-bytes": PGD(**walk),
             "on-bytes-targets": PGD(targets=self.targets, **walk),
         }
-        if self.subject.norm == "linf":  # its points are whole levels of themselves
+        if self.subject.norm == "linf":  # where Square moves pixels by +-eps, and so by whole levels
             inner["on-bytes-square"] = replace(self.square(), eps=eps)
         return {name: OnBytes(attack=attack, **ball) for name, attack in inner.items()}
 
     def on_members(self) -> dict[str, Attack]:
-        """Attacks on what the members say, before any decoder; the first is enough for most."""
+        """Attacks on the members' logits instead of the scores; on most models the first one suffices."""
         if not self.traits.has_members:
             return {}
         attacks: dict[str, Attack] = {
@@ -232,7 +231,10 @@ class Maker:
         }
 
     def averaged(self) -> dict[str, Attack]:
-        """Attacks on the mean over passes, half as long; they return where they end, since one pass proves nothing."""
+        """Attacks on the mean over passes of a random model, with half of the steps.
+
+        They return their last points, since one misclassified pass proves nothing.
+        """
         views: dict[str, str | View] = {"eot-margin": "scores", "eot-probability": MeanProbability()}
         if self.traits.has_members:
             views |= {"eot-linear": "linear", "eot-cheapest-bits": CheapestBits()}
@@ -246,12 +248,12 @@ class Maker:
 
     def _on_mean(self, view: str | View) -> Attack:
         walk = {**self.walk, "steps": max(1, self.budget.steps // 2), "restarts": 1, "keep": "last"}
-        # A view that asks several times is a mean over passes already.
+        # A view that makes several passes per look needs fewer looks for the same number of passes.
         passes = -(-self.budget.eot // find_view(view).passes_per_look)
         return PGD(on=Averaged(view=view, passes=passes), **walk)
 
     def where_found(self, found: Found, *, is_random: bool) -> dict[str, Attack]:
-        """Attacks on the places that a search has found, with targets where it pays."""
+        """Attacks on the views and decisions that a search has found; targeted ones too on views that broke many."""
         attacks: dict[str, Attack] = {}
         for name, view in found.views.items():
             if is_random:
@@ -284,7 +286,7 @@ class Maker:
         return attacks
 
     def _craft(self) -> Attack:
-        """What is made on a surrogate and shown to the model."""
+        """The attack on a surrogate, whose points are then tried on the model."""
         return APGD(**{**self.auto, "restarts": 1}, loss="cross_entropy", keep="last")
 
     def by_student(self, surrogates: Surrogates, *, is_random: bool) -> dict[str, Attack]:
@@ -295,7 +297,7 @@ class Maker:
         )
 
     def relays(self) -> dict[str, Attack]:
-        """Once more from the best point so far."""
+        """PGD on several views in turn, each from the best point of the one before."""
         views: tuple[str | View, ...] = (ScaledCrossEntropy(), "scores")
         if self.traits.has_members:
             views = ("members", CheapestBits(), "linear", "scores")
@@ -305,7 +307,7 @@ class Maker:
         return {"relay": Relay(steps=steps, views=views, restarts=rounds, **self.ball)}
 
     def automatic(self) -> dict[str, Attack]:
-        """What is left of AutoAttack's standard suite after APGD on cross-entropy; or a short form of it."""
+        """AutoAttack's standard suite without APGD on cross-entropy, which `on_scores` has; or a short form of it."""
         standard = self._standard()
         if standard:
             return {name: part for name, part in standard.items() if name != "apgd-ce"}
@@ -321,36 +323,36 @@ class Maker:
         return Square(queries=max(1, self.budget.queries), l2_moves="turns", **self.ball)
 
     def scattered(self) -> dict[str, Attack]:
-        """Random points, as many as a long search asks about: for wrong answers that lie scattered in the ball."""
+        """Random points, as many as a search by answers queries, for errors that lie scattered in the ball."""
         few, most = self._questions
         alone = isinstance(self.subject.model, OneAtATime)
         return {"scattered": RandomNoise(samples=few if alone else most, **self.ball)}
 
     @property
     def _questions(self) -> tuple[int, int]:
-        """How many a short search by answers asks, and a long one."""
+        """Queries per image of a short search by answers, and of a long one."""
         most = max(self.budget.answers, self.budget.queries)
         return min(most, max(_FEW_ANSWERS, most // 10)), most
 
     def averaged_square(self) -> Attack:
-        """On the mean over a few passes, and on when it is wrong: what only just breaks these breaks no others."""
+        """Square on the mean over a few passes. It goes on after an error: points near the border break few others."""
         passes, square = max(4, self.budget.eot // 4), replace(self.square(), early_exit=False)
         return OnMean(attack=square, passes=passes, seed=self.subject.seed, keep="last", **self.ball)
 
     def averaged_rays(self) -> Attack:
-        """By the classes of the mean over a few passes; every image is attacked, so that the search is short."""
+        """RaySearch on the classes of the mean over a few passes. It is short, because every image is attacked."""
         passes, queries = max(4, self.budget.eot // 4), min(_FEW_RANDOM_ANSWERS, self.budget.answers)
         rays = RaySearch(queries=queries, keep="last", **self.ball)
         return OnMean(attack=rays, passes=passes, seed=self.subject.seed, keep="last", **self.ball)
 
     def by_classes(self, surrogates: Surrogates | None = None, *, imitate: bool = False) -> dict[str, Attack]:
-        """By the model's classes alone: a search of all that stands, and a longer one, of some where they are many.
+        """Attacks by the model's classes alone: a short search on all images left, and a long one, perhaps on a sample.
 
-        They come last: what they break that no gradient did is evidence against the gradients.
+        They come last: an image that they break and no gradient attack did is evidence against the gradients.
 
         Args:
-            surrogates: gives neighbours whose fate is known; None for none.
-            imitate: begins also where an attack on a student ends.
+            surrogates: gives the directions that broke similar images, to start with; None for none.
+            imitate: also starts with the points of an attack on a student.
         """
         known: dict[str, Any] = {} if surrogates is None else {"neighbours": surrogates.neighbours()}
         student = surrogates.student() if surrogates is not None and imitate else None
@@ -363,14 +365,15 @@ class Maker:
         long = RaySearch(queries=most, **known, **self.ball)
         if few < most and len(self.subject.images) <= self.budget.searched:
             attacks["rays-long"] = long
-        elif few < most:  # one share for every number of images, so that more of them continue fewer
+        elif few < most:
+            # One share for every number of images, so that an audit of more images can continue one of fewer.
             share = min(1.0, self.budget.searched / self.budget.images)
             attacks["rays-sample"] = dataclasses.replace(long, share=share)
         return attacks
 
 
 def cost_of(attacks: Mapping[str, Attack], images: int, num_classes: int) -> Cost:
-    """What a suite costs at most, if it breaks nothing."""
+    """The cost of the attacks on all images, if they break none; less otherwise."""
     total = Cost(0, 0)
     for attack in attacks.values():
         total = total + attack.cost(num_classes)
@@ -380,15 +383,15 @@ def cost_of(attacks: Mapping[str, Attack], images: int, num_classes: int) -> Cos
 def estimate_cost(
     model: nn.Module, budget: str | Budget, limit: int | None, num_classes: int, *, norm: Norm
 ) -> Cost:
-    """What the suite of an audit will ask of the model at most, before anything is asked: to be printed first.
+    """An upper estimate of the forward and backward passes of an audit's suite, made without asking the model.
 
-    Diagnostics come on top, on `budget.probe_images` images. A model that falls early costs a small part of this.
+    Diagnostics come on top, on `budget.probe_images` images. A model whose images break early costs a small part of it.
     """
     budget = resolve_budget(budget)
     images = budget.images if limit is None else limit
     nothing = torch.zeros(images, 0, device="cpu")
     subject = Subject(model=model, images=nothing, labels=nothing, norm=norm, eps=0.1, budget=budget)
     attacks = suite(subject, num_classes=num_classes, is_random=False)
-    # What only a look at the model recommends: features, a surrogate, and one more place to look.
+    # Attacks that are chosen only by asking the model: on features, on a surrogate, and on one found view.
     extra = Cost(1, 1) * (budget.steps * budget.restarts * (min(budget.targets, _FEATURE_TARGETS) + 2))
     return cost_of(attacks, images, num_classes) + extra * images

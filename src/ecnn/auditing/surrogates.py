@@ -1,8 +1,8 @@
-"""Models made to attack another: a softmax head on its frozen features, and a small network that imitates its answers.
+"""Surrogates of a model: a softmax head on its frozen features, and small networks (students) that imitate its answers.
 
-Both are surrogates: they say nothing of the model by themselves, but what is crafted on them is tried on it. They are
-trained on clean images that are not audited where there are some, and else on the audited ones with the model's own
-answers for labels, so that no true label is used twice.
+Adversarial images are made on a surrogate and then tried on the model. Surrogates are trained on clean images that are
+not audited, if there are enough. Otherwise they are trained on the audited ones with the model's own answers as labels,
+so that no true label is used twice.
 """
 
 from __future__ import annotations
@@ -28,28 +28,27 @@ from ecnn.auditing.subject import Subject, once
 from ecnn.data import Split
 from ecnn.errors import InputError
 
-#: Clean images that surrogates are made of, at most.
+#: Most clean images that surrogates are trained on.
 MOST_EXAMPLES = 1000
 _HEAD_STEPS, _HEAD_LR = 300, 0.1
 _STUDENT_STEPS, _STUDENT_LR, _STUDENT_BATCH, _STUDENT_WIDTH = 500, 5e-3, 64, 16
-#: A student is taught on while so many steps raise its agreement with the model by so much. More makes transfer no
-#: better: 120 steps broke as many images of digits as 500, or more.
+#: A student's training stops when so many steps raise its agreement with the model by less than this. More steps do not
+#: improve transfer: on digits, 120 steps broke as many images as 500, or more.
 _LESSON, _LEARNT = 40, 0.02
-_HEAD_LESSON, _HEAD_LEARNT = 30, 0.02  # the same of a head: by what share its loss falls
+_HEAD_LESSON, _HEAD_LEARNT = 30, 0.02  # the same for a head, whose loss must fall by this share
 _STUDENT_ROUNDS, _STUDENT_ATTACKED, _STUDENT_COPIES, _STUDENT_QUESTIONS = 3, 500, 8, 6000
-_STUDENT_NUMBERS = (
-    2**28
-)  # about as many pixel values does it see; images larger than 70 pixels are therefore fewer
+#: Pixel values that a student is trained on, about; so fewer images are used if they are larger than 70 x 70 pixels.
+_STUDENT_NUMBERS = 2**28
 _BATCH = 256
 _NEIGHBOURS = 64
 
 
 @dataclass(frozen=True, eq=False)
 class Examples:
-    """Clean images to make surrogates of.
+    """Clean images to train surrogates on.
 
     Attributes:
-        images: (image, channel, height, width) in [0, 1], where the model is.
+        images: (image, channel, height, width) in [0, 1], on the model's device.
         labels: (image,) classes: the true ones, or the model's own answers.
         are_true: whether they are the true ones.
     """
@@ -67,19 +66,19 @@ def choose_examples(model: nn.Module, split: Split, audited: Tensor) -> Examples
     """Images of the split after the audited ones, with their labels; or the audited ones with the model's answers.
 
     Args:
-        audited: (image, channel, height, width) the first of the split, where the model is.
+        audited: (image, channel, height, width) the first images of the split, on the model's device.
     """
     rest = min(len(split) - len(audited), MOST_EXAMPLES)
-    if rest < 100:  # a few would not do: each class should be there several times
+    if rest < 100:  # too few: each class should occur several times
         images = audited[:MOST_EXAMPLES]
         return Examples(images, give_answers(model, images), are_true=False)
     images, labels = split[len(audited) : len(audited) + rest]
-    images = images.to(audited)  # a model may change its precision when it is first asked
+    images = images.to(audited)  # the precision too: a model may change it when it is first asked
     return Examples(images, labels.to(images.device), are_true=True)
 
 
 def give_answers(model: nn.Module, images: Tensor) -> Tensor:
-    """(image,) the model's classes of the images, batch by batch."""
+    """(image,) the classes that the model predicts for the images."""
     answers = []
     with undisturbed(model), torch.no_grad():
         for part in torch.split(images, at_once(_BATCH)):
@@ -89,7 +88,7 @@ def give_answers(model: nn.Module, images: Tensor) -> Tensor:
 
 
 def all_features(model: nn.Module, images: Tensor) -> Tensor:
-    """(image, feature) `features_of` the images, batch by batch."""
+    """(image, feature) the model's features of the images, as `features_of` reads them."""
     with undisturbed(model), torch.no_grad():
         return torch.cat([features_of(model, part)[0] for part in torch.split(images, at_once(_BATCH))])
 
@@ -106,8 +105,8 @@ class HeadOnFeatures(nn.Module):
     """A softmax classifier that reads another model's features: pixels in [0, 1] to scores (batch, class).
 
     Args:
-        model: whose features; not changed.
-        shift, spread: (feature,) with which they are standardised.
+        model: the other model, which is not changed.
+        shift, spread: (feature,) mean and standard deviation by which its features are standardised.
         num_classes: scores per image.
     """
 
@@ -123,7 +122,7 @@ class HeadOnFeatures(nn.Module):
         self.bias = nn.Parameter(shift.new_zeros(num_classes))
 
     def judge(self, features: Tensor) -> Tensor:
-        """(batch, class) scores of features."""
+        """(batch, class) scores of features (batch, feature)."""
         return F.linear((features - self.shift) / self.spread, self.weight, self.bias)
 
     def forward(self, images: Tensor) -> Tensor:
@@ -131,7 +130,7 @@ class HeadOnFeatures(nn.Module):
 
 
 def train_head(model: nn.Module, features: Tensor, labels: Tensor, num_classes: int) -> HeadOnFeatures:
-    """A cross-entropy head on the model's features of some images; the model itself is not trained."""
+    """A head trained with cross-entropy on features (image, feature) and their labels; the model is not trained."""
     spread = features.std(dim=0, correction=0).clamp_min(1e-6 * float(features.abs().amax()) + 1e-12)
     head = HeadOnFeatures(model, features.mean(dim=0), spread, num_classes)
     optimiser = torch.optim.Adam([head.weight, head.bias], lr=_HEAD_LR)
@@ -174,7 +173,7 @@ class Student(nn.Module):
 
 
 class DenseStudent(nn.Module):
-    """Two hidden layers: pixels in [0, 1] to scores (batch, class)."""
+    """A dense network with two hidden layers: pixels in [0, 1] to scores (batch, class)."""
 
     def __init__(self, inputs: int, num_classes: int, width: int = 8 * _STUDENT_WIDTH) -> None:
         super().__init__()
@@ -202,19 +201,19 @@ def train_student(
     norm: Norm = "linf",
     dense: bool = False,
 ) -> nn.Module:
-    """A network trained on the answers that the model gives to the examples, to noisy and mixed copies of them and, in
-    rounds, to the points that attacks on the student itself lead to.
+    """A student: a small network in eval mode, trained to predict the model's classes on the examples and near them.
 
-    Papernot et al.'s (2017) substitute: it needs classes only, so that no gradient can be hidden from it. There it
-    must agree with the model where attacks go, so it is asked there. Torch's generators stay as they are.
+    It is trained on the examples, on noisy and mixed copies of them and, in rounds, on the points to which attacks on
+    the student itself lead, since it has to agree with the model there. This is the substitute of Papernot et al.
+    (2017). It needs classes only, so that hidden gradients do not matter. Torch's random state is not changed.
 
     Args:
         model: asked for classes.
         examples: clean images.
         num_classes: of the model.
         eps, norm: of the ball in which the student will be attacked.
-        seed: of the student and of all that it sees.
-        dense: a network without convolutions, for small images.
+        seed: of the initial weights, the noise and the batches.
+        dense: makes a network without convolutions, for small images.
     """
     images = examples.images
     images = images[: max(1, _STUDENT_NUMBERS // (16 * images[0].numel()))]
@@ -244,7 +243,7 @@ def train_student(
 
 
 def _around(images: Tensor, eps: float, seed: int) -> Tensor:
-    """The images, the same with noise of up to twice the radius, and mixed with one another, several times."""
+    """The images, then several times noisy copies of them (up to twice the radius) and mixtures with other images."""
     asked = [images]
     most = min(_STUDENT_QUESTIONS, _STUDENT_NUMBERS // (2 * images[0].numel()))
     for number in range(min(_STUDENT_COPIES, max(1, most // (2 * len(images))))):
@@ -270,7 +269,7 @@ def _teach(
     steps: int,
     generator: torch.Generator,
 ) -> None:
-    """So many steps at most on random batches of what the model was asked, until they teach next to nothing."""
+    """Trains the student on random batches for `steps` steps, or until its agreement with the answers stops growing."""
     parameters = list(student.parameters())
     right, before = torch.zeros((), dtype=torch.int64, device=asked.device), 0.0
     with torch.enable_grad():
@@ -290,14 +289,14 @@ def _teach(
 
 
 def step_down(loss: Tensor, parameters: Sequence[nn.Parameter], optimiser: torch.optim.Optimizer) -> None:
-    """A step of the optimiser on the loss, which leaves the gradients of all other parameters alone."""
+    """Makes one optimiser step on the loss; the gradients of all other parameters stay unchanged."""
     for parameter, gradient in zip(parameters, torch.autograd.grad(loss, parameters), strict=True):
         parameter.grad = gradient
     optimiser.step()
 
 
 def rebuild_head(model: nn.Module, state: dict[str, Tensor]) -> HeadOnFeatures:
-    """A head from `own_state`."""
+    """The head whose weights `own_state` gave."""
     head = HeadOnFeatures(model, state["shift"], state["spread"], len(state["bias"]))
     with torch.no_grad():
         head.weight.copy_(state["weight"])
@@ -306,15 +305,13 @@ def rebuild_head(model: nn.Module, state: dict[str, Tensor]) -> HeadOnFeatures:
 
 
 def rebuild_student(state: dict[str, Tensor]) -> nn.Module:
-    """A student from `own_state`."""
+    """The student whose weights `own_state` gave, in eval mode."""
     is_dense = "body.1.weight" in state
     first = state["body.1.weight" if is_dense else "body.0.weight"]
     last = state["body.5.weight" if is_dense else "body.8.weight"]
     kind: type[DenseStudent] | type[Student] = DenseStudent if is_dense else Student
-    with (
-        torch.random.fork_rng(devices=[]),
-        torch.device("cpu"),
-    ):  # its first weights are drawn, and thrown away
+    # Drawing initial weights, which are replaced below, must not change torch's random state.
+    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         student = kind(first.shape[1], len(last))
     student.to(first.device, first.dtype).load_state_dict(state)
     return student.eval()
@@ -328,7 +325,10 @@ def own_state(surrogate: nn.Module) -> dict[str, Tensor]:
 def keep_or_load(
     make: Callable[[], dict[str, Tensor]], path: Path, *, resume: bool, device: torch.device
 ) -> dict[str, Tensor]:
-    """The tensors that a run under way has kept there, or else new ones, kept: a GPU would find others next time."""
+    """The tensors at the path if a run that is resumed has saved them; otherwise new ones, which are saved.
+
+    They are saved because training again on a GPU would give others.
+    """
     if resume and files.exists(path):
         kept, _ = files.read_tensors(path)
         return {name: value.to(device) for name, value in kept.items()}
@@ -339,7 +339,7 @@ def keep_or_load(
 
 @dataclass(frozen=True)
 class Surrogates:
-    """Makes surrogates when they are asked for, or takes them from the folder."""
+    """Surrogates of one model, trained when they are first needed, or read from the folder of a resumed audit."""
 
     subject: Subject
     examples: Examples
@@ -353,10 +353,10 @@ class Surrogates:
 
     @cached_property
     def has_features(self) -> bool:
-        """Whether all examples have them: a model may send some images past the layer where others have theirs."""
+        """Whether features can be read for all examples; some images may bypass the layer that gives them."""
         try:
             return len(self.features) > 0
-        except Exception:  # whatever a model throws that was not made for this
+        except Exception:  # a model that was not made for this may raise anything
             return False
 
     def means(self) -> Tensor:
@@ -373,7 +373,7 @@ class Surrogates:
         return rebuild_head(self.subject.model, self._kept(make, "head"))
 
     def neighbours(self) -> Neighbours:
-        """Some of the examples, with the answers that the model gives and a move that breaks each, if one was found."""
+        """Some examples with the model's answers, and the move that changes each answer; zero if none was found."""
         images, subject = self.examples.images[:_NEIGHBOURS], self.subject
         attack = RaySearch(norm=subject.norm, eps=subject.eps, queries=max(1, subject.budget.queries // 2))
 
@@ -382,14 +382,14 @@ class Surrogates:
             try:
                 with forked_generators(images.device, subject.seed):
                     moves = attack.run(subject.model, images, answers, seed=subject.seed).images - images
-            except Exception:  # whatever a model throws: neighbours only help
+            except Exception:  # a model may raise anything, and neighbours are not essential
                 moves = torch.zeros_like(images)
             return {"images": images, "labels": answers, "moves": moves}
 
         return Neighbours(**self._kept(make, "neighbours"))
 
     def student(self, *, dense: bool = False) -> nn.Module | None:
-        """None where the model refuses to be asked: what teaches a student are images that it may never have seen."""
+        """A student; None if the model raises an error on its training images, which may be unlike all clean ones."""
         subject = self.subject
 
         def make() -> dict[str, Tensor]:
@@ -398,7 +398,7 @@ class Surrogates:
                 return own_state(train_student(*settings, norm=subject.norm, dense=dense))
             except torch.cuda.OutOfMemoryError:
                 raise
-            except Exception:  # whatever a model throws that does not like what it sees
+            except Exception:  # a model may raise anything on images that it was not made for
                 return {}
 
         kept = self._kept(make, "dense_student" if dense else "student")

@@ -1,7 +1,7 @@
-"""What a model remembers outside of itself, in its classes, in closures and in global variables: kept and put back.
+"""The state that a model's code keeps outside of the model, in classes, closures and globals: recorded and restored.
 
-A deep copy of a model shares all of these with it. So a copy that nobody has asked answers like one that was asked
-thousands of questions, unless what they have changed is put back too.
+A deep copy of a model shares this state with the original. If queries change it, a fresh copy answers as if it had
+been queried as well, unless the state is restored.
 """
 
 from __future__ import annotations
@@ -32,9 +32,10 @@ from ecnn.auditing.snapshots import (
     is_library_name,
 )
 
-_MOST = 10_000  # values within one container: what holds more is data, not memory; and what is looked through in all
-_DEEPEST = 6
-_BOOKKEEPING = vars(nn.Module()).keys()  # torch's own, of every network: hooks, names, its mode
+#: Most values in one container, since a larger one is data, not memory; and most objects that are searched in all.
+_MOST = 10_000
+_DEEPEST = 6  # levels of nesting that are searched
+_BOOKKEEPING = vars(nn.Module()).keys()  # attributes that torch gives every module: hooks, names, its mode
 _CONTAINERS: tuple[type, ...] = (
     tuple,
     frozenset,
@@ -47,11 +48,11 @@ _CONTAINERS: tuple[type, ...] = (
 
 @dataclass(frozen=True, eq=False)
 class _Place:
-    """Where code keeps a value.
+    """A place where code keeps a value, such as a global variable.
 
     Attributes:
-        name: for people.
-        get, put: its value.
+        name: for readers.
+        get, put: read and replace the value.
     """
 
     name: str
@@ -61,7 +62,7 @@ class _Place:
 
 @dataclass(frozen=True, eq=False)
 class _Kept:
-    """What a place held."""
+    """A place, and a snapshot of the value that it held."""
 
     place: _Place
     held: Snapshot
@@ -77,51 +78,51 @@ class _Kept:
 
 
 class Surroundings:
-    """What code that a model runs keeps outside of the model, as it was when this was made.
+    """A record of the state that a model's code keeps outside of the model, taken when this object is made.
 
-    Looked through are the classes of the model's parts, functions that they hold, and from there closures, default
-    arguments and global variables; not what libraries keep, generators of random numbers, or files.
+    It covers the attributes of the classes of the model's modules and, for the functions found there, closures,
+    attributes, default arguments and global variables. It does not cover libraries, random number generators or files.
 
     Args:
-        model: the model; None for nothing.
-        itself: also what the model itself keeps, as of one that cannot be copied.
+        model: the model; None records nothing.
+        itself: also records the model's own attributes, parameters and buffers, for a model that cannot be copied.
     """
 
     def __init__(self, model: nn.Module | None = None, *, itself: bool = False) -> None:
         self._kept: tuple[_Kept, ...] = ()
         if model is not None:
             search = _Search()
-            with contextlib.suppress(Exception):  # as with modules that are no Python objects
+            with contextlib.suppress(Exception):  # such as from modules that are no Python objects
                 search.look_into_parts(model, keeps=itself)
             search.run()
             self._kept = tuple(_keep(search.places))
 
     @property
     def names(self) -> tuple[str, ...]:
-        """What is kept, for people."""
+        """Names of the recorded places, for readers."""
         return tuple(kept.place.name for kept in self._kept)
 
     def __bool__(self) -> bool:
         return bool(self._kept)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Surroundings:
-        return self  # of copies of a model they are the same
+        return self  # copies of a model share its surroundings
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Surroundings, ()  # another process has its own
+        return Surroundings, ()  # another process has state of its own, which is not recorded
 
     def changed(self) -> Surroundings:
-        """Those that are not what they were."""
+        """Only those recorded places whose value has changed since."""
         return self._of(kept for kept in self._kept if _or_false(kept.has_changed))
 
     def put_back(self) -> None:
-        """Makes them what they were."""
+        """Restores the recorded values."""
         for kept in self._kept:
             kept.put_back()
 
     @contextlib.contextmanager
     def as_they_were(self) -> Iterator[None]:
-        """They are what they were for a while, and afterwards what they are now."""
+        """Restores the recorded values while the context is open, and the present ones afterwards."""
         now = self._of(_keep(kept.place for kept in self._kept))
         self.put_back()
         try:
@@ -137,11 +138,11 @@ class Surroundings:
 
 
 class PutBack(Around):
-    """A model whose every question finds its surroundings as they were.
+    """A model whose surroundings are restored before and after every question.
 
     Args:
         model: the model.
-        surroundings: to be put back.
+        surroundings: what is restored.
     """
 
     def __init__(self, model: nn.Module, surroundings: Surroundings) -> None:
@@ -157,15 +158,15 @@ class PutBack(Around):
 
 
 class _Search:
-    """Goes through what code can reach, and notes the places where it keeps values.
+    """Searches everything that a model's code can reach for places where it keeps values.
 
-    What is shared lies beside the model: a copy of the model has the same. The model's own values are copied with it,
-    and are only gone through to find the code that they hold.
+    A value is shared if it lies outside of the model, so that a copy of the model refers to the same one. The model's
+    own values are copied with it. They are searched only for the code that they contain.
 
     Attributes:
-        places: found so far.
-        seen: what was gone through, and places that were noted, by what tells them apart.
-        waiting: values that are still to be gone through, how deep within others they lie, and whether they are shared.
+        places: those found so far.
+        seen: keys of the objects that were searched and of the places that were found.
+        waiting: values still to be searched, with their depth of nesting and whether they are shared.
     """
 
     def __init__(self) -> None:
@@ -174,14 +175,15 @@ class _Search:
         self.waiting: deque[tuple[Any, int, bool]] = deque()
 
     def run(self) -> None:
-        """Goes on until nothing is waiting, or so much was seen that this is somebody's library."""
+        """Searches until nothing is waiting, or `_MOST` objects were seen, as happens inside a library."""
         while self.waiting and len(self.seen) < _MOST:
             value, depth, is_shared = self.waiting.popleft()
-            with contextlib.suppress(Exception):  # whatever a model's code does when somebody looks at it
+            # Reading an attribute may run code of the model, which may raise anything.
+            with contextlib.suppress(Exception):
                 self._look_into(value, depth, is_shared)
 
     def look_into_parts(self, model: nn.Module, *, keeps: bool) -> None:
-        """All modules of a network; what they hold are places only if that is to be kept."""
+        """Queues the contents of all modules of a network; with `keeps`, their attributes are places to record."""
         if ("network", id(model), keeps) in self.seen:
             return
         self.seen.add(("network", id(model), keeps))
@@ -197,7 +199,7 @@ class _Search:
                         self._note_item(held, name, f"{type(part).__name__}.{name}")
 
     def look_into(self, value: Any, depth: int = 0, *, is_shared: bool) -> None:
-        """What a value leads to, when its turn comes."""
+        """Queues a value, to be searched later by `run`."""
         self.waiting.append((value, depth, is_shared))
 
     def _look_into(self, value: Any, depth: int, is_shared: bool) -> None:
@@ -268,7 +270,7 @@ class _Search:
 
 
 def _inner(value: Any) -> list[Any]:
-    """What something that is no network, function or class holds, as far as code may be in it."""
+    """The values inside an object in which code may be found: elements, attributes, wrapped and bound functions."""
     if isinstance(value, types.MethodType):
         return [value.__func__, value.__self__]
     if isinstance(value, staticmethod | classmethod):
@@ -288,10 +290,10 @@ def _inner(value: Any) -> list[Any]:
 
 
 def _keep(places: Iterable[_Place]) -> Iterator[_Kept]:
-    """What places hold now; those that hold no data are left out."""
+    """The places with snapshots of what they hold now; those that hold no data are left out."""
     snapshots = Snapshots()
     for place in places:
-        with contextlib.suppress(Exception):  # whatever cannot be noted is no memory that could be put back
+        with contextlib.suppress(Exception):  # what cannot be recorded cannot be restored
             value = place.get()
             if _is_data(value):
                 yield _Kept(place, snapshots.take(value))
@@ -310,7 +312,7 @@ def _is_data(value: Any) -> bool:
 
 
 def _names_in(code: types.CodeType) -> Iterator[str]:
-    """Names that a function looks up, and those that functions within it do."""
+    """Names of the globals and attributes that a function uses, and those of functions defined inside it."""
     yield from code.co_names
     for part in code.co_consts:
         if isinstance(part, types.CodeType):

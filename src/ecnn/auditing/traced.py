@@ -1,4 +1,4 @@
-"""An image that notes what is done with it: a tensor that records every operation that it goes through."""
+"""A tensor that records every operation applied to it, by which `trace` follows an image through a model."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from ecnn.auditing.programs import Step
 
 
 class UnknownStepError(Exception):
-    """The model does something whose effect on a set of images is not known; the text says what."""
+    """The model does something that cannot be bounded over a set of images; the message names it."""
 
 
 @dataclass(frozen=True)
 class Operations:
-    """What is known of the operations of torch; any other ends a trace.
+    """The torch operations that can be traced; any other ends the trace.
 
     Attributes:
-        records: by operation, what adds its step: (recorder, operation, args, kwargs, value) -> Traced.
-        in_place: by operation in place, the same one that returns something new.
-        sharing: operations that may return the memory that they were given.
+        records: by operation, the function that adds its step: (recorder, operation, args, kwargs, value) -> Traced.
+        in_place: by in-place operation, its counterpart that returns a new tensor.
+        sharing: operations whose result may share memory with their input.
     """
 
     records: Mapping[Any, Callable[..., Traced]]
@@ -33,14 +33,14 @@ class Operations:
 
 
 class Recorder:
-    """The steps so far, in the thread that asks.
+    """Collects the steps of one trace, in the thread that makes it.
+
+    If the model computes in another thread, that gets plain tensors, and `has_left_its_thread` makes the trace invalid.
+    An error raised there might end the thread, and the model would wait for it for ever.
 
     Args:
-        shape: of the image.
-        operations: what is known of operations.
-
-    A thread of the model's that met an error of ours might end, and the model wait for it for ever: it gets plain
-    numbers, and the trace is worth nothing.
+        shape: (1, channel, height, width) of the image.
+        operations: those that can be traced.
     """
 
     def __init__(self, shape: torch.Size, operations: Operations) -> None:
@@ -60,7 +60,7 @@ class Recorder:
         return Traced(value, self, len(self.steps))
 
     def constant(self, value: Any) -> Any:
-        """An argument as the steps keep it: floating tensors in float64; traced ones are refused."""
+        """An argument as a constant of a step, floating tensors in float64; `UnknownStepError` for a traced one."""
         if isinstance(value, Traced):
             raise UnknownStepError("it multiplies what it makes of an image with another such value")
         if isinstance(value, list | tuple):
@@ -74,12 +74,13 @@ class Recorder:
 
 
 class Traced(Tensor):
-    """An image, or what the model makes of it, that notes every operation it goes through.
+    """An image, or a tensor computed from it, that records every operation applied to it.
 
     Attributes:
-        value: (1, ...) the number for the image that is traced.
-        number: of the step that it is the result of; None for a result that nothing may be made of.
-        has_twin: another tensor may show the same memory, so that it must not be changed in place.
+        value: (1, ...) the plain tensor, with the values for the image that is traced.
+        recorder: collects the steps.
+        number: of the step that computed it, 0 for the image; None for a result that must not be used, such as indices.
+        has_twin: another tensor may share its memory, so that it must not be changed in place.
     """
 
     value: Tensor
@@ -120,12 +121,12 @@ class Traced(Tensor):
             raise UnknownStepError(f"it uses {func}")
         made = known.records[func](recorder, func, args, kwargs, value)
         made.has_twin = func in known.sharing
-        # What else an operation returns, such as indices, must not be used.
+        # Other results of the operation, such as indices, must not be used.
         return (made, *(Traced(extra, recorder, None) for extra in rest)) if rest else made
 
 
 def _change(func: Any, args: Any, kwargs: Any) -> Traced:
-    """The same tensor after an operation in place."""
+    """The tensor with the result of an in-place operation, computed by its counterpart `func`."""
     changed = args[0]
     if not isinstance(changed, Traced) or changed.has_twin:
         raise UnknownStepError("it changes memory that something else may read")

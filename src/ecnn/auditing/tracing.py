@@ -1,7 +1,8 @@
-"""The program that a model computes, found by showing it an image that notes what is done with it.
+"""Turns a model into a `Program`, by calling it on an image that records every operation applied to it.
 
-Every operation that a traced image meets below Python is either in the table of `operations` or ends the trace, so that
-nothing is overlooked: a model that rounds, draws random numbers, asks numpy or branches on a value is not traced.
+Operations are recorded in torch's dispatcher, below Python. Each is either in the table of `operations` or ends the
+trace, so that none is overlooked. A model that rounds, draws random numbers, uses NumPy or branches on a value cannot
+be traced.
 """
 
 from __future__ import annotations
@@ -15,13 +16,14 @@ from ecnn.auditing.traced import Recorder, Traced, UnknownStepError
 
 
 def trace(model: nn.Module, images: Tensor) -> Program:
-    """What the model, in eval mode, does with one image; raises `UnknownStepError` where that is not known.
+    """The program of a model for one image; raises `UnknownStepError` if the model cannot be traced.
 
-    It is traced on two different images, so that a constant which follows from an image, from the time or from numbers
-    drawn outside torch is noticed.
+    It is traced on two different images. So a constant that depends on the image, on the time or on random numbers
+    from outside torch is noticed.
 
     Args:
-        images: (batch, channel, height, width) a few in [0, 1], of which the first is used.
+        model: in eval mode.
+        images: (batch, channel, height, width) in [0, 1]; only the first is used.
     """
     first = _trace(model, images[:1])
     second = _trace(model, 1 - images[:1] / 2)

@@ -1,4 +1,4 @@
-"""What a look at a model tells that decides which attacks make sense."""
+"""Traits of a model that decide which attacks make sense, found by classifying a few images."""
 
 from __future__ import annotations
 
@@ -27,24 +27,24 @@ _RANDOM = 1e-4  # difference of two passes, relative to the length of the scores
 _TINY = 1e-30  # gradients this short are near the end of float32
 _PROBED = 64
 _HARDLY = 1e-4  # a change of pixels that no network notices, a fortieth of a grey level
-_MUCH = 0.02  # a change of scores, relative to their length
-_SOME = 0.1  # of the images
+_MUCH = 0.02  # a large change of scores, relative to their length
+_SOME = 0.1  # least share of images that change that much
 
 
 @dataclass(frozen=True, kw_only=True)
 class Traits:
-    """What decides which attacks make sense.
+    """The traits of a model that decide which attacks make sense.
 
     Attributes:
         is_random: two passes over the same images differ.
         gives_probabilities: scores lie in [0, 1] and sum to 1.
-        blind: share of images whose gradient is zero, not a number, or too small for float32.
-        hides_derivatives: it rounds, compares, casts or detaches somewhere, and `straight_through` finds a way.
-        hides_scores: its last layer with one output per class says something other than the scores.
-        can_be_double: a copy in float64 answers.
-        knows_bytes: noise of a fortieth of a grey level changes its scores at once: it tells images of whole levels,
-            as files hold them, from others.
-        has_members, has_votes, has_features: what the attacks on members, on votes and on features ask for is there.
+        blind: share of images whose gradient is zero, not finite, or too small for float32.
+        hides_derivatives: it rounds, compares, casts or detaches somewhere, and `straight_through` gives a gradient.
+        hides_scores: its last layer with one output per class differs from its scores.
+        can_be_double: a copy in float64 runs without an error.
+        knows_bytes: noise of a fortieth of a grey level changes its scores much, or makes it fail: it treats 8-bit
+            images differently from all others.
+        has_members, has_votes, has_features: attacks on members, on votes and on features can read these.
     """
 
     is_random: bool
@@ -90,7 +90,7 @@ def find_traits(model: nn.Module, images: Tensor, num_classes: int) -> Traits:
 
 
 def unseen_traits(model: nn.Module) -> Traits:
-    """What can be said of a model without asking it."""
+    """The traits of a model that is not called: only members and votes are looked for, all others are False or 0."""
     return Traits(
         is_random=False,
         gives_probabilities=False,
@@ -110,7 +110,7 @@ def _pieces(images: Tensor) -> tuple[Tensor, ...]:
 
 
 def _answers(ask: Callable[[], object]) -> bool:
-    """Whether a question can be asked; a model that was not made for it may raise anything."""
+    """Whether `ask` runs without an error; a model that was not made for it may raise anything."""
     try:
         with torch.no_grad():
             ask()
@@ -129,14 +129,14 @@ def _ask_in_double(model: nn.Module, images: Tensor) -> None:
 
 
 def _knows_bytes(model: nn.Module, images: Tensor, scores: Tensor) -> bool:
-    """Whether hardly anything, added to images of whole grey levels, changes the scores of some of them much."""
+    """Whether tiny noise on 8-bit images changes the scores of a tenth of them much, or makes the model fail."""
     if not is_on_bytes(images):
         return False
     signs = torch.where(images < 0.5, _HARDLY, -_HARDLY)
     try:
         with torch.no_grad():
             moved = torch.cat([full_precision(model(part)).double() for part in _pieces(images + signs)])
-    except Exception:  # a model may refuse other images than such
+    except Exception:  # a model may refuse images that are not on whole levels
         return True
     return float((passes_apart(scores, moved) > _MUCH).double().mean()) >= _SOME
 
@@ -147,6 +147,6 @@ def _hides_scores(model: nn.Module, images: Tensor, num_classes: int) -> bool:
     try:
         with torch.no_grad():
             inner, scores = InnerScores(num_classes=num_classes).read(model, images)
-    except Exception:  # whatever a model throws that was not made for this
+    except Exception:  # a model that was not made for this may raise anything
         return False
     return inner.shape == scores.shape and not torch.equal(inner, scores)

@@ -1,4 +1,4 @@
-"""Short trials on images that the usual attacks have left: which views break some, and which decisions to hold."""
+"""Short trials on images that the usual attacks left: which views break some of them, and which decisions to hold."""
 
 from __future__ import annotations
 
@@ -22,26 +22,28 @@ from ecnn.auditing.decisions import Forced
 from ecnn.auditing.holding import Holding, ways_to_hold
 from ecnn.auditing.subject import Subject
 
-_TRIED, _ASKED = 128, 48  # most images for the usual attacks, and most of those that stand for the search
+#: Most images for the usual attacks, and most of the images left by them that views are tried on.
+_TRIED, _ASKED = 128, 48
 _EXAMPLES, _NOISY_AT_ONCE = 256, 32
 STEPS = 15
-_FEW_STEPS, _KEPT = 8, 10  # the first trial of every view, on half of the images, and how many get the second
+#: Steps of the first trial of every view, on half of the images; and how many views get a second trial.
+_FEW_STEPS, _KEPT = 8, 10
 _MOST = 4  # views to attack in earnest
 TRIAL_PASSES = 4
-_HOLDING_STEPS, _MOST_WAYS = 30, 2  # of the trial of every way to hold decisions, and how many to take
+_HOLDING_STEPS, _MOST_WAYS = 30, 2  # steps of the trial of each way to hold decisions; how many ways to take
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Scene:
-    """What the search works on.
+    """The images and points that the search works on.
 
     Attributes:
         subject: what is audited.
         num_classes: of the model.
-        is_random: whether its passes differ.
-        images, labels: some that the usual attacks have left.
-        points: clean, noisy and attacked images, to learn from what the model does.
-        asked: how many images the usual attacks have tried.
+        is_random: whether two passes of the model differ.
+        images, labels: some of the images that the usual attacks left, and their classes.
+        points: clean, noisy and attacked images in random order, on which layers and bridges are fitted.
+        asked: how many images the usual attacks were made on.
     """
 
     subject: Subject
@@ -59,14 +61,14 @@ class Scene:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Found:
-    """What the search found.
+    """The result of the search.
 
     Attributes:
-        views: by name, best first, those that broke images which the usual attacks had left.
-        broken: how many images each view and each way broke that those before it had left.
-        ways: by name, what to force upon the model's decisions while they are held, best first.
-        standing: how many images were searched with.
-        asked: of how many these were left.
+        views: by name, best first, the views that broke images which the usual attacks had left.
+        broken: by name, how many images each view or way broke that those before it had left.
+        ways: by name, best first, which decisions of the model to force while the others are held (see `Holding`).
+        standing: how many images the views were tried on.
+        asked: how many images the usual attacks had been made on to find these.
     """
 
     views: dict[str, View]
@@ -77,12 +79,12 @@ class Found:
 
     @property
     def share(self) -> float:
-        """Of the images that stood, how many fell."""
+        """Share of the images tried that views and ways broke together."""
         return sum(self.broken.values()) / max(1, self.standing)
 
 
 def set_scene(subject: Subject, examples: Tensor, num_classes: int, *, is_random: bool) -> Scene:
-    """Tries the usual attacks on the first images, and gathers what they leave."""
+    """Makes the usual attacks on the first images of the subject, and collects the images that they leave."""
     tried = _number_tried(subject)
     images, labels = subject.images[:tried], subject.labels[:tried]
     views: tuple[str | View, ...] = ("scores", ScaledCrossEntropy())
@@ -103,9 +105,9 @@ def set_scene(subject: Subject, examples: Tensor, num_classes: int, *, is_random
 
 
 def _mixed(clean: list[Tensor], ends: list[Tensor], subject: Subject) -> Tensor:
-    """The clean images, a noisy point of the ball around each, and the ends of attacks, in an order by chance.
+    """The clean images, a random point of the ball around each, and the last points of attacks, in random order.
 
-    Large images are many numbers: each is written to where it stays, and noise is drawn for a few at a time.
+    To save memory each image is written directly to its final place, and random points are drawn a few at a time.
     """
     norm, count = NORMS[subject.norm], sum(map(len, clean))
     total = 2 * count + sum(map(len, ends))
@@ -128,14 +130,14 @@ def _number_tried(subject: Subject) -> int:
 
 
 def _made(subject: Subject, attack: PGD) -> Tensor:
-    """Where an attack on the first images ends."""
+    """The points that an attack on the first images of the subject returns."""
     tried = _number_tried(subject)
     images, labels = subject.images[:tried], subject.labels[:tried]
     return attack.run(subject.model, images, labels, seed=subject.seed).images
 
 
 def walk(subject: Subject, view: str | View, steps: int, *, passes: int = 1, ends: bool = False) -> PGD:
-    """A short walk; with `ends` it returns where it ends, broken or not."""
+    """PGD on a view for a few steps, from the clean image; with `ends` it returns its last points, broken or not."""
     return PGD(
         norm=subject.norm,
         eps=subject.eps,
@@ -149,7 +151,7 @@ def walk(subject: Subject, view: str | View, steps: int, *, passes: int = 1, end
 
 
 def _fallen(scene: Scene, view: View, steps: int, images: int) -> Tensor:
-    """(image,) which of the first images a short walk breaks."""
+    """(image,) which of the scene's first images PGD on a view breaks in so many steps."""
     own, labels = scene.images[:images], scene.labels[:images]
     passes = (TRIAL_PASSES if steps == STEPS else TRIAL_PASSES // 2) if scene.is_random else 1
     attack = walk(scene.subject, view, steps, passes=passes, ends=scene.is_random)
@@ -158,7 +160,7 @@ def _fallen(scene: Scene, view: View, steps: int, images: int) -> Tensor:
 
 
 def _right(subject: Subject, images: Tensor, labels: Tensor, *, is_random: bool) -> Tensor:
-    """(batch,) whether most passes give the label."""
+    """(batch,) whether more than half of the passes give the label; a deterministic model gets one pass."""
     passes = 2 * TRIAL_PASSES if is_random else 1
     with torch.no_grad(), forked_generators(images.device, subject.seed):
         pieces = torch.split(images, at_once(max(1, len(images))))
@@ -171,7 +173,10 @@ def _right(subject: Subject, images: Tensor, labels: Tensor, *, is_random: bool)
 
 
 def try_views(scene: Scene, views: Mapping[str, View]) -> Found:
-    """Tries every view for a few steps, and takes the best, then the best for what that leaves, and so on."""
+    """Tries views and ways to hold decisions, and takes each time the best one for the images that are left.
+
+    Every view is tried for a few steps on half of the images, and the best of them for more steps on all images.
+    """
     promising = _try_each(scene, views, _FEW_STEPS, -(-len(scene.labels) // 2))
     best = sorted(promising, key=lambda name: -int(promising[name].sum()))[:_KEPT]
     fallen = _try_each(scene, {name: views[name] for name in best}, STEPS, len(scene.labels))
@@ -189,11 +194,11 @@ def try_views(scene: Scene, views: Mapping[str, View]) -> Found:
 
 
 def _take_best(fallen: dict[str, Tensor], left: Tensor, most: int) -> dict[str, int]:
-    """The best by name, then the best for what that leaves, and so on, with how many images each breaks of these.
+    """A greedy choice: by name, how many images each one breaks that those taken before it left.
 
     Args:
-        fallen: (image,) by name, which images it breaks.
-        left: (image,) which still stand; what is taken leaves fewer.
+        fallen: by name, (image,) which images it breaks.
+        left: (image,) which images are not broken yet; changed in place.
         most: how many to take.
     """
     broken: dict[str, int] = {}
@@ -208,7 +213,7 @@ def _take_best(fallen: dict[str, Tensor], left: Tensor, most: int) -> dict[str, 
 
 
 def _try_holding(scene: Scene, ways: Mapping[str, Forced]) -> dict[str, Tensor]:
-    """(image,) by name, which images fall when the model's decisions are held in this way."""
+    """By name, (image,) which images `Holding` breaks in this way; ways that raise an error are left out."""
     fallen: dict[str, Tensor] = {}
     subject = scene.subject
     for name, forced in ways.items():
@@ -219,17 +224,17 @@ def _try_holding(scene: Scene, ways: Mapping[str, Forced]) -> dict[str, Tensor]:
 
 
 def _try_each(scene: Scene, views: Mapping[str, View], steps: int, images: int) -> dict[str, Tensor]:
-    """Which of the first images each view breaks; views that cannot be looked at are left out."""
+    """By name, (image,) which of the first images each view breaks; views that raise an error are left out."""
     fallen: dict[str, Tensor] = {}
     for name, view in views.items():
-        # A place that the model passes sometimes only, or a view that breaks what it looks at, may raise anything.
+        # A layer that only some images reach, or a view that disturbs the model, may raise anything.
         with suppress(Exception):
             fallen[name] = _fallen(scene, view, steps, images)
     return fallen
 
 
 def or_else(ask: Callable[[], Any], otherwise: Any) -> Any:
-    """The answer; a model may raise anything when it is asked in a way that it was not made for."""
+    """The result of `ask()`, or `otherwise` if it raises: a model may raise anything if used in an unexpected way."""
     try:
         return ask()
     except Exception:

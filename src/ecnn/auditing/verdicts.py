@@ -1,4 +1,4 @@
-"""From an audited accuracy and what was doubted to a verdict, and a sentence that says why."""
+"""The verdict of an audit and the reason for it, from the audited accuracy, the claim and the alarms."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from ecnn.evaluation.intervals import Interval, wilson_interval
 SLACK = 0.01
 #: An audited accuracy this little below a claim supports it.
 SUPPORT = 0.02
-#: That the truth lies this far below a claim must be ruled out before the claim is believed,
+#: A claim is believed only if the images rule out, at 95 %, that the true accuracy lies this far below it.
 RESOLUTION = 0.05
-#: or, if the audited accuracy supports it, this far: images then only have to be enough to be worth asking.
+#: The same if the audited accuracy supports the claim: then fewer images are enough.
 SUPPORTED_RESOLUTION = 0.1
 
 
@@ -28,15 +28,15 @@ def judge(
     answered: Sequence[str] = (),
     certified: float = 0.0,
 ) -> tuple[Verdict, str]:
-    """The verdict on what an audit found, and a sentence that says why.
+    """The verdict on what an audit found, and a sentence that gives the reason.
 
     Args:
-        accuracy, images: what the audit found, on how many images.
-        alarms: names of the findings that say attacks are fooled. Where nothing stands they have nothing to hide, and
-            a claim of nothing cannot be too high.
+        accuracy, images: the audited accuracy, and on how many images.
+        alarms: names of the open alarms, by which attacks may be fooled. They do not count if the audited accuracy is
+            0, which cannot be too high, or if no more than `SLACK` is claimed or asked for.
         claim, min_accuracy: as `audit` takes them.
-        answered: names of findings that said so, until the attacks made for them had converged.
-        certified: share of the images that is proven robust; no sign outweighs a proof.
+        answered: names of alarms that are answered, because the attacks made for them have converged.
+        certified: share of the images that is proven robust; a proof counts more than an alarm.
     """
     low, high = interval_of(accuracy, images)
     found = f"the audit finds {_percent(accuracy)} (95 %: {_percent(low)} to {_percent(high)})"
@@ -67,10 +67,10 @@ def judge(
 
 
 def _images_to_tell(asked: float, accuracy: float, *, more_than: int) -> int:
-    """How many images with that share of robust ones settle whether a claimed, or asked, accuracy is true.
+    """The least number of images that settles the claimed or asked accuracy, if their audited accuracy is the same.
 
     Args:
-        more_than: images that have not.
+        more_than: a number of images that has turned out too small.
     """
     for images in itertools.count(more_than + 1):
         is_refuted = asked - accuracy > SLACK and asked > interval_of(accuracy, images)[1]
@@ -80,7 +80,7 @@ def _images_to_tell(asked: float, accuracy: float, *, more_than: int) -> int:
 
 
 def _rules_out_less(asked: float, accuracy: float, images: int) -> bool:
-    """Whether that share of so many images says, at 95 %, that the truth is not far below what is asked."""
+    """Whether this accuracy on so many images rules out, at 95 %, a true accuracy far below the asked one."""
     low, _ = wilson_interval(round(accuracy * images), images, confidence=0.9)  # 5 % on either side
     return low >= asked - _resolution(asked, accuracy)
 
@@ -90,7 +90,7 @@ def _resolution(asked: float, accuracy: float) -> float:
 
 
 def interval_of(accuracy: float, images: int) -> Interval:
-    """For that share of so many images. Of a random model parts of images are added up, with no more spread."""
+    """Wilson's 95 % interval of this accuracy on so many images; fractional counts of a random model are rounded."""
     return wilson_interval(round(accuracy * images), images)
 
 
