@@ -1,8 +1,8 @@
-"""How fast codes are designed, and how good they are: writes annealing.json and annealing.md beside this file.
+"""Measures how fast codes are designed and how good they are; writes annealing.json and annealing.md beside this file.
 
-Run: python benchmarks/annealing.py [--quick]. One process, one core; compile time is reported apart. Incremental
-updates are compared in the same run with a full re-evaluation of the energy per proposal, compiled by numba as well.
-With --quick little is done, in seconds, and written to out/quick: it only shows that everything runs.
+Run: python benchmarks/annealing.py [--quick]. One process on one core; compile time is reported separately.
+Incremental updates are compared in the same run with a full re-evaluation of the energy per proposal, compiled by numba
+as well. With --quick it does little work, in seconds, and writes to out/quick: this only shows that everything runs.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ PAPER_SIZES = [(10, 10), (10, 15), (10, 20), (10, 25), (10, 30), (43, 30), (100,
 
 @numba.njit
 def full_energy(symbols: np.ndarray, weight: float) -> Any:
-    """The energy of a binary code from nothing: O(classes * tasks * (classes + tasks))."""
+    """The energy of a binary code, computed from scratch in O(classes * tasks * (classes + tasks))."""
     num_classes, code_length = symbols.shape
     energy = 0.0
     for i in range(num_classes):
@@ -77,7 +77,7 @@ def seconds_of(call: Any) -> tuple[float, Any]:
 
 
 def rates(sizes: list[tuple[int, int]], work: int) -> list[dict[str, Any]]:
-    """Proposals per second at each size; `work` is about how many distances are updated for it."""
+    """Proposals per second at each size; `work` is about how many distances a measurement updates."""
     table = []
     for num_classes, code_length in sizes:
         weight = balanced_column_weight(num_classes, code_length)

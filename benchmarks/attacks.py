@@ -1,10 +1,10 @@
-"""Attacks beside those of other libraries: same model, same images, same settings, in one run.
+"""Compares attacks with those of other libraries: same model, same images, same settings, in one run.
 
 Run: python benchmarks/attacks.py [--device cuda] [--images 1000] [--seeds 3] [--rounds 1] [--parts cw]
-[--only ecnn foolbox] [--entry NAME] [--json JSON] with the libraries of peers.txt installed (`make peers`); writes
-attacks.json and attacks.md beside this file, one entry per device unless told. Images are the first of the CIFAR-10
-test set, from --root or from an .npz (--npz) of uint8 images, labels. With --quick it makes few steps on
-random images, in seconds, and writes to out/quick: it only shows that everything runs.
+[--only ecnn foolbox] [--entry NAME] [--json JSON] with the libraries of peers.txt installed (`make peers`). It writes
+attacks.json and attacks.md beside this file, with one entry per type of device unless --entry names another. Images are
+the first of the CIFAR-10 test set, from --root or from an .npz (--npz) with uint8 images and labels. With --quick it
+makes few steps on random images, in seconds, and writes to out/quick: this only shows that everything runs.
 """
 
 from __future__ import annotations
@@ -52,12 +52,12 @@ Craft = Attack | Callable[[nn.Module, Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Case:
-    """One row to measure: an attack of a library.
+    """An attack of one library to measure: one row of a table.
 
     Attributes:
-        warm_up: the same attack with few steps, which is run before the clock starts: libraries choose their kernels
-            at the first sight of a shape.
-        limit: on how many images, where all would take too long.
+        warm_up: the same attack with few steps, run before the clock starts, because libraries choose their kernels
+            when they first get images of a new shape.
+        limit: on the number of images, if all of them would take too long.
     """
 
     name: str
@@ -71,7 +71,7 @@ Cases = Iterator[Case]
 
 
 class Counted(nn.Module):
-    """The model, and how many images went through it."""
+    """The model, with a count of the images that were passed through it."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -84,7 +84,7 @@ class Counted(nn.Module):
 
 
 def import_peers() -> None:
-    """Before anything is timed; one that is missing fails in its own row."""
+    """Imports the other libraries before anything is timed; a missing one causes an error in its own rows only."""
     for name in (
         "foolbox",
         "torchattacks",
@@ -97,7 +97,7 @@ def import_peers() -> None:
 
 
 def measure(case: Case, model: nn.Module, images: Tensor, labels: Tensor) -> dict[str, Any]:
-    """One row: time, images forwarded, and what a pass of our own says of the result."""
+    """One row: seconds, images forwarded, and images broken, as judged by a forward pass of our own."""
     images, labels = images[: case.limit], labels[: case.limit]
     counted = Counted(model)
     if case.warm_up is not None:
@@ -108,12 +108,12 @@ def measure(case: Case, model: nn.Module, images: Tensor, labels: Tensor) -> dic
     started = time.perf_counter()
     try:
         if isinstance(case.craft, Attack):
-            # It counts by itself: a recorded pass does not run the module's Python.
+            # Our attacks count by themselves: a pass that is replayed on CUDA never calls `Counted.forward`.
             attacked = case.craft.run(model, images, labels, seed=case.seed)
             crafted, counted.images = attacked.images, int(attacked.forwards.sum())
         else:
             crafted = case.craft(counted, images, labels).detach().to(images)
-    except Exception as error:  # a peer that fails is a row that says so
+    except Exception as error:  # the row of a library that fails holds the error
         if QUICK and isinstance(case.craft, Attack):
             raise
         reason = f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"
@@ -155,7 +155,7 @@ def wait(images: Tensor) -> None:
 
 
 def pgd_cases(*, on_cuda: bool) -> Cases:
-    """Linf PGD on cross-entropy, 200 steps, one random start, the last iterate; ours with early exit apart."""
+    """Linf PGD on cross-entropy: one random start, last iterate; ours also with early exit, as a row of its own."""
 
     def crafts(steps: int) -> dict[str, Craft]:
         settings: dict[str, Any] = {
@@ -179,7 +179,7 @@ def pgd_cases(*, on_cuda: bool) -> Cases:
 
 
 def in_half(craft: Any) -> Craft:
-    """A peer under autocast, as our precision="bfloat16" is."""
+    """Another library's attack under autocast to bfloat16, for comparison with our precision="bfloat16"."""
 
     def run(model: nn.Module, images: Tensor, labels: Tensor) -> Tensor:
         with torch.autocast(images.device.type, dtype=torch.bfloat16):
@@ -235,7 +235,7 @@ def peer_pgd(steps: int) -> dict[str, Craft]:
 
 
 def cw_cases() -> Cases:
-    """C&W L2, untargeted, confidence 0; torchattacks has no search for the constant, so a pair of rows has none."""
+    """C&W L2, untargeted, confidence 0; one row of ours has a fixed constant, since torchattacks searches for none."""
     whole: dict[str, Any] = {**CW, "abort_early": False, "early_exit": False, "quick": True}
     single: dict[str, Any] = {**whole, "search_steps": 1, "initial_constant": 1.0}
     crafts: dict[str, Craft] = {
@@ -249,7 +249,7 @@ def cw_cases() -> Cases:
 
 
 def art_cases() -> Cases:
-    """ART's C&W, whose line search asks many times more: a part of its own, on few images."""
+    """ART's C&W: a part of its own on few images, because its line search takes many times more passes."""
     yield Case("art", partial(art_carlini, **CW), limit=20)
 
 
@@ -268,7 +268,7 @@ def peer_cw() -> dict[str, Craft]:
 
 
 def auto_cases(seeds: int) -> Cases:
-    """The standard suite of both, seed by seed."""
+    """AutoAttack, standard version, ours and the original, for each seed."""
     ours = AutoAttack(norm="linf", eps=EPS, quick=True)
     for seed in range(seeds):
 
@@ -284,7 +284,7 @@ def auto_cases(seeds: int) -> Cases:
 
 
 def square_cases(seeds: int) -> Cases:
-    """Square in L2 as AutoAttack sets it, of the libraries that have it, and ours with its own moves."""
+    """Square in L2 with AutoAttack's settings, of all libraries that have it; ours also with other moves."""
 
     def with_pyautoattack(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
         from pyautoattack.square import SquareAttack
@@ -351,9 +351,8 @@ def main() -> None:
     options = parser.parse_args()
     if QUICK:
         options.seeds, options.json = 1, Path("out/quick/attacks.json")
-        options.parts = options.parts.replace(
-            "auto,", ""
-        )  # the other model breaks at once, this one takes long
+        # The model of "auto_standard" breaks at once; that of "auto" takes long.
+        options.parts = options.parts.replace("auto,", "")
     everything = files.read_json(options.json) if options.json.exists() else {}
     if options.parts:
         import_peers()
@@ -362,10 +361,10 @@ def main() -> None:
 
 
 def measure_parts(options: argparse.Namespace, everything: dict[str, Any]) -> None:
-    """Measures the parts that are asked for and writes the JSON after every row."""
+    """Measures the parts named in the options, and writes the JSON after every row."""
     images, labels = (tensor.to(options.device) for tensor in load_images(options))
     robust, standard = (ecnn.load_model(name, device=options.device) for name in (ROBUST, STANDARD))
-    for model in (robust, standard):  # libraries set themselves up, and kernels are compiled
+    for model in (robust, standard):  # warm-up: libraries initialise themselves, and kernels are compiled
         PGD(norm="linf", eps=EPS, steps=3, step_size=STEP, quick=True)(model, images[:64], labels[:64])
     parts: dict[str, tuple[nn.Module, Callable[[], Cases]]] = {
         "pgd": (robust, lambda: pgd_cases(on_cuda=images.is_cuda)),
@@ -390,7 +389,7 @@ def measure_parts(options: argparse.Namespace, everything: dict[str, Any]) -> No
 
 
 def add_round(row: dict[str, Any], again: dict[str, Any]) -> None:
-    """Takes the time of another round into a row: its seconds are the median, and all of them are kept."""
+    """Adds the time of another round to a row: `rounds` keeps all times, and `seconds` becomes their median."""
     if "error" in row or "error" in again:
         return
     row["rounds"] = [*row.get("rounds", [row["seconds"]]), again["seconds"]]
@@ -407,7 +406,7 @@ seconds: the median, where libraries took turns in several rounds (`--rounds`; a
 
 
 def markdown(everything: dict[str, Any]) -> str:
-    """The tables, with the ratios that matter taken within one run."""
+    """The page of all tables, with a section per device."""
     return page_by_device("Attacks beside other libraries", ABOUT, everything, _section)
 
 

@@ -1,13 +1,13 @@
-"""Who tells falsely robust models from honest ones: every tool of `bench.TOOLS` on every model of `bench.SUBJECTS`.
+"""Which tools detect falsely robust models: every tool of `bench.TOOLS` on every model of `bench.SUBJECTS`.
 
 Run: python benchmarks/audit.py [--budget standard] [--limit 360] [--jobs 16] [--tools NAME ...] [--half first]
 [--only NAME ...] [--folder out/bench] [--anew] [--quick: a few models and images, to out/quick, to see that it runs]
-Models are trained once and kept in the folder, with what is claimed of them; each tool's word on each model is a file
-of its own, written as it comes, so that a killed run goes on where it was (--anew asks again). Tools that are not
-installed are left out (`make peers` installs them). A claim is false when it lies more than 5 points above the truth:
-the lowest accuracy that any tool found or attackers who know how the model hides. Networks small enough for an exact
-answer (tests/verifier.py) are audited too. Writes audit.json and audit.md beside this file, of all rows in the folder,
-or where --out says; with --only or --half it writes nothing.
+Models are trained once and kept in the folder, with the accuracy that is claimed for each. Each answer of a tool for a
+model is written to a file of its own, so that a killed run can go on (--anew asks all again). Tools that are not
+installed are left out (`make peers` installs them). A claim is false if it lies more than 5 points above the truth. The
+truth is the lowest accuracy found by any tool, or by attackers who know how the model hides its weakness. Networks that
+are small enough for an exact answer (tests/verifier.py) are audited too. Writes audit.json and audit.md beside this
+file, or to --out, with all rows in the folder; with --only or --half it writes neither.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ from ecnn.auditing.bench import table
 from ecnn.checks import check_choice
 
 HERE = Path(__file__).parent
-#: One model that only looks robust and one that does not, and who looks at them, for --quick.
+#: For --quick: one model that only looks robust and one that does not, and the tools that are run on them.
 QUICK, QUICK_TOOLS = ["scaled_logits", "linear"], ["audit-quick", "pgd-40"]
 Row = dict[str, Any]
 
 
 class _Stopped(BaseException):
-    """A tool did not come to an end; no Exception, which a tool could take for a failure of its own."""
+    """Raised in a tool that ran out of time; not an Exception, since a tool may catch those as its own failures."""
 
 
 @contextmanager
 def at_most(seconds: int) -> Iterator[None]:
-    """Stops what is done in here after so many seconds, with a TimeoutError."""
+    """Raises a TimeoutError if the block takes longer than so many seconds."""
 
     def stop(number: int, frame: FrameType | None) -> None:
         raise _Stopped
@@ -63,16 +63,16 @@ def at_most(seconds: int) -> Iterator[None]:
 
 
 def prepare() -> None:
-    torch.set_num_threads(1)  # networks so small lose more by sharing work than they gain
+    torch.set_num_threads(1)  # networks so small are slower on several threads
 
 
 def learn(name: str, limit: int, folder: Path) -> Row:
-    """Builds a model and finds out what is claimed and known of it."""
+    """Builds a model, and measures its clean and claimed accuracy and that under informed attackers."""
     return table.know(bench.SUBJECTS[name], ecnn.load_data("digits"), limit=limit, folder=folder)
 
 
 def ask(tool: str, name: str, limit: int, folder: Path, seconds: int) -> Row:
-    """What a tool says of a model."""
+    """The row of one tool's answer for one model; an error row if the tool takes longer than `seconds`."""
     chosen = bench.TOOLS[tool]
 
     def run(question: bench.Question) -> Any:
@@ -84,7 +84,7 @@ def ask(tool: str, name: str, limit: int, folder: Path, seconds: int) -> Row:
 
 
 def compare(network: str, count: int, budget: str, folder: Path) -> Row:
-    """The audit beside the exact answer, of a network that is small enough to have one; kept in the folder."""
+    """A row with the audited and the exact robust accuracy of a small network; it is kept in the folder."""
     path = folder / "exact" / f"{network.replace(' ', '_')}-{count}-{budget}.json"
     kept: Row = files.read_json(path) if path.exists() else {}
     if kept.get("audit_version") == AUDIT_VERSION:
@@ -109,10 +109,18 @@ def _verifier() -> Any:
 def work(
     names: Sequence[str], tools: Sequence[str], networks: Sequence[str], options: argparse.Namespace
 ) -> list[Row]:
-    """Asks every tool about every model, our audits first, which take longest; prints a line as each answers.
+    """Runs every tool on every model, our audits first because they take longest; prints a line for each answer.
+
+    Answers are kept in the folder; those that are there already are not asked for again, except with --anew.
+
+    Args:
+        names: of the models.
+        tools: by name.
+        networks: small networks that have an exact answer.
+        options: of the command line.
 
     Returns:
-        the audit beside the exact answer, for each of these networks.
+        A row of `compare` for each of the networks.
     """
     limit, folder = options.limit, options.folder
     count, budget = (8, "quick") if options.quick else (100, "standard")
@@ -199,7 +207,7 @@ def _parts(rows: Sequence[Row]) -> list[tuple[str, list[Row]]]:
 
 
 def _tool_table(rows: Sequence[Row], tools: Sequence[str]) -> list[str]:
-    """False claims first, then how far numbers lie above the truth, then true claims."""
+    """A table with a row per tool: verdicts on false claims, excess over the truth, verdicts on true ones, seconds."""
     lines = [
         "| tool | false flagged | unsure | missed | crashed | excess | above 5 | true flagged | unsure | crashed "
         "| seconds |",
@@ -321,7 +329,7 @@ def main() -> None:
 
 
 def row_by_row(result: Row) -> str:
-    """JSON with a line for each model: indented, it would be a third longer."""
+    """The result as JSON with one line per model, since indented JSON would be a third longer."""
     rows = ",\n".join(json.dumps(row, allow_nan=False) for row in result["rows"])
     head = json.dumps({**result, "rows": []}, allow_nan=False)
     return head.replace('"rows": []', f'"rows": [\n{rows}\n]') + "\n"

@@ -1,8 +1,8 @@
-"""What batching members saves: each baseline ensemble beside the same networks run one after the other.
+"""What batching members saves: compares each baseline ensemble with the same networks run one after the other.
 
-Run: python benchmarks/baselines.py --device cuda. Everything is measured in one process, in turns; writes the figures
-and a table to baselines.json and baselines.md beside this file (or where --out says). On a CPU it only shows that it
-runs; with --quick it does so in seconds and writes to out/quick.
+Run: python benchmarks/baselines.py --device cuda. Everything is measured in turns in one process. It writes the figures
+and a table to baselines.json and baselines.md beside this file, or to --out. A run on a CPU only shows that everything
+runs; with --quick this takes seconds, and writes to out/quick.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ PLAIN = dataclasses.replace(RECIPES["paper"], diversity_weight=0.0)
 
 
 class LoopedEnsemble(nn.Module):
-    """Three ResNet-20, one after the other."""
+    """Three ResNet-20, run one after the other."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -67,7 +67,7 @@ class LoopedCode(nn.Module):
 
 
 class LoopedECOC(LoopedCode):
-    """One network per task, one after the other."""
+    """One network per task, run one after the other."""
 
     def __init__(self, code: CodeMatrix) -> None:
         super().__init__(code, "tanh")
@@ -80,7 +80,7 @@ class LoopedECOC(LoopedCode):
 
 
 class LoopedTanhEnsemble(LoopedCode):
-    """TanhEns16 for CIFAR-10 with chunks and bits as networks of their own, one after the other."""
+    """TanhEns16 for CIFAR-10, with a separate network for each chunk and each bit, run one after the other."""
 
     def __init__(self) -> None:
         whole = TanhEnsemble()
@@ -135,7 +135,7 @@ def _bit() -> nn.Sequential:
 
 
 def pairs() -> dict[str, tuple[Callable[[], nn.Module], Callable[[], nn.Module], Any]]:
-    """name -> (batched, looped, objective)."""
+    """Name of the model -> (builds the batched one, builds the looped one, objective)."""
     code = load_code("10x30")
     return {
         "adp": (lambda: Ensemble(10), LoopedEnsemble, ADPObjective()),
@@ -145,7 +145,10 @@ def pairs() -> dict[str, tuple[Callable[[], nn.Module], Callable[[], nn.Module],
 
 
 def training_step(model: nn.Module, objective: Any, batch: int, mode: str) -> tuple[Callable[[], Any], Any]:
-    """The whole step of `fit` (augmentation, forward, backward, optimizer), and the engine that must be kept."""
+    """A function that makes a whole step of `fit` (augmentation, forward, backward, optimizer), and its engine.
+
+    The caller must keep the engine as long as it uses the function.
+    """
     generator = torch.Generator().manual_seed(0)
     images = torch.randint(0, 256, (4 * batch, 3, 32, 32), generator=generator, dtype=torch.uint8)
     data = Split(images, torch.arange(4 * batch) % 10)
@@ -164,7 +167,7 @@ def training_step(model: nn.Module, objective: Any, batch: int, mode: str) -> tu
 
 
 def forward_pass(model: nn.Module, batch: int, device: str, mode: str) -> Callable[[], Any]:
-    """A forward pass without gradients, in bfloat16 on CUDA."""
+    """A function that makes a forward pass without gradients, in bfloat16 on CUDA."""
     model.eval()
     images = torch.rand(batch, 3, 32, 32, device=device).contiguous(memory_format=torch.channels_last)
 
@@ -186,7 +189,8 @@ def measure(device: str, batch: int, **effort: Any) -> list[dict[str, Any]]:
                 row[f"training_{way}"] = images_per_second(step, batch, **effort)
                 forward = forward_pass(model, batch, device, mode)
                 row[f"inference_{way}"] = images_per_second(forward, batch, **effort)
-                kept.append(engine)  # a graph may be replayed only while the optimizer that it captured lives
+                # A graph can be replayed only as long as the optimizer that it captured exists.
+                kept.append(engine)
             for kind in ("training", "inference"):
                 row[f"{kind}_ratio"] = row[f"{kind}_batched"] / row[f"{kind}_looped"]
             table.append(row)

@@ -1,8 +1,9 @@
-"""Designed codes beside random ones: ErrorCorrectingClassifier and scikit-learn's OutputCodeClassifier on digits.
+"""Designed codes against random ones: ErrorCorrectingClassifier and scikit-learn's OutputCodeClassifier on digits.
 
 Run: python benchmarks/estimators.py [--quick]. Both get the same base estimator, number of members, training rows and
-random_state in each split, so that differences are paired. Writes estimators.json and estimators.md beside this file.
-With --quick little is done, in seconds, and written to out/quick: it only shows that everything runs.
+random_state in each split, so that differences are paired. Writes estimators.json and estimators.md beside this file,
+or to --out. With --quick it does little work, in seconds, and writes to out/quick: this only shows that everything
+runs.
 """
 
 from __future__ import annotations
@@ -37,12 +38,12 @@ TEST_SHARE = 0.25
 
 
 def paired_interval(differences: np.ndarray, shared: float = 0.0) -> tuple[float, float]:
-    """Ends of the 95 % t interval of the mean difference.
+    """Lower and upper end of the 95 % t interval of the mean difference.
 
     Args:
-        differences: (split,).
-        shared: test rows per training row, to widen it for splits of the same rows, which are not independent
-            (Nadeau & Bengio 2003); 0 takes them as independent.
+        differences: (split,) of accuracies.
+        shared: test rows per training row. It widens the interval, because splits of the same rows are not independent
+            (Nadeau & Bengio 2003). 0 treats them as independent.
     """
     count = len(differences)
     spread = math.sqrt((1 / count + shared) * differences.var(ddof=1))

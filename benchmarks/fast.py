@@ -1,13 +1,13 @@
-"""The fast audit beside AutoAttack: who stands, what it costs in images forwarded, and how long, cold and warm.
+"""Compares the fast audit with AutoAttack: images still right, images forwarded, and seconds, cold and warm.
 
 Run: python benchmarks/fast.py [--device cuda] [--images 1000] [--models NAME ...] [--tools NAME ...] [--cold]
 [--root data | --npz FILE] [--cache FOLDER] [--json FILE] [--remark TEXT]
 [--quick: a few images of one small network, to out/quick, to see that everything runs]
-Models are shipped ones (cifar10-...) or honest ones of `ecnn.auditing.bench` (digits:NAME). The original AutoAttack
-takes part where `autoattack` or `pyautoattack` can be imported. Outcomes of the reference, our AutoAttack, are kept in
-the cache folder. With --cold every tool also runs in fresh processes on the first model: one whose kernels have never
-been compiled (an empty cache on disk), then one that finds them there; seconds are those of the whole process, of the
-first call in it and of a second call. Writes fast.json and fast.md beside this file, one entry per device.
+Models are shipped ones (cifar10-...) or honest ones of `ecnn.auditing.bench` (digits:NAME). The original AutoAttack is
+included if `autoattack` or `pyautoattack` can be imported. Outcomes of the reference, our AutoAttack, are kept in the
+cache folder. With --cold every tool also runs in fresh processes on the first model: in one with an empty cache of
+compiled kernels on disk, then in one that finds the cache of the first. Seconds are given for the whole process, for
+the first call in it and for a second call. Writes fast.json and fast.md beside this file, one entry per type of device.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ Row = dict[str, Any]
 
 
 class Count:
-    """How many images go through a model while it is open, whichever of its methods is asked.
+    """Counts the images that pass through a model while the context is open, by whichever method of the model.
 
-    Counted by the layer that an image meets first.
+    It counts with a hook on the layer that runs first in `model(images)`.
     """
 
     def __init__(self, model: nn.Module, images: Tensor) -> None:
@@ -60,7 +60,8 @@ class Count:
             hook.remove()
 
     def __enter__(self) -> Count:
-        def add(module: nn.Module, given: Any) -> None:  # a function, which a copy of the model shares
+        # A function and not a method, so that copies of the model count here too.
+        def add(module: nn.Module, given: Any) -> None:
             self.images += len(given[0])
 
         self._hook = self._order[0].register_forward_pre_hook(add)
@@ -74,7 +75,7 @@ class Count:
 
 
 class Case:
-    """A model with its images, on a device."""
+    """A model with its test images, labels and radius, on a device."""
 
     def __init__(self, name: str, options: argparse.Namespace) -> None:
         self.name, self.device = name, options.device
@@ -102,7 +103,7 @@ def read_cifar(options: argparse.Namespace) -> Split:
     return ecnn.load_data("cifar10", root=options.root).test
 
 
-#: (stands, images forwarded)
+#: (image,) whether each image is right without and under the attack, and the number of images forwarded.
 Found = tuple[np.ndarray, int]
 
 
@@ -121,14 +122,14 @@ def _with_attack(attack: Any, case: Case) -> Found:
 
 
 def with_audit(case: Case) -> Found:
-    """All of the audit: attacks, diagnostics, certificates."""
+    """The whole audit with budget "fast": attacks, diagnostics, certificates."""
     with Count(case.model, case.images) as counted:
         found = audit(case.model, case.split, norm="linf", eps=case.eps, limit=case.count, budget="fast")
     return np.array(found.broken_by) == -1, counted.images
 
 
 def with_original(case: Case) -> Found:
-    """The authors' program, or its copy on PyPI."""
+    """AutoAttack by its authors' program, or by its copy on PyPI."""
     name = next(name for name in ("autoattack", "pyautoattack") if importlib.util.find_spec(name))
     program = importlib.import_module(name)
     settings = {"norm": "Linf", "eps": case.eps, "seed": 0, "version": "standard", "device": case.device}
@@ -173,7 +174,7 @@ def _wait(case: Case) -> None:
 
 
 def compare(case: Case, options: argparse.Namespace) -> list[Row]:
-    """One row per tool, with where its verdicts differ from those of the reference."""
+    """One row per tool, with the number of images on which it differs from the reference."""
     known = read_reference(case, options)
     rows = []
     for tool in chosen_tools(options):
@@ -219,7 +220,7 @@ def keep_reference(case: Case, row: Row, stands: np.ndarray, options: argparse.N
 
 
 def time_alone(options: argparse.Namespace) -> None:
-    """In a process of its own: one tool twice on one model, its seconds on stdout."""
+    """Runs one tool twice on the first model, and prints the seconds as JSON; for a process of its own."""
     started = time.perf_counter()
     case = Case(options.models[0], options)
     loaded = time.perf_counter() - started
@@ -235,9 +236,9 @@ def time_alone(options: argparse.Namespace) -> None:
 
 
 def measure_cold(options: argparse.Namespace) -> list[Row]:
-    """Every tool in two fresh processes: with an empty cache of compiled kernels, and with what the first left.
+    """One row per tool and fresh process: the first has an empty cache of compiled kernels, the second the first's.
 
-    The original compiles none: one process.
+    The original AutoAttack compiles no kernels and gets one process.
     """
     rows = []
     for tool in chosen_tools(options):

@@ -1,4 +1,4 @@
-"""The Markdown that benchmarks write: tables, and pages with a section for each device that was measured."""
+"""Makes the Markdown of benchmarks: tables, and pages with a section for each device that was measured."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import Any
 
 
 def table(head: str, rows: Iterable[Sequence[object]], *, words: int = 1) -> list[str]:
-    """Lines of a table.
+    """The lines of a table.
 
     Args:
-        head: the columns' names, separated by " | ".
-        rows: their cells.
-        words: how many columns hold words and are set to the left; the others hold numbers.
+        head: names of the columns, separated by " | ".
+        rows: cells of each row.
+        words: how many columns, from the left, hold words and are left-aligned; the others hold numbers.
     """
     numbers = len(head.split(" | ")) - words
     lines = [f"| {head} |", "|" + "---|" * words + "---:|" * numbers]
@@ -20,7 +20,7 @@ def table(head: str, rows: Iterable[Sequence[object]], *, words: int = 1) -> lis
 
 
 def page(title: str, about: str, lines: Sequence[str]) -> str:
-    """A page with a title, a paragraph that says what was done, and what was found."""
+    """A page with a title, a paragraph on what was measured, and lines of results."""
     return "\n".join([f"# {title}", "", about.strip(), "", *lines]) + "\n"
 
 
@@ -34,8 +34,8 @@ def page_by_device(
 
     Args:
         title, about: as in `page`.
-        everything: results by the kind of device, such as "cuda", each with its "environment".
-        show: lines of a section, given that kind and its result.
+        everything: results by type of device, such as "cuda", each with its "environment".
+        show: returns the lines of a section, given the type of device and its results.
     """
     sections = []
     for device, result in everything.items():

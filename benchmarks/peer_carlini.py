@@ -1,4 +1,4 @@
-"""Carlini & Wagner's L2 attack as other libraries have it, with our names for its settings."""
+"""Carlini & Wagner's L2 attack from other libraries, with our names for its settings."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def cleverhans_carlini(
 
 
 def art_classifier(model: nn.Module, images: Tensor, num_classes: int = 10) -> Any:
-    """The model as ART wants it."""
+    """The model wrapped as a classifier of ART."""
     from art.estimators.classification import PyTorchClassifier
 
     return PyTorchClassifier(
@@ -61,7 +61,7 @@ def art_classifier(model: nn.Module, images: Tensor, num_classes: int = 10) -> A
 def art_carlini(
     model: nn.Module, images: Tensor, labels: Tensor, *, num_classes: int = 10, **settings: Any
 ) -> Tensor:
-    """It has a line search in place of Adam, which asks the model up to ten times in each step."""
+    """ART's attack. Instead of Adam it has a line search, which takes up to ten passes in each step."""
     from art.attacks.evasion import CarliniL2Method
 
     attack = CarliniL2Method(

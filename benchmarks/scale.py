@@ -1,18 +1,18 @@
-"""Larger networks: a ResNet-18 and a WRN-28-10 on CIFAR-10, audited beside AutoAttack.
+"""Larger networks: compares the audit with AutoAttack on a ResNet-18 and a WRN-28-10 for CIFAR-10.
 
 Run: python benchmarks/scale.py [--device cuda] [--networks resnet18_published resnet18 wrn28_10] [--minutes 5]
 [--steps 7] [--eps 8/255] [--images 1000] [--budget fast standard] [--weights FOLDER] [--root data] [--out FOLDER]
 [--quick: tiny widths, random images, seconds, to out/quick]
 resnet18_published is the ResNet-18 that AutoAttack's authors ship as their example, in the package pyautoattack (make
-peers). It needs no training here; it was not trained against attacks, so that only a small --eps such as 1/255 leaves
-any images. The others are first trained adversarially (PGD of --steps at --eps, bfloat16 on CUDA) for --minutes on the
-training images, or read from --weights/NAME.safetensors, which a training run leaves there. How far a few minutes go is
-printed with the clean accuracy: what is compared is tools on the same network, not the network with published ones. A
-network that has not been trained says nothing, so that --minutes 0 without weights only times: its row is marked.
-Then: seconds (of the processor, on a CPU), images forwarded and verdicts of AutoAttack, of the audit at each budget,
-and of pyautoattack where it is installed; memory at its peak. Writes scale.json and scale.md beside this file, or into
---out. Rows of networks that are not asked for stay, and a tool's row is kept as soon as it is there, so that a killed
-run goes on.
+peers). It is not trained here, and was not trained against attacks, so that images remain right only at a small --eps
+such as 1/255. The others are first trained adversarially (PGD of --steps at --eps, bfloat16 on CUDA) for --minutes on
+the training images, or read from --weights/NAME.safetensors, which an earlier training has written. A few minutes do
+not make them as accurate as published networks, and the page prints their clean accuracy: tools are compared on the
+same network. The accuracies of an untrained network mean nothing: with --minutes 0 and no weights only times are
+measured, and the row is marked. For each network it reports the seconds (of processor time, on a CPU), the images
+forwarded, the images still right and the peak memory of AutoAttack, of the audit at each budget, and of pyautoattack if
+it is installed. Writes scale.json and scale.md beside this file, or into --out. Rows of networks that are not named
+stay. Each row is written as soon as it is measured, so that a killed run can go on.
 """
 
 from __future__ import annotations
@@ -68,11 +68,11 @@ class Block(nn.Module):
 
 
 class Residual(nn.Module):
-    """Stacks of blocks, each after the first at half the size; pixels normalised inside.
+    """A residual network for ten classes, from stacks of blocks; each stack but the first halves the size of the maps.
 
     Args:
         widths: channels of each stack.
-        blocks: in each stack.
+        blocks: how many blocks each stack has.
         stem: channels of the first convolution.
     """
 
@@ -96,7 +96,10 @@ class Residual(nn.Module):
 
 
 def build(name: str, *, tiny: bool) -> nn.Module:
-    """ResNet-18 (11.2 million parameters) or WRN-28-10 (36.5 million)."""
+    """An untrained ResNet-18 (11.2 million parameters) or WRN-28-10 (36.5 million) that normalises pixels itself.
+
+    With `tiny` it has few channels and one block per stack.
+    """
     widths, blocks, stem = {
         "resnet18": ([64, 128, 256, 512], 2, 64),
         "wrn28_10": ([160, 320, 640], 4, 16),
@@ -107,7 +110,7 @@ def build(name: str, *, tiny: bool) -> nn.Module:
 
 
 def published() -> nn.Module:
-    """The ResNet-18 (11.2 million parameters) that pyautoattack brings as its example; takes pixels as they are."""
+    """The trained ResNet-18 (11.2 million parameters) from the examples of pyautoattack; takes pixels in [0, 1]."""
     package = importlib.util.find_spec("pyautoattack")
     if package is None or package.origin is None:
         raise SystemExit(
@@ -125,7 +128,7 @@ def published() -> nn.Module:
 
 
 def train(model: nn.Module, split: Split, options: argparse.Namespace) -> int:
-    """Adversarial training for so long, the learning rate rising and falling once; how many batches were seen."""
+    """Trains adversarially for --minutes, with a learning rate that rises and falls once; returns how many batches."""
     device, minutes, eps = options.device, options.minutes, options.eps
     images, labels = split.images.to(device), split.labels.to(device)
     half = device.startswith("cuda")
@@ -143,7 +146,7 @@ def train(model: nn.Module, split: Split, options: argparse.Namespace) -> int:
             loss = F.cross_entropy(model(crafted), labels[rows])
         optimiser.zero_grad(set_to_none=True)
         torch.autograd.backward(loss)
-        # A deep network without warm-up of its own diverges otherwise: WRN-28-10 did, within 200 batches.
+        # Gradients are clipped because a deep network can diverge: WRN-28-10 did, within 200 batches.
         if torch.isfinite(nn.utils.clip_grad_norm_(model.parameters(), 1.0)):
             optimiser.step()
         batches += 1
@@ -159,9 +162,10 @@ def train(model: nn.Module, split: Split, options: argparse.Namespace) -> int:
 def craft(
     model: nn.Module, images: Tensor, labels: Tensor, eps: float, steps: int, noise: torch.Generator
 ) -> Tensor:
-    """The last point of PGD on cross-entropy from a random start, in the caller's precision.
+    """The last iterate of PGD on cross-entropy from a random start, in the caller's precision.
 
-    Not `ecnn.attacks.PGD`, which judges its points in float32: most of the cost of so few steps on a network so wide.
+    Why not `ecnn.attacks.PGD`: it judges its points in float32, which would be most of the cost of so few steps on such
+    wide networks.
     """
     model.eval()
     step = max(eps / 4, 1.25 * eps / steps)
@@ -169,14 +173,15 @@ def craft(
     for _ in range(steps):
         points = points.clamp(0, 1).requires_grad_(True)
         (gradient,) = torch.autograd.grad(F.cross_entropy(model(points), labels, reduction="sum"), points)
-        # Early on the running statistics do not fit the weights, and scores overflow; NaN images would stay in them.
+        # Early in training the running statistics do not fit the weights, and scores overflow. NaN in the images would
+        # then enter the running statistics and stay there.
         points = points.detach() + step * gradient.nan_to_num().sign()
         points = torch.minimum(torch.maximum(points, images - eps), images + eps)
     return points.clamp(0, 1)
 
 
 def shift(images: Tensor, noise: torch.Generator) -> Tensor:
-    """The batch moved by up to four pixels and mirrored or not, all of it alike."""
+    """The batch, moved by up to four pixels and possibly mirrored, the same way for all of its images."""
     across, down, mirrored = (
         int(number) for number in torch.randint(0, 9, (3,), device=images.device, generator=noise)
     )
@@ -187,7 +192,7 @@ def shift(images: Tensor, noise: torch.Generator) -> Tensor:
 
 
 def prepare(name: str, data: Dataset, options: argparse.Namespace) -> tuple[nn.Module, str]:
-    """The network, and in a few words where its weights come from."""
+    """The network in eval mode, trained if need be, and a few words on where its weights come from."""
     torch.manual_seed(0)
     model = (published() if name == PUBLISHED else build(name, tiny=options.quick)).to(options.device)
     if options.device.startswith("cuda"):
@@ -209,10 +214,10 @@ def prepare(name: str, data: Dataset, options: argparse.Namespace) -> tuple[nn.M
 
 
 def examine(name: str, data: Dataset, known: list[Row], options: argparse.Namespace) -> Iterator[list[Row]]:
-    """Rows of one network, after each tool: AutoAttack's first, which the others are compared with.
+    """Yields all rows of one network so far, after each tool; the first, AutoAttack's, is the reference of the others.
 
     Args:
-        known: rows of this network that an earlier run left; tools that stand there are not asked again.
+        known: rows of this network from an earlier run; their tools are not run again if the settings are the same.
     """
     model, training = prepare(name, data, options)
     images, labels = (part.to(options.device) for part in data.test[: options.images])
@@ -254,19 +259,21 @@ def examine(name: str, data: Dataset, known: list[Row], options: argparse.Namesp
         yield rows
 
 
-#: From a network, images and labels to which images stand, how many were forwarded, and the verdict if there is one.
+#: From a network, images and labels to (image,) whether each is still right, how many images were forwarded, and the
+#: verdict, "" if the tool gives none.
 Ask = Callable[[nn.Module, Tensor, Tensor], tuple[np.ndarray, int, str]]
 
 
 def tools(data: Dataset, options: argparse.Namespace) -> dict[str, Ask]:
-    """AutoAttack, the audit at each budget, and AutoAttack as its authors publish it where that is installed."""
+    """The tools by name: our AutoAttack, the audit at each budget, and the original AutoAttack if it is installed."""
 
     def attack(model: nn.Module, images: Tensor, labels: Tensor) -> tuple[np.ndarray, int, str]:
         version: Any = "apgd-ce" if options.quick else "standard"
         ours = AutoAttack(norm="linf", eps=options.eps, version=version, quick=True)
         parts = [ours.run(model, *part, index=place) for place, part in batches(images, labels)]
         stands = np.concatenate([(~part.success).cpu().numpy() for part in parts])
-        return stands, sum(int(part.forwards.sum()) for part in parts), ""  # recorded passes call no hook
+        # The attack counts its passes itself, because replayed passes call no hook.
+        return stands, sum(int(part.forwards.sum()) for part in parts), ""
 
     def examined(budget: str) -> Ask:
         def ask(model: nn.Module, images: Tensor, labels: Tensor) -> tuple[np.ndarray, int, str]:

@@ -1,9 +1,9 @@
-"""What batching of concurrent requests is worth: the same server, asked by one client and by many at once.
+"""What batching of concurrent requests gains: a server with and one without batching, with one client and with many.
 
-Run: python benchmarks/serving.py. The server is a process of its own (`ecnn serve`), the clients are threads of this
-one, all on the same machine; writes the figures and a table to serving.json and serving.md beside this file (or where
---out says). The server that does not batch is the same one with limits.batch_images=1; the two are measured in turns.
-With --quick it shows in seconds that it runs, and writes to out/quick.
+Run: python benchmarks/serving.py. The server is a process of its own (`ecnn serve`), and the clients are threads of
+this process, on the same machine. It writes the figures and a table to serving.json and serving.md beside this file, or
+into --out. The server without batching is the same one with limits.batch_images=1; the two are measured in turns. With
+--quick it only shows, in seconds, that everything runs, and writes to out/quick.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ MODELS = ("cifar10-ecnn30", "cifar10-resnet20-at")
 
 @contextmanager
 def served(model: str, *options: str) -> Iterator[tuple[str, int, int]]:
-    """Host, port and process of a server of that model."""
+    """Runs a server for the model while the context is open; yields its host, port and process id."""
     command = [sys.executable, "-m", "ecnn", "serve", model, "--port", "0", "--device", "cpu", *options]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:  # noqa: S603 our own command
         try:
@@ -53,7 +53,7 @@ def served(model: str, *options: str) -> Iterator[tuple[str, int, int]]:
 
 
 def picture(seed: int) -> bytes:
-    """The body of a request for one image: a form with a PNG of CIFAR-10's size."""
+    """The body of a request with one image: a form with a random PNG of CIFAR-10's size."""
     pixels = np.random.default_rng(seed).integers(0, 256, (32, 32, 3), dtype=np.uint8)
     written = io.BytesIO()
     Image.fromarray(pixels).save(written, format="PNG")
@@ -62,7 +62,7 @@ def picture(seed: int) -> bytes:
 
 
 def cpu_seconds(process: int) -> float:
-    """What all threads of a process have worked so far; on Linux, elsewhere nan."""
+    """Processor time of all threads of a process so far, in seconds; NaN where there is no /proc, as on macOS."""
     path = Path(f"/proc/{process}/stat")
     if not path.exists():
         return math.nan
@@ -71,9 +71,14 @@ def cpu_seconds(process: int) -> float:
 
 
 def measure(address: tuple[str, int, int], clients: int, seconds: float) -> dict[str, float]:
-    """With so many clients at once: requests per second, how long one takes, and the server's work for one.
+    """Requests per second with so many clients, and per request its latency and the server's processor time.
 
-    The time that one takes is a median, and the one that 95 % are faster than.
+    The latency is given as the median and the 95th percentile, all times in milliseconds.
+
+    Args:
+        address: host, port and process id of the server.
+        clients: how many send requests at the same time.
+        seconds: how long to measure.
     """
     host, port, process = address
     waits: list[float] = []
@@ -114,7 +119,7 @@ def measure(address: tuple[str, int, int], clients: int, seconds: float) -> dict
 
 
 def compare(model: str, counts: list[int], seconds: float, rounds: int) -> list[dict[str, Any]]:
-    """A row per number of clients: both servers in turns, of each the median round."""
+    """A row per number of clients: both servers are measured in turns, and the median round of each is kept."""
     rows = []
     with served(model) as batching, served(model, "--set", "limits.batch_images=1") as single:
         for address in (batching, single):

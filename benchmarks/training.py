@@ -1,8 +1,8 @@
-"""What a member costs: throughput of ECNN beside ResNet-20 and beside a loop over members, and of adversarial training.
+"""What members cost: throughput of ECNN, ResNet-20 and loops over members, and the cost of adversarial training.
 
 Run on a machine with a CUDA device: python benchmarks/training.py [--compile] [--parts member_loops] [--json OUT.json].
-Everything is measured in one process, in turns; writes training.json and training.md beside this file. With --quick it
-runs on any machine, in seconds, and writes to out/quick: it only shows that everything runs.
+Everything is measured in turns in one process. Writes training.json and training.md beside this file. With --quick it
+runs on any machine, in seconds, and writes to out/quick: this only shows that everything runs.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ PLAIN = dataclasses.replace(RECIPES["paper"], diversity_weight=0.0, objective="m
 
 
 class LoopedECNN(ECNN):
-    """The same network and parameters, run one whole member at a time after the trunk: branch, dense layer and head."""
+    """An ECNN, with the same parameters, that runs its members one after the other: branch, dense layer and head."""
 
     def member_logits(self, images: Tensor) -> Tensor:
         maps = self.trunk(self.centre(images))
@@ -58,7 +58,7 @@ class LoopedECNN(ECNN):
 
 
 class ModuleLoopECNN(ECNN):
-    """A network of as many parameters whose members are modules in a list, called one after the other."""
+    """A network with as many parameters as an ECNN, whose members are modules in a list, called one after the other."""
 
     def __init__(self, code: CodeMatrix) -> None:
         super().__init__(code)
@@ -105,7 +105,15 @@ def synthetic(count: int = 64 if QUICK else 20_480) -> Split:
 def images_per_second(
     call: Callable[[], Any], images: int, *, seconds: float = 0.6, timings: int = 9, least: int = 3
 ) -> float:
-    """The fastest of several timings of a call that handles that many images: what disturbs one only slows it."""
+    """Images per second of a call that handles `images` images: the best of several timings, as disturbances only slow.
+
+    Args:
+        call: is timed.
+        images: how many it handles.
+        seconds: about how long all timings take.
+        timings: how many.
+        least: calls of each timing, at least, and calls before the first.
+    """
     timings, least = (1, 1) if QUICK else (timings, least)
     for _ in range(least):
         call()
@@ -150,7 +158,7 @@ def training_rate(
 
 
 def eager_calls(model: nn.Module, data: Split, batch: int) -> dict[str, Callable[[], Any]]:
-    """What a model is timed at without a graph: scores, a forward and backward pass, a whole training step."""
+    """Functions to time without a CUDA graph, by name: inference, forward and backward pass, whole training step."""
     engine = make_engine(model, data, batch, "eager")
     images = torch.rand(batch, 3, 32, 32, device=DEVICE).contiguous(memory_format=torch.channels_last)
     labels = torch.arange(batch, device=DEVICE) % 10
@@ -169,8 +177,10 @@ def eager_calls(model: nn.Module, data: Split, batch: int) -> dict[str, Callable
 
 
 def member_loops(batch: int, rounds: int, repeats: int) -> dict[str, Any]:
-    """All members at once and two loops over them, eagerly and in turns: the processor is the bottleneck, and what
-    disturbs it disturbs neighbours in time alike. Milliseconds of every round.
+    """Milliseconds of every round, for all members at once and for two loops over them, in eager mode.
+
+    They are timed in turns: in eager mode the CPU is the bottleneck, and a disturbance of it affects neighbouring
+    timings alike.
     """
     data, code = synthetic(), load_code("10x30")
     calls = {
@@ -189,14 +199,14 @@ def member_loops(batch: int, rounds: int, repeats: int) -> dict[str, Any]:
                 for _ in range(repeats):
                     call[kind]()
                 wait()
-                if trial:  # in the first, libraries set themselves up
+                if trial:  # the first round is a warm-up, in which libraries initialise themselves
                     times[kind][name].append(1e3 * (time.perf_counter() - started) / repeats)
     gc.unfreeze()
     return {"batch": batch, **times}
 
 
 def as_graph(call: Callable[[], Any]) -> Callable[[], Any]:
-    """The same call, recorded once as a CUDA graph and then replayed."""
+    """A function that replays the call, which is recorded once as a CUDA graph."""
     stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     with torch.cuda.stream(stream):
         for _ in range(3):
@@ -233,7 +243,8 @@ def throughput(modes: tuple[str, ...]) -> list[dict[str, Any]]:
                 if mode == "compile" and name not in COMPILED:
                     continue
                 row: dict[str, Any] = {"batch": batch, "model": name, "mode": mode}
-                torch.compiler.reset()  # or the tenth network meets torch's limit of recompilations and runs eagerly
+                # Otherwise the tenth network would exceed torch's limit of recompilations and run eagerly.
+                torch.compiler.reset()
                 started = time.perf_counter()
                 row["training"] = training_rate(build, data, batch, mode)
                 row["inference"] = inference_rate(build, batch, mode)
@@ -245,7 +256,7 @@ def throughput(modes: tuple[str, ...]) -> list[dict[str, Any]]:
 
 
 def adversarial(mode: str) -> list[dict[str, Any]]:
-    """A PGD-10 training step beside eleven plain steps (forward, backward, update) of the same batch."""
+    """Rates of plain and of PGD-10 training, and the cost of a PGD-10 step in plain steps, by batch size and model."""
     data, table = synthetic(), []
     attack = PGD(norm="linf", eps="8/255", steps=10, step_size="2/255", loss="cross_entropy", keep="last")
     for batch in (4,) if QUICK else (256, 512):
@@ -273,7 +284,7 @@ def _ratio(above: Any, below: Any, keys: tuple[str, str]) -> str:
 
 
 def loop_lines(loops: dict[str, Any]) -> list[str]:
-    """Paired ratios of the loops over members: median of all rounds, and the middle half."""
+    """Markdown of the time of each loop over members, relative to all members at once: median and quartiles."""
     rounds = len(loops["pass"]["ecnn30"])
     lines = [
         f"Eager, batch {loops['batch']}, {rounds} rounds in turns: how many times as long a loop over members takes,",
@@ -299,7 +310,7 @@ def loop_lines(loops: dict[str, Any]) -> list[str]:
 
 
 def markdown(result: dict[str, Any]) -> str:
-    """The table of docs, with the ratios that matter taken within one run."""
+    """The page with all tables."""
     rates = {(row["batch"], row["model"], row["mode"]): row for row in result["throughput"]}
     modes = sorted({row["mode"] for row in result["throughput"]}, key=["eager", "graph", "compile"].index)
     device, version = result["environment"]["device"], result["environment"]["torch"]
@@ -346,7 +357,7 @@ def markdown(result: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    """Measures the parts asked for and writes them into the JSON; without parts only draws the table."""
+    """Measures the parts in --parts and writes them into the JSON, then the page; with --parts "" only the page."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path, default=HERE / "training.json")
     parser.add_argument("--parts", default="throughput,member_loops,adversarial")

@@ -1,4 +1,4 @@
-"""Follows PGD on the network of two symbols a member: what moves, its answers or their common level?
+"""Follows PGD on a network whose members have two outputs: does it change their difference or their common level?
 
 Run: python tools/follow_attack.py RUN        measures on CPU in some minutes, writes results/common_level.json
      python tools/follow_attack.py            draws docs/images/common-level.png from it
@@ -24,7 +24,7 @@ ATTACKS = {"scores": "on the scores, as the paper", "linear": "on the members, w
 
 
 def measure(run: str) -> dict[str, dict[str, list[float]]]:
-    """Per attack and quantity, its value at every iterate, over images and members."""
+    """For each attack and each of `QUANTITIES`, its value at every iterate, summarised over images and members."""
     model = ecnn.load_model(run).eval()
     assert isinstance(model, ecnn.ECNN)
     images, labels = ecnn.load_data("cifar10", root=ROOT / "data").test[:IMAGES]
@@ -54,7 +54,7 @@ def measure(run: str) -> dict[str, dict[str, list[float]]]:
         )
         with torch.no_grad():
             follow(images)
-            # With a generator an attack goes on with images that are wrong already, as the authors' program does.
+            # Given a generator, an attack also goes on with misclassified images, as the authors' program does.
             follow(attack(model, images, labels, generator=torch.Generator().manual_seed(0)))
         found[on] = dict(zip(QUANTITIES, np.round(rows, 4).T.tolist(), strict=True))
         model.member_logits = own  # type: ignore[method-assign]
@@ -67,7 +67,7 @@ QUANTITIES = ("level", "difference", "margin", "bits", "accuracy")
 def describe(
     model: ecnn.ECNN, logits: torch.Tensor, labels: torch.Tensor, right: torch.Tensor
 ) -> tuple[float, ...]:
-    """Median height of the common level, median difference right - other, median score margin, right bits, accuracy."""
+    """Medians of the common level's size, of right minus other output and of the score margin; right bits, accuracy."""
     preferred = logits.gather(2, right).squeeze(-1)
     difference = 2 * preferred - logits.sum(-1)
     scores = model.decode(logits)
@@ -83,7 +83,7 @@ def describe(
 
 
 def draw(found: dict[str, dict[str, list[float]]]) -> None:
-    """Four small panels, one line per attack."""
+    """Draws four small panels with one line per attack, and writes the figure."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10.5, 3.1), layout="constrained", facecolor="white")

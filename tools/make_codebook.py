@@ -1,6 +1,6 @@
-"""Designs the shipped codes anew: every paper size, the largest distances that the search finds over some seeds.
+"""Designs the shipped codes anew: for every size in the paper, the code with the largest distances over some seeds.
 
-Run: make codebook. The result is the same on every machine; tests/test_codebook.py redoes the small ones.
+Run: make codebook. The result is the same on every machine; tests/test_codebook.py repeats the small ones.
 """
 
 from __future__ import annotations
@@ -41,11 +41,12 @@ def best_of_seeds(num_classes: int, code_length: int, arity: int) -> CodeMatrix:
 
 
 def halves_apart(code: CodeMatrix) -> CodeMatrix:
-    """The same columns, ordered so that the first half of them is a good code by itself.
+    """The same columns, in an order in which the first half of them is a good code by itself.
 
-    The paper's ablation M' doubles the first 15 columns of the 10 x 30 code. With this order `doubled` of them has a
-    row distance as near to the whole code's as its columns allow, so that the ablation changes the column
-    distance and little else. Exchanges between the halves that raise the first half's smallest distances are kept.
+    The paper's ablation M' repeats the first 15 columns of the 10 x 30 code. In this order, the row distance of that
+    `doubled` code is as near to that of the whole code as the search finds. So the ablation changes the column distance
+    and little else. The search exchanges columns between the halves as long as that raises the smallest row distances
+    of the first half, from 200 random orders.
     """
     half = code.code_length // 2
     rng = np.random.default_rng(0)
@@ -77,7 +78,7 @@ def main() -> None:
         name = f"{num_classes}x{code_length}" + (f"-q{arity}" if arity > 2 else "")
         if name == "10x30":
             code = halves_apart(code)
-            # Two-output members of the same tasks, so that "q=2" and binary models differ in nothing else.
+            # The same code for members with two outputs: "q=2" and binary models then differ in nothing else.
             note = {"note": "the 10x30 code, for members with one output per symbol"}
             twin = CodeMatrix(code.symbols, provenance={**code.provenance, **note})
             twin.save(FOLDER / "10x30-q2.json")

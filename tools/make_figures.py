@@ -34,7 +34,7 @@ def main() -> None:
     images, labels = data.test[:60]
     attack = PGD(norm="linf", eps=EPS, steps=40, step_size=EPS / 8, on="members")
     attacked = attack.run(model, images, labels)
-    # An image on which few members are wrong and that the attack breaks.
+    # The image with the fewest wrong members, of those that the attack breaks.
     wrong = (bits_of(model, images) != symbols_of(code)[labels]).sum(dim=1)
     wrong[~attacked.success] = code.code_length
     one = int(wrong.argmin())
@@ -44,18 +44,18 @@ def main() -> None:
 
 
 def symbols_of(code: ecnn.CodeMatrix) -> Tensor:
-    """(class, task) 0 or 1."""
+    """(class, task) symbols of the code, 0 or 1."""
     return torch.from_numpy(code.symbols.astype("int64"))
 
 
 def bits_of(model: ecnn.ECNN, images: Tensor) -> Tensor:
-    """(batch, member) what each member answers: 0 or 1."""
+    """(batch, member) symbol that each member predicts, 0 or 1."""
     with torch.no_grad():
         return (model.member_logits(images) > 0).long()
 
 
 def draw(pictures: dict[str, Tensor], model: ecnn.ECNN, label: int, path: Path) -> None:
-    """A row for each picture: itself, the members' answers beside the codeword of its class, the distances."""
+    """Draws a row per picture: the picture, the members' answers above the codeword of its class, the distances."""
     figure = Figure(figsize=(10.5, 2.3 * len(pictures) + 0.3), layout="constrained", facecolor="white")
     grid = figure.add_gridspec(len(pictures), 3, width_ratios=[1.5, 6.2, 2.6])
     for row, (title, picture) in enumerate(pictures.items()):

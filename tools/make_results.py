@@ -14,7 +14,7 @@ FIGURES = "images/results"
 
 
 def main() -> None:
-    """Both from what is committed alone: no model, no images, no GPU."""
+    """Writes the page and its figures from committed files alone: needs no model, no images and no GPU."""
     files.write_text(ROOT / "docs/results.md", results_page(ROOT / "results", figures=FIGURES))
     for path in draw_results(ROOT / "results", ROOT / "docs" / FIGURES):
         shrink(path)
@@ -22,7 +22,7 @@ def main() -> None:
 
 
 def shrink(path: Path) -> None:
-    """A third of the bytes: figures have few colours."""
+    """Reduces a figure to 128 colours, which makes the file a third as large."""
     with Image.open(path) as picture:
         few = picture.convert("RGB").quantize(128, dither=Image.Dither.NONE)
     few.save(path, optimize=True)

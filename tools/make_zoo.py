@@ -1,6 +1,6 @@
-"""Puts a finished run among the shipped models, weights in float16 where that changes no answer.
+"""Adds a finished run to the shipped models, with weights in float16 where that changes no prediction.
 
-Run: python tools/make_zoo.py RUN NAME "what it is, in a sentence"; data/ holds the images.
+Run: python tools/make_zoo.py RUN NAME "what it is, in a sentence"; needs the images in data/.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from ecnn.training.loop import BEST, LOG
 
 ROOT = Path(__file__).parents[1]
 KEPT = (runs.SPEC, runs.CODE, runs.CLASSES, runs.ENVIRONMENT, LOG)
-ATTACKED = 100  # images
-TRIED = 4  # weights that are rounded to float16 by themselves where not all can be
+ATTACKED = 100  # test images, for the card
+TRIED = 4  # of the largest tensors, which are tried in float16 one by one if not all tensors can be
 
 
 def answers(folder: Path, split: Split) -> torch.Tensor:
-    """What the model says of all images."""
+    """(image,) predicted class of every image of the split."""
     model = load_model(folder)
     with torch.no_grad():
         return torch.cat([predicted_classes(model(split[i : i + 500][0])) for i in range(0, len(split), 500)])
 
 
 def main(run: Path, name: str, what: str) -> None:
-    """The card says what was measured here."""
+    """Writes the model's folder in the zoo, with a card of what is measured here."""
     spec = runs.read_spec(run)
     split = load_data(spec.data.name, ROOT / "data").test
     folder = ROOT / "src/ecnn/zoo" / name
@@ -54,7 +54,7 @@ def main(run: Path, name: str, what: str) -> None:
 
 
 def halve(made: Path, source: Path, split: Split, before: torch.Tensor) -> None:
-    """Rounds all weights, or else as many of the largest as change no answer."""
+    """Writes the weights with all tensors in float16, or else with those of the largest that change no prediction."""
     tensors, _ = load_checkpoint(source)
     largest = sorted(tensors, key=lambda name: -tensors[name].numel())[:TRIED]
     rounded: list[str] = []
@@ -70,7 +70,7 @@ def halve(made: Path, source: Path, split: Split, before: torch.Tensor) -> None:
 
 
 def write_card(folder: Path, name: str, what: str, split: Split, answered: torch.Tensor) -> None:
-    """What it is, how it was trained, and what is left of it under two attacks."""
+    """Writes card.md: what the model is, how it was trained, its test accuracy, and its accuracy under two attacks."""
     spec, (_, facts) = runs.read_spec(folder), load_checkpoint(folder / BEST)
     result = runs.read_results(folder)
     assert round(float((answered == split.labels).double().mean()), 4) == round(result["test_accuracy"], 4)

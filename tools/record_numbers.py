@@ -1,12 +1,12 @@
-"""Records weights, outcomes and verdicts of a fixed set of small runs, so that a change of the code can be checked.
+"""Records weights, outcomes and verdicts of a fixed set of small runs, to check that a change of the code moves none.
 
 Run: python tools/record_numbers.py OUT.json, before and after a change that should move no number, then
 python tools/record_numbers.py --compare BEFORE.json AFTER.json. All runs are on the CPU with one thread and fixed
-seeds: two recordings by the same code on the same machine are equal, and on another machine they need not be. Exact
-figures are written as they are, arrays as SHA-256 of their values; no time is recorded. Sentences that a person reads
-have keys that begin with "text.", since they may be reworded when nothing else changes (--without-text).
+seeds: two recordings by the same code on the same machine are equal, on different machines they need not be. Numbers
+are written exactly, arrays as SHA-256 of their values; no time is recorded. Texts for users have keys that begin with
+"text.", since they may be reworded although no number changes (--without-text leaves them out).
 
-The shipped models are asked about noise; the audit of one of them needs CIFAR-10 under data/.
+The shipped models classify noise; the audit of one of them needs CIFAR-10 under data/.
 """
 
 from __future__ import annotations
@@ -61,15 +61,15 @@ from ecnn.evaluation import compare, load_evaluation, member_transfer, model_tra
 
 Numbers = dict[str, Any]
 EPS, EPS_L2 = 0.1, 0.6
-#: In a record of an epoch, an outcome or an attack of an audit: what a clock says.
+#: Entries of epochs, outcomes and attacks of an audit that are times.
 TIMES = ("seconds", "images_per_second", "started", "finished")
 
 
-# What results are called: to be changed here, and nowhere else, when a name changes ----------------------------------
+# Names of results in the package: when one changes, only this part needs to change ---------------------------------
 
 
 def columns_of(outcomes: Any) -> dict[str, np.ndarray]:
-    """What an attack did to each image: every array of its outcomes, by name."""
+    """Every array of the outcomes of an attack, which have one entry per image, by name."""
     fields = {field.name: getattr(outcomes, field.name) for field in dataclasses.fields(outcomes)}
     return {name: value for name, value in fields.items() if isinstance(value, np.ndarray)}
 
@@ -80,19 +80,19 @@ def outcomes_of(evaluation: Any) -> dict[str, Any]:
 
 
 def figures_of(evaluation: Any) -> dict[str, Any]:
-    """What an evaluation sums up to, as `ecnn evaluate --json` prints it."""
+    """The summary of an evaluation, as `ecnn evaluate --json` prints it."""
     values: dict[str, Any] = evaluation.to_json()
     return values
 
 
 def curve_of(curve: Any) -> dict[str, Any]:
-    """Radii, and how many images are left at each: by its own attack, and by all up to there."""
+    """Radii, and how many images are right at each: under its own attack, and under all attacks up to that radius."""
     rates = {name: [rate.successes for rate in getattr(curve, name)] for name in ("robust", "cumulative")}
     return {"eps": list(curve.eps), **rates}
 
 
 def matrix_of(matrix: Any) -> dict[str, Any]:
-    """Who falls for what was crafted on whom."""
+    """The counts of a transfer matrix, and how many images it was measured on."""
     return {
         "counts": matrix.counts.tolist(),
         "clean_counts": matrix.clean_counts.tolist(),
@@ -107,17 +107,21 @@ def report_of(audit: Any) -> dict[str, Any]:
 
 
 def stages_of(run_dir: Path) -> dict[str, Any]:
-    """The outcomes that an audit kept in its folder, by attack."""
+    """The outcomes that an audit has kept in its folder, by attack."""
     return outcomes_of(load_evaluation(run_dir / "audit"))
 
 
 def surrogates_of(run_dir: Path) -> dict[str, dict[str, Tensor]]:
-    """The weights of what an audit trained for itself, by name."""
+    """The weights of the surrogate networks that an audit has trained, by name."""
     return {path.stem: load_file(path) for path in sorted((run_dir / "audit").glob("*.safetensors"))}
 
 
 def suite_of(model: nn.Module, data: Any, eps: float, audited: int) -> dict[str, Attack]:
-    """The attacks that an audit of the first test images would make of a model in Linf, by name."""
+    """The attacks that an audit in Linf would make on a model, by name.
+
+    Args:
+        audited: how many test images count as audited; those after them are the audit's examples.
+    """
     images, labels = data.test[audited:]
     examples = Examples(images, labels, are_true=True)
     budget = make_budget("tiny", restarts=1, autoattack=False)
@@ -126,7 +130,7 @@ def suite_of(model: nn.Module, data: Any, eps: float, audited: int) -> dict[str,
 
 
 def history_of(history: Any) -> dict[str, Any]:
-    """What `fit` says of a run."""
+    """The history that `fit` returns."""
     return {
         "epochs": list(history.epochs),
         "best_epoch": history.best_epoch,
@@ -135,7 +139,7 @@ def history_of(history: Any) -> dict[str, Any]:
 
 
 def make_budget(name: str, **changes: Any) -> Budget:
-    """A small budget of our own."""
+    """A small audit budget with these changes."""
     options: dict[str, Any] = {
         "images": 16,
         "steps": 10,
@@ -151,7 +155,7 @@ def make_budget(name: str, **changes: Any) -> Budget:
 
 
 def load_weights(folder: Path) -> dict[str, Tensor]:
-    """The weights that a run folder keeps."""
+    """The weights in a run folder."""
     return load_file(folder / "model.safetensors")
 
 
@@ -164,7 +168,7 @@ def read_log(folder: Path) -> list[dict[str, Any]]:
 
 
 def hash_values(values: np.ndarray | Tensor) -> str:
-    """SHA-256 of shape and values; that an array of the same values has another width plays no part."""
+    """SHA-256 of shape and values; the same for arrays of different width, such as float32 and float64."""
     array = values.detach().cpu().numpy() if isinstance(values, Tensor) else values
     wide = {"f": "float64", "u": "uint64", "i": "int64", "b": "int64"}[array.dtype.kind]
     digest = hashlib.sha256(str(array.shape).encode())
@@ -181,7 +185,7 @@ def hash_tensors(tensors: Mapping[str, Tensor]) -> str:
 
 
 def as_json(value: Any) -> Any:
-    """The value as JSON can hold it, exactly; what is not a finite number becomes a word."""
+    """The value in types that JSON can hold exactly; NaN and infinities become text."""
     if isinstance(value, Mapping):
         return {str(key): as_json(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -190,7 +194,7 @@ def as_json(value: Any) -> Any:
 
 
 def flatten(value: Any, key: str) -> Iterator[tuple[str, Any]]:
-    """(key, value) of all that is inside, without times; a list of plain values stays one value."""
+    """(key, value) of everything nested in the value, without times; a list of plain values stays one value."""
     if isinstance(value, Mapping):
         for name, item in value.items():
             if name not in TIMES:
@@ -203,48 +207,48 @@ def flatten(value: Any, key: str) -> Iterator[tuple[str, Any]]:
 
 
 def is_text(value: Any) -> bool:
-    """Whether a plain value is words, or a list of them."""
+    """Whether a plain value is text, or a list with text in it."""
     return any(isinstance(item, str) for item in (value if isinstance(value, list) else [value]))
 
 
 class Book:
-    """What has been recorded so far, by key."""
+    """The values recorded so far, by key."""
 
     def __init__(self) -> None:
         self.numbers: Numbers = {}
 
     def add(self, key: str, value: Any) -> None:
-        """Writes down a value and all that is inside it; a key is used once."""
+        """Records a value and everything nested in it; ValueError if a key is used twice."""
         for name, item in flatten(value, key):
             if name in self.numbers:
                 raise ValueError(f"{name} is recorded twice.")
             self.numbers[name] = item
 
     def add_apart(self, key: str, value: Any) -> None:
-        """The same, with words under a key that begins with "text."."""
+        """As `add`, but text gets a key that begins with "text."."""
         for name, item in flatten(value, key):
             self.add(f"text.{name}" if is_text(item) else name, item)
 
     def add_model(self, key: str, model: Any, images: Tensor) -> None:
-        """What a model says of some images, and its members where it has some."""
+        """Records a model's scores for some images, and its member logits if it has any."""
         with torch.no_grad():
             self.add(f"{key}.scores", hash_values(model(images)))
             if hasattr(model, "member_logits"):
                 self.add(f"{key}.member_logits", hash_values(model.member_logits(images)))
 
     def add_evaluation(self, key: str, evaluation: Any) -> None:
-        """All outcomes, image by image, and what they sum up to."""
+        """Records all outcomes of an evaluation per image, and their summary."""
         self.add_outcomes(key, outcomes_of(evaluation))
         self.add_figures(key, figures_of(evaluation))
 
     def add_outcomes(self, key: str, outcomes: Mapping[str, Any]) -> None:
-        """What became of each image under each attack."""
+        """Records hashes of the outcomes per image of each attack."""
         for name, found in outcomes.items():
             for column, values in columns_of(found).items():
                 self.add(f"{key}.{name}.{column}", hash_values(values))
 
     def add_figures(self, key: str, figures: Mapping[str, Any]) -> None:
-        """The accuracies of an evaluation."""
+        """Records the accuracies of an evaluation."""
         self.add(f"{key}.images_sha256", figures["images_sha256"])
         names = ("accuracy", "accuracy_after", "interval", "calibration", "disagreements", "eps", "seed")
         for name, found in {"clean": figures["clean"], **figures["attacks"]}.items():
@@ -253,7 +257,7 @@ class Book:
         self.add(f"{key}.worst_case", {entry: worst[entry] for entry in ("accuracy", "interval")})
 
     def add_audit(self, key: str, report: Mapping[str, Any], run_dir: Path) -> None:
-        """The verdict and all that led to it, image by image."""
+        """Records an audit: verdict, findings, and the outcomes per image of its attacks."""
         self.add_outcomes(f"{key}.outcomes", stages_of(run_dir))
         for name, tensors in surrogates_of(run_dir).items():
             self.add(f"{key}.surrogate.{name}", hash_tensors(tensors))
@@ -278,7 +282,7 @@ class Book:
 
 
 def run_command(*arguments: str | Path) -> tuple[int, Any]:
-    """Exit status of `python -m ecnn ...` and the JSON that it printed; a status of 2, a mistake of ours, is raised."""
+    """Exit status of `python -m ecnn ...` and the JSON that it printed; RuntimeError for status 2, a wrong request."""
     words, out, err = ["ecnn", *map(str, arguments)], io.StringIO(), io.StringIO()
     status = 0
     with mock.patch.object(sys, "argv", words), contextlib.redirect_stdout(out):
@@ -299,7 +303,7 @@ _CODED = f"{_SMALL} --model ecnn --code 10x15 --set model.feature_dim=16"
 _CE = "--set train.objective=member_cross_entropy"
 _AT = f"--eps {EPS} --attack-steps 4"
 _SETS = "[" + ",".join(f"[{i},{(i + 1) % 10},{(i + 3) % 10}]" for i in range(10)) + "]"
-#: Name of the run -> options of `ecnn train`. Those of more than two epochs are attacked and audited.
+#: Name of the run -> options of `ecnn train`. The audited runs have more than two epochs.
 RUNS = {
     "ecnn-hinge": f"{_CODED} --epochs 12 --set train.lr=0.01",
     "ecnn-q2": f"{_CODED} --epochs 12 --set train.lr=0.01 --set model.member_output=symbols",
@@ -332,7 +336,7 @@ RUNS = {
 
 
 def record_training(book: Book, folder: Path, images: Tensor) -> None:
-    """Trains all of `RUNS` by the command and leaves a run folder of each; records weights, logs and scores."""
+    """Trains all of `RUNS` by the command, with a run folder for each; records weights, logs and scores."""
     for name, options in RUNS.items():
         common = ["--data", "digits", "--device", "cpu", "--out", str(folder / name), "--json"]
         status, result = run_command("train", *common, *options.split(" "))
@@ -347,12 +351,12 @@ def record_training(book: Book, folder: Path, images: Tensor) -> None:
 
 
 def dense(width: int = 48) -> nn.Sequential:
-    """One hidden layer for the digits."""
+    """A network with one hidden layer for the digits."""
     return nn.Sequential(nn.Flatten(), nn.Linear(64, width), nn.ReLU(), nn.Linear(width, 10))
 
 
 class Rounded(nn.Module):
-    """Pixels rounded to four levels, then a network: no gradient but in training."""
+    """A network on pixels rounded to four levels, which has a gradient only in training mode."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -365,7 +369,7 @@ class Rounded(nn.Module):
 
 
 class Saturated(nn.Module):
-    """A softmax of scores so large that it has no gradient but in training."""
+    """A network with a softmax of very large scores, whose gradient vanishes; in training mode without the softmax."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -377,7 +381,7 @@ class Saturated(nn.Module):
 
 
 class Noisy(nn.Module):
-    """Fresh noise on the pixels in every pass, then a network."""
+    """A network that adds fresh noise to the pixels in every pass."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -389,14 +393,14 @@ class Noisy(nn.Module):
 
 
 def squared_error(model: nn.Module, images: Tensor, labels: Tensor) -> Tensor:
-    """An objective of our own."""
+    """An objective that is not one of the package's: the squared error of the scores."""
     wanted = torch.nn.functional.one_hot(labels, 10).float()
     scores: Tensor = model(images)
     return (scores - wanted).square().sum(dim=1).mean()
 
 
 def record_fits(book: Book, data: Any) -> dict[str, nn.Module]:
-    """Models that are trained by `ecnn.fit` itself, one for each way of saying what to do; gives them back."""
+    """Trains models with `ecnn.fit`, with objectives and attacks given in different ways; returns them by name."""
     walk: dict[str, Any] = {"norm": "linf", "eps": EPS, "steps": 3, "step_size": 0.05}
     runs: dict[str, tuple[type[nn.Module], dict[str, Any]]] = {
         "rounded": (Rounded, {"objective": "cross_entropy", "epochs": 8, "lr": 0.01}),
@@ -428,7 +432,7 @@ def record_fits(book: Book, data: Any) -> dict[str, nn.Module]:
 
 
 def record_codes(book: Book) -> None:
-    """Codes that are designed by the command, by both objectives."""
+    """Records codes that the command designs, with both objectives."""
     sizes = {"energy": "10 12 2", "distance": "10 12 2", "energy-q3": "8 10 3", "distance-q3": "8 10 3"}
     for name, size in sizes.items():
         classes, length, arity = size.split()
@@ -439,7 +443,7 @@ def record_codes(book: Book) -> None:
 
 
 def record_shipped(book: Book) -> None:
-    """What the shipped models say of noise."""
+    """Records the scores of the shipped models for noise."""
     _, found = run_command("models", "--json")
     book.add("models", found)
     for name, entry in found.items():
@@ -452,13 +456,13 @@ def record_shipped(book: Book) -> None:
 
 
 def lead_of_mean(model: nn.Module, images: Tensor, labels: Tensor) -> Tensor:
-    """A view of our own: by how much the mean of all scores leads the label's."""
+    """A view that is not one of the package's: the mean of all scores minus the label's score."""
     scores: Tensor = model(images)
     return scores.mean(dim=1) - scores.gather(1, labels[:, None]).squeeze(1)
 
 
 def attacks_on_scores(source: nn.Module) -> dict[str, Attack]:
-    """Every attack, in both norms where it has both; none needs members. The source is what images transfer from."""
+    """Every attack that needs no members, in Linf and L2 if it has both; `source` is the model to transfer from."""
     linf: dict[str, Any] = {"norm": "linf", "eps": EPS}
     l2: dict[str, Any] = {"norm": "l2", "eps": EPS_L2}
     walk: dict[str, Any] = {**linf, "steps": 10, "step_size": 0.03}
@@ -516,7 +520,7 @@ def attacks_on_scores(source: nn.Module) -> dict[str, Attack]:
 
 
 def attacks_on_members() -> dict[str, Attack]:
-    """Attacks that look at what members say, at each view."""
+    """Attacks on members, by each view of them."""
     linf: dict[str, Any] = {"norm": "linf", "eps": EPS}
     l2: dict[str, Any] = {"norm": "l2", "eps": EPS_L2}
     walk: dict[str, Any] = {**linf, "steps": 10, "step_size": 0.03}
@@ -546,7 +550,7 @@ def attacks_on_members() -> dict[str, Attack]:
 
 
 def record_evaluations(book: Book, folder: Path, data: Any) -> None:
-    """Outcomes of every attack on an ECNN, a ResNet and both trained against attacks, and of a few on all others."""
+    """Records outcomes of every attack on three of the runs, and of a few attacks on all others."""
     models = {name: ecnn.load_model(folder / name) for name in RUNS}
     whole: dict[str, AutoAttack] = {
         "ecnn-hinge": AutoAttack(norm="linf", eps=EPS, on="linear"),
@@ -592,7 +596,7 @@ def _for_curves() -> dict[str, Attack]:
 
 
 def record_transfer(book: Book, models: Mapping[str, nn.Module], data: Any) -> None:
-    """Who falls for what was crafted on whom: members, and models; and a paired comparison."""
+    """Records transfer matrices between members and between models, and a paired comparison of two models."""
     attack = PGD(norm="linf", eps=EPS, steps=10, step_size=0.03, keep="last")
     for name in ("ecnn-hinge", "ecnn-q2", "ecnn-at"):
         found = member_transfer(models[name], data.test, attack, limit=40, seed=4, members=[0, 2, 5, 9])
@@ -609,7 +613,7 @@ def record_transfer(book: Book, models: Mapping[str, nn.Module], data: Any) -> N
 
 
 def record_commands(book: Book, folder: Path) -> None:
-    """The same by the command, whose attacks ask a quick copy of the model."""
+    """Records evaluations by the command, whose attacks search on a quick copy of the model."""
     requests = {
         "walks": f"ecnn-hinge --attack pgd --attack apgd --attack fgsm --eps {EPS} --steps 10 --step-size 0.03 "
         "--loss cross_entropy",
@@ -636,7 +640,7 @@ def record_commands(book: Book, folder: Path) -> None:
 # Audits --------------------------------------------------------------------------------------------------------------
 
 
-#: Model -> radius and claim. Small enough a radius leaves images for the attacks that come late.
+#: Model -> radius and claim. The radii are small, so that images are left for the later attacks.
 AUDITS: dict[str, tuple[float, float | None]] = {
     "resnet": (0.06, None),
     "ecnn-q2": (0.06, None),
@@ -649,7 +653,7 @@ AUDITS: dict[str, tuple[float, float | None]] = {
 
 
 def record_suites(book: Book, folder: Path, fitted: Mapping[str, nn.Module], data: Any) -> None:
-    """The attacks of an audit one by one, each on all images: in an audit the early ones leave little to the others."""
+    """Records the attacks of an audit, each on all images: in an audit the early ones leave few for the others."""
     for name in ("ecnn-q2", "ecnn-ce", "ecnn-at", "adp", "tanh_ensemble", "empir", "rounded", "saturated"):
         model = fitted[name] if name in fitted else ecnn.load_model(folder / name)
         attacks = suite_of(model, data, EPS, 16)
@@ -657,7 +661,7 @@ def record_suites(book: Book, folder: Path, fitted: Mapping[str, nn.Module], dat
 
 
 def record_audits(book: Book, folder: Path, fitted: Mapping[str, nn.Module], data: Any) -> None:
-    """Verdicts on models that are robust, that are not, that hide their gradients and that are random."""
+    """Records audits of models that are robust, not robust, without gradients, or random."""
     for name, (eps, claim) in AUDITS.items():
         model = fitted[name] if name in fitted else ecnn.load_model(folder / name)
         options: dict[str, Any] = {"claim": claim, "limit": 16 if name == "noisy" else 32, "budget": "quick"}
@@ -684,7 +688,7 @@ def _record_audit_command(book: Book, name: str, folder: Path, model: str, words
 
 
 def record_shipped_audit(book: Book, folder: Path) -> None:
-    """The verdict on a shipped model; left out where CIFAR-10 is not at hand."""
+    """Records the audit of a shipped model; only a note if CIFAR-10 is not under data/."""
     if not Path("data", "cifar-10-batches-py").is_dir():
         book.add("audit.shipped", "left out: CIFAR-10 is not under data/")
         return
@@ -696,7 +700,7 @@ def record_shipped_audit(book: Book, folder: Path) -> None:
 
 
 def record() -> Numbers:
-    """All figures by key."""
+    """Makes all runs, and returns the recorded values by key."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     book = Book()
@@ -734,7 +738,7 @@ def record() -> Numbers:
 
 @contextlib.contextmanager
 def reported(what: str) -> Iterator[None]:
-    """Says on standard error how long a part took."""
+    """Prints on standard error how long the block took."""
     started = time.monotonic()
     yield
     sys.stderr.write(f"{what}: {time.monotonic() - started:.0f} s\n")
@@ -742,7 +746,7 @@ def reported(what: str) -> Iterator[None]:
 
 
 def differences(before: Numbers, after: Numbers, *, with_text: bool = True) -> list[str]:
-    """One line for each key whose value is not the same, or that only one of the two has."""
+    """One line for each key whose values differ, or that only one of the two records has."""
     lines = []
     for key in sorted(before.keys() | after.keys()):
         if key.startswith("text.") and not with_text:

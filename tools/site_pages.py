@@ -1,7 +1,7 @@
-"""Puts pages that lie outside docs/ on the site, and makes all links lead to where the pages are there.
+"""Adds pages from outside docs/ to the documentation site, and rewrites links to the paths that pages have there.
 
-MkDocs calls these functions (`hooks` of mkdocs.yml). In the repository README.md is the first page, and it, docs and
-benchmarks link to one another by their places in it; on the site docs/ is the root.
+MkDocs calls these functions (`hooks` of mkdocs.yml). In the repository, README.md, docs and benchmarks link to each
+other by their paths in the repository. On the site docs/ is the root, and README.md is the first page.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
-#: Pages outside docs/: place in the repository -> place on the site.
+#: Pages outside docs/: path in the repository -> path on the site.
 OUTSIDE = {
     "README.md": "index.md",
     "CONTRIBUTING.md": "CONTRIBUTING.md",
@@ -23,7 +23,7 @@ LINK = re.compile(r"(?P<text>!?\[[^\]]*\])\((?P<target>[^)\s#]*)(?P<heading>#[^)
 
 
 def on_files(files: Any, config: Any) -> Any:
-    """Adds the pages from outside."""
+    """Adds the pages of `OUTSIDE`."""
     from mkdocs.structure.files import File
 
     for inside, outside in OUTSIDE.items():
@@ -37,7 +37,11 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
 
 
 def site_links(markdown: str, page: str) -> str:
-    """Links of a page, given by its place on the site, as they must be there; what is not on the site is plain text."""
+    """The page with its links rewritten for the site; a link to a file that is not on the site becomes plain text.
+
+    Args:
+        page: path of the page on the site.
+    """
     place = {outside: inside for inside, outside in OUTSIDE.items()}.get(page, f"docs/{page}")
 
     def rewrite(found: re.Match[str]) -> str:
@@ -50,6 +54,6 @@ def site_links(markdown: str, page: str) -> str:
         on_site = OUTSIDE.get(wanted, wanted.removeprefix("docs/"))
         return f"{text}({posixpath.relpath(on_site, posixpath.dirname(page) or '.')}{heading})"
 
-    # Code is left alone.
+    # Code is left as it is.
     parts = re.split(r"(^```.*?^```$|`[^`\n]*`)", markdown, flags=re.M | re.S)
     return "".join(part if number % 2 else LINK.sub(rewrite, part) for number, part in enumerate(parts))

@@ -14,14 +14,14 @@ from pathlib import Path
 
 from campaign import scene as scenes
 
-scenes.environment()  # before anything starts a thread
+scenes.environment()  # before an import starts threads
 
 from campaign import damage, growth, interruptions, misuse, options, table  # noqa: E402
 from campaign.forks import Violation  # noqa: E402
 from campaign.scene import Scene  # noqa: E402
 
 Case = Callable[[Scene, int, random.Random], Iterator[tuple[str, list[Violation]]]]
-#: Each part with its share of the time.
+#: The parts of the campaign, each with its share of the time.
 PARTS: dict[str, tuple[Case, float]] = {
     "kills": (interruptions.try_kill, 0.3),
     "faults": (interruptions.try_fault, 0.15),
@@ -33,7 +33,7 @@ PARTS: dict[str, tuple[Case, float]] = {
 
 
 def main() -> int:
-    """Tries cases until the time is up; 1 if a promise was broken."""
+    """Tries cases until the time is up, and prints the table; returns 1 if there was a violation."""
     arguments = _arguments()
     started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="campaign-", ignore_cleanup_errors=True) as name:
@@ -87,7 +87,7 @@ def _try_one(scene: Scene, seed: int, part: str, number: int) -> int:
 def _in_workers(
     scene: Scene, arguments: argparse.Namespace, started: float
 ) -> Iterator[tuple[str, int, str, list[Violation]]]:
-    """Part, number, description and violations of every case, as the workers report them."""
+    """Part, number, description and violations of every case, in the order in which the workers report them."""
     read_end, write_end = os.pipe()
     children = []
     for worker in range(arguments.jobs):
@@ -113,7 +113,7 @@ def _in_workers(
 
 
 def _work(scene: Scene, arguments: argparse.Namespace, started: float, worker: int, end: int) -> None:
-    """Every part for its share of the time that is left, this worker's cases of it."""
+    """Tries this worker's cases of every part, each part for its share of the time that is left."""
     stop = started + 60 * arguments.minutes
     shares = {part: PARTS[part][1] for part in arguments.parts}
     for part in arguments.parts:
@@ -125,13 +125,13 @@ def _work(scene: Scene, arguments: argparse.Namespace, started: float, worker: i
             for case, found in PARTS[part][0](scene, number, _rng(arguments.seed, part, number)):
                 _report(end, part, number, case, found)
                 tried = True
-            if not tried:  # there are no more
+            if not tried:  # the part has no more cases
                 break
             number += arguments.jobs
 
 
 def _report(end: int, part: str, number: int, case: str, found: list[Violation]) -> None:
-    """A line that is written at once, so that those of two workers do not mix."""
+    """Sends a case to the parent, as a line in a single write, so that the lines of two workers do not mix."""
     entries = [(violation.kind, violation.detail[:200]) for violation in found[:10]]
     os.write(end, (json.dumps([part, number, case[:300], entries]) + "\n").encode())
 

@@ -1,4 +1,4 @@
-"""Files that were damaged, exchanged or replaced: refused, repaired or without effect, but never taken for whole."""
+"""Damages, exchanges or replaces files: readers must refuse or repair them, and never accept them as whole."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ from ecnn.training.checkpoints import load_checkpoint
 Inputs = Iterator[tuple[str, list[Violation]]]
 _BATCH = 40
 
-#: What reads a file below the folder, by the end of its path, and gives something to compare; None is not compared,
-#: because a person may write that file too.
+#: Functions that read a file, by a pattern for the end of its path. They take the folder and return a value to compare
+#: with that of the whole file; None is not compared, because users may write such a file themselves.
 _READ: dict[str, dict[str, Callable[[Path], Any]]] = {}
 
 
@@ -119,7 +119,7 @@ def pictures(folder: Path) -> Any:
 
 
 def try_damage(scene: Scene, number: int, rng: random.Random) -> Inputs:
-    """Damaged files, each read by what reads it in Python; every seventh case by commands."""
+    """Damages many files, each read by its functions in Python; every seventh case uses commands instead."""
     if number % 7 == 0:
         yield from _try_commands(scene, rng)
         return
@@ -160,7 +160,7 @@ def _readers_of(path: Path, folder: Path) -> dict[str, Callable[[Path], Any]]:
 def _try_one(
     folder: Path, path: Path, way: Way, rng: random.Random, known: dict[str, Any]
 ) -> tuple[str, list[tuple[str, str]]]:
-    """What was done to the file, and the promises that its readers broke; the file is whole again afterwards."""
+    """Damages a file, reads it and restores it; returns what was done, and the violations of its readers."""
     before, said = path.read_bytes(), content(path)
     found = []
     try:
@@ -181,9 +181,9 @@ def _try_one(
 
 
 def _by_hand(path: Path, way: Way) -> bool:
-    """Whether this is no damage to its reader: another value in a text file, outcomes taken away, a whole checkpoint.
+    """Whether a reader may accept the file: another value in a text file, missing outcomes, an exchanged checkpoint.
 
-    That a checkpoint belongs to the run is seen when it is used, which the commands try.
+    That last.safetensors is of another run is only noticed when training goes on from it, which the commands try.
     """
     return (
         (way is _edit and path.suffix in (".json", ".toml"))
@@ -200,7 +200,7 @@ def _put_back(path: Path, before: bytes) -> None:
     path.write_bytes(before)
 
 
-# Ways to damage a file: each says what it did, or None where it does not apply.
+# Ways to damage a file: each returns what it did, or None if it does not apply to the file.
 Way = Callable[[Path, Path, random.Random], str | None]
 
 
@@ -208,7 +208,7 @@ def _flip_bit(path: Path, folder: Path, rng: random.Random) -> str | None:
     raw = bytearray(path.read_bytes())
     if not raw:
         return None
-    # The first bytes hold what is parsed, and a file of weights is mostly weights.
+    # The first bytes are preferred: headers are there, and most of a file of weights is weights.
     place = rng.randrange(min(len(raw), 400) if rng.random() < 0.3 else len(raw))
     raw[place] ^= 1 << rng.randrange(8)
     path.write_bytes(raw)
@@ -234,7 +234,7 @@ def _append(path: Path, folder: Path, rng: random.Random) -> str | None:
 
 
 def _blank(path: Path, folder: Path, rng: random.Random) -> str | None:
-    """A block of zeros, as some file systems leave after a loss of power."""
+    """Fills a block with zeros, as some file systems leave it after a loss of power."""
     raw = bytearray(path.read_bytes())
     start = rng.randrange(len(raw)) if raw else 0
     raw[start : start + 512] = bytes(len(raw[start : start + 512]))
@@ -254,7 +254,7 @@ def _noise(path: Path, folder: Path, rng: random.Random) -> str | None:
 
 
 def _edit(path: Path, folder: Path, rng: random.Random) -> str | None:
-    """One value of a text file, or of the header of tensors, becomes a hostile one."""
+    """Replaces or removes one value of a JSON or TOML file, or of the header of a safetensors file."""
     try:
         if path.suffix == ".json":
             value = json.loads(path.read_text())
@@ -278,7 +278,7 @@ def _edit(path: Path, folder: Path, rng: random.Random) -> str | None:
 
 
 def _edit_header(path: Path, rng: random.Random) -> str:
-    """Within a whole safetensors file: a fact, a type, a shape or an offset."""
+    """Changes a fact, a type, a shape or an offset in the header of a safetensors file, which stays well-formed."""
     raw = path.read_bytes()
     size = struct.unpack("<Q", raw[:8])[0]
     header = json.loads(raw[8 : 8 + size])
@@ -301,7 +301,7 @@ def _edit_header(path: Path, rng: random.Random) -> str:
 
 
 def _change_leaf(value: Any, rng: random.Random) -> str:
-    """Walks to some entry of nested tables and lists and changes, removes or adds one; says which."""
+    """Replaces or removes a random entry of nested tables and lists, in place; returns which."""
     where = ""
     while isinstance(value, dict | list) and value:
         key = rng.choice(list(value)) if isinstance(value, dict) else rng.randrange(len(value))
@@ -318,7 +318,7 @@ def _change_leaf(value: Any, rng: random.Random) -> str:
 
 
 def _other_types(path: Path, folder: Path, rng: random.Random) -> str | None:
-    """Arrays of another type, in a whole file."""
+    """Changes the type of one array in a .safetensors or .npz file, which stays well-formed."""
     if path.suffix == ".safetensors":
         with safe_open(path, framework="pt") as file:
             tensors, header = {key: file.get_tensor(key) for key in file.keys()}, file.metadata()  # noqa: SIM118
@@ -368,7 +368,7 @@ _WAYS: tuple[Way, ...] = (
 
 
 def _try_commands(scene: Scene, rng: random.Random) -> Inputs:
-    """One damaged file and one command that may read it, several times."""
+    """Three times: damages one file, and runs one command that may read it."""
     commands = {
         "train": scene.workflows["train anew"].words[:-1],
         "evaluate": scene.workflows["evaluate"].words,
@@ -404,7 +404,7 @@ def _try_command(
         ended = in_child(command(*words), folder=folder)
         found = ended.violations()
         if ended.status in (0, 1, 3) and not harmless and not found:
-            # A run that is made anew may tell more of its training than one that is found finished.
+            # A run that is trained again may print more about its training than one that is found finished.
             said, wanted = (
                 one.out.splitlines()[:1] if words[0] == "train" else [one.out] for one in (ended, peace)
             )
@@ -415,7 +415,7 @@ def _try_command(
     return f"ecnn {words[0]} with {name}: {way.__name__.strip('_')} {done or ''}", found
 
 
-#: Files of a finished run that training it again answers for; of checkpoints it needs none.
+#: Files of a finished run that training it again must check or repair; it does not need the last checkpoint.
 _OF_TRAINING = {
     f"run/{name}" for name in ("spec.toml", "code.json", "model.safetensors", "train.jsonl", "DONE")
 }

@@ -1,4 +1,4 @@
-"""One case in a child process: what it printed, how it ended, how long it took and how much memory it held."""
+"""Runs one case in a child process: returns its output, its status and its memory, and notices if it hangs."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-#: A case that takes longer hangs.
+#: A case that gives no answer for longer counts as hanging.
 HANG_SECONDS = 20.0
-# A child whose parent was killed ends by itself.
+# After so long a child ends by itself, in case its parent was killed.
 _ORPHAN_SECONDS = 900
-#: A process that holds more is too large.
+#: A process that uses more memory is a violation.
 MEMORY_BYTES = 2 * 2**30
-#: What `ecnn` may end with: done or believable, not believable, wrong request, inconclusive, fault, interrupted.
+#: Exit statuses that `ecnn` may have: done or believable, not believable, wrong request, inconclusive, fault, Ctrl-C.
 STATUSES = (0, 1, 2, 3, 4, 130)
 TRACEBACK = "Traceback (most recent call last)"
 UNFORESEEN = re.compile(r"the machine or the model failed: (?!OSError|MemoryError)")
@@ -34,11 +34,11 @@ UNFORESEEN = re.compile(r"the machine or the model failed: (?!OSError|MemoryErro
 
 @dataclass(frozen=True)
 class Violation:
-    """A promise that was broken.
+    """A promise of the package that a case has broken.
 
     Attributes:
-        kind: which, a key of `table.KINDS`.
-        detail: what was seen, in a line.
+        kind: of promise, a key of `table.KINDS`.
+        detail: what was observed, in a line.
     """
 
     kind: str
@@ -50,8 +50,10 @@ class Ended:
     """How a child ended.
 
     Attributes:
-        status: of the process; the negative number of the signal that ended it, None if it hung.
-        answers: what the work yielded, as far as it came.
+        status: exit status; minus the signal number if a signal ended it, None if it hung.
+        out, err: its output.
+        answers: the values that the work yielded before it ended.
+        megabytes: peak memory.
     """
 
     status: int | None
@@ -61,13 +63,13 @@ class Ended:
     megabytes: int
 
     def violations(self, *, statuses: Sequence[int] = STATUSES) -> list[Violation]:
-        """Which of the promises that every process makes were broken."""
+        """Violations of what every process promises: no hang, a known status, no traceback, bounded memory."""
         found = []
         if self.status is None:
             found.append(Violation("hang", "still running"))
         elif self.status not in statuses:
             found.append(Violation("status", f"status {self.status}: {self.last_words}"))
-        # An error that nobody foresaw is a traceback too, even where it is told in a sentence.
+        # An unforeseen error counts as a traceback too, even if the command reports it in a sentence.
         if TRACEBACK in self.err or UNFORESEEN.search(self.err):
             found.append(Violation("traceback", self.last_words))
         refused = "alloc" in self.err or "MemoryError" in self.err or "out of memory" in self.err.lower()
@@ -91,10 +93,11 @@ def in_child(
     """Runs the work in a child whose working and temporary directory is `folder`, and waits for its end.
 
     Args:
-        work: called in the child; what it yields comes back. SystemExit gives the status; any other exception prints
-            its traceback and gives status 1, as Python does.
-        seconds: without an answer, after which the child is killed and counts as hanging.
-        interrupt_after: sends Ctrl-C then, for work that may be long by right; `seconds` count from there.
+        work: called in the child; the values that it yields are sent back. SystemExit gives the status; any other
+            exception prints its traceback and gives status 1, as in Python.
+        seconds: how long the child may go without yielding a value; then it is killed and counts as hanging.
+        interrupt_after: seconds after which Ctrl-C is sent, for work that is allowed to take long; `seconds` count from
+            then on.
     """
     pipes = {name: os.pipe() for name in ("out", "err", "answers")}
     pid = os.fork()
@@ -116,7 +119,7 @@ def in_child(
 
 
 def command(*words: str) -> Callable[[], None]:
-    """`ecnn` with these words, as work for a child."""
+    """Work for a child: the command `ecnn` with these arguments."""
 
     def work() -> None:
         sys.argv = ["ecnn", *words]
@@ -159,11 +162,11 @@ def _be_the_child(work: Callable[[], Iterator[Any] | None], folder: Path, ends: 
 
 
 def _limit_memory() -> None:
-    """Address space for as much as a process may hold and a little more; what asks for more is refused, and seen."""
+    """Limits the address space to a little more than a process may use, so that larger allocations fail visibly."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     try:
         pages = int(Path("/proc/self/statm").read_text().split()[0])
-    except OSError:  # not Linux: only what was held is measured
+    except OSError:  # not Linux: memory is only measured, not limited
         return
     limit = pages * resource.getpagesize() + MEMORY_BYTES + 2**28
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
@@ -172,7 +175,7 @@ def _limit_memory() -> None:
 def _read_all(
     pid: int, ends: dict[str, int], seconds: float, interrupt_after: float | None
 ) -> tuple[dict[str, bytearray], bool]:
-    """Everything that the child writes, and whether it ended in time."""
+    """Everything that the child writes, by the name of the pipe, and whether it ended in time."""
     read = {name: bytearray() for name in ends}
     deadline = time.monotonic() + (seconds if interrupt_after is None else interrupt_after)
     with selectors.DefaultSelector() as selector:
@@ -199,7 +202,7 @@ def _read_all(
 
 
 def _unpickle_all(data: bytearray) -> list[Any]:
-    """The answers that came whole."""
+    """The answers that arrived completely."""
     stream, found = io.BytesIO(bytes(data)), []
     while True:
         try:

@@ -1,4 +1,4 @@
-"""Repeated use: memory, descriptors, threads and files must not grow with the number of uses."""
+"""Repeats uses of the package: memory, descriptors, threads and files must not grow with the number of uses."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from campaign.scene import Scene
 from ecnn.attacks import PGD, Square
 
 _USES, _ROUNDS = 12, 5
-#: What a use may keep on average: allocators round up, leaks of tensors are larger.
+#: Memory that a use may keep on average: allocators round up, and leaks of tensors are larger.
 _BYTES_PER_USE = 200_000
 _UNITS = ("bytes", "descriptors", "threads and figures", "files")
 Held = tuple[int, int, int, int]
 
 
 def _uses(scene: Scene) -> dict[str, Callable[[], Any]]:
-    """What is done again and again, in a folder of its own."""
+    """The uses that are repeated, by name; their working directory is a folder of the case."""
     data = ecnn.load_data(scene.pictures)
     code, model = ecnn.load_code(scene.done / "code.json"), ecnn.load_model(scene.done / "run")
     images, labels = data.test[:12]
@@ -64,7 +64,7 @@ def _uses(scene: Scene) -> dict[str, Callable[[], Any]]:
 
 
 def try_growth(scene: Scene, number: int, rng: random.Random) -> Iterator[tuple[str, list[Violation]]]:
-    """One use, repeated; there are as many cases as uses."""
+    """Repeats one use, the one of that number; there are no cases beyond the last use."""
     names = list(_uses_names(scene))
     if number >= len(names):
         return
@@ -94,7 +94,7 @@ def try_growth(scene: Scene, number: int, rng: random.Random) -> Iterator[tuple[
 
 
 def _growth(before: Held, after: Held) -> list[Violation]:
-    """What grew; a memory allocator may take some rounds to have enough."""
+    """The quantities that grew between two rounds; memory may grow a little, since allocators take some rounds."""
     most = {"bytes": _BYTES_PER_USE * _USES}
     return [
         Violation("growth", f"{unit} from {one:,} to {other:,} in {_USES} uses")
@@ -109,7 +109,7 @@ def _uses_names(scene: Scene) -> tuple[str, ...]:
 
 def _held(folder: Path) -> Held:
     """Bytes in memory, open descriptors, threads and figures, files in the folder."""
-    # Memory of its own: what it maps of files and libraries grows in a child without anybody's doing.
+    # Anonymous memory only: mapped files and libraries grow in a child without a leak.
     (kilobytes,) = re.findall(r"RssAnon:\s+(\d+)", Path("/proc/self/status").read_text())
     files = sum(1 for path in folder.rglob("*") if path.is_file())
     descriptors = len(list(Path("/proc/self/fd").iterdir()))

@@ -1,4 +1,4 @@
-"""What inputs of all kinds share: values nobody means, and many of them tried in one child."""
+"""Shared by all parts that try inputs: hostile values, and a way to try many inputs in one child."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from campaign.forks import MEMORY_BYTES, Violation, in_child
 from ecnn.errors import InputError
 
-#: What a JSON or TOML file can hold where something else is expected.
+#: Values that a JSON or TOML file can hold where something else is expected.
 HOSTILE_VALUES: tuple[Any, ...] = (
     None, True, False, 0, -1, 1, 3, 2**31, 2**63, 2**64, -(2**63), 10**400, 0.0, -0.5, 1e308, 1e-320, 0.1, "", "x",
     "0", "8/255", "1/0", "nan", "../..", "\x00", "\ud83d\ude00", "a" * 5000, [], {}, [0], [[]], {"a": {}},
@@ -18,10 +18,10 @@ HOSTILE_VALUES: tuple[Any, ...] = (
 
 
 def allowed(error: BaseException) -> bool:
-    """Whether a caller in Python may meet this exception: ours, or one for an argument of a wrong type.
+    """Whether the package may raise this exception in Python: an InputError, or an error for an argument's wrong type.
 
-    The latter is a TypeError; of an array in place of a number NumPy and torch say instead that it is neither true nor
-    false.
+    The latter is a TypeError. For an array in place of a number, NumPy and torch raise another error, which says that
+    its truth value is ambiguous.
     """
     is_array = str(error).startswith(("The truth value of", "Boolean value of Tensor"))
     return isinstance(error, InputError | TypeError) or is_array
@@ -33,12 +33,16 @@ def one_by_one(
     folder: Path,
     mend: Callable[[int], None] = lambda number: None,
 ) -> Iterator[tuple[str, list[Violation]]]:
-    """What the inputs broke, all tried in one child; one that ends or hangs it is to blame, and the rest go on.
+    """Tries inputs in one child, and yields the name and violations of each.
+
+    An input that ends the child, or makes it hang, is itself a violation; the rest go on in a new child.
 
     Args:
-        work: called in the child with the number of inputs that are done, yields a description and what was broken.
-        names: of the inputs, for one that gave no answer.
-        mend: called with the number of an input that ended its child, to clean up behind it.
+        work: called in the child with the number of inputs that are done; yields a description and the violations of
+            each further input.
+        names: of the inputs, for those that give no answer.
+        folder: working directory of the child.
+        mend: called with the number of an input that ended its child, to undo what it left.
     """
     done = 0
     while done < len(names):

@@ -1,4 +1,4 @@
-"""Kills and faults at write events: what is left must be whole, and the next start must end as if nothing had been."""
+"""Kills and faults at write events: the files left must be whole, and the next start must end as if undisturbed."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from campaign.scene import Scene, Workflow, broken_files, differences, same_outp
 
 Inputs = Iterator[tuple[str, list[Violation]]]
 _LONG = ("audit", "reproduce")
-_KILLED = (-9, -25)  # by ourselves, or for a file that grew too large
+_KILLED = (-9, -25)  # SIGKILL that we sent, or SIGXFSZ for a file that grew too large
 
 
 def try_kill(scene: Scene, number: int, rng: random.Random) -> Inputs:
-    """A workflow killed at a write event, or within a write, up to three times; then once more in peace.
+    """Kills a workflow at a write event, or within a write, one to three times; then runs it again undisturbed.
 
-    The first cases go through all events of all workflows, before and behind each.
+    Cases take all events of all workflows in turn. Each kill comes before or after an event, or within a write.
     """
     workflow, event = _event_of(scene, number, rng, "events")
     name, found = workflow.name, []
@@ -41,7 +41,7 @@ def try_kill(scene: Scene, number: int, rng: random.Random) -> Inputs:
 
 
 def try_fault(scene: Scene, number: int, rng: random.Random) -> Inputs:
-    """A workflow in which the operating system refuses something, once or from then on; then once more in peace."""
+    """Runs a workflow in which the operating system refuses an access, once or from then on; then again undisturbed."""
     workflow, event = _event_of(scene, number, rng, "accesses")
     found = []
     with scene.folder_from(workflow.start) as folder:
@@ -53,7 +53,9 @@ def try_fault(scene: Scene, number: int, rng: random.Random) -> Inputs:
             name = f"{fault} at access {event}{' and later' if lasting else ''}"
             work = _fail(folder, event, fault, lasting)
         ended = _run(workflow, folder, work)
-        found += [one for one in ended.violations() if one.kind != "memory"]  # it was told that there is none
+        found += [
+            one for one in ended.violations() if one.kind != "memory"
+        ]  # the fault may be a lack of memory
         if ended.status == workflow.ended.status:
             found += differences(workflow, folder)
         elif ended.status not in (2, 4, None):
@@ -64,7 +66,7 @@ def try_fault(scene: Scene, number: int, rng: random.Random) -> Inputs:
 
 
 def _event_of(scene: Scene, number: int, rng: random.Random, which: str) -> tuple[Workflow, int]:
-    """The workflows in turn, those that take long less often, and of each all its events in a mixed order."""
+    """The workflow and event of a case: workflows in turn, long ones less often; events in mixed order."""
     names = [name for name in scene.workflows if name not in _LONG]
     turn, place = divmod(number, 3 * len(names) + len(_LONG))
     cycle = [*names * 3, *(name for name in scene.workflows if name in _LONG)]
@@ -97,7 +99,7 @@ def _fail(folder: Path, event: int, fault: str, lasting: bool) -> Callable[[], N
 
 
 def _next_start(workflow: Workflow, folder: Path) -> list[Violation]:
-    """What is wrong after the same command has run in peace."""
+    """Runs the same command undisturbed, and returns what is wrong afterwards."""
     ended = in_child(command(*workflow.words), folder=folder)
     found = ended.violations()
     if not found and ended.status != workflow.ended.status:

@@ -1,4 +1,4 @@
-"""Public functions called with arguments of wrong types, shapes and sizes: an answer, or an InputError."""
+"""Calls public functions with arguments of wrong types, shapes and sizes: they must answer or raise an InputError."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ _BATCH = 60
 
 
 class _Odd:
-    """Something that looks like nothing."""
+    """An object of a type that no function takes."""
 
 
 def _values() -> list[Any]:
-    """Arguments that nobody means."""
+    """Arguments that are wrong for most parameters."""
     ones = torch.ones(2, 1, 8, 8)
     numbers = [
         0, -1, 1, 2, 7, 10**6, 2**31, 2**63, 2**64, -(2**63), 10**400, 0.0, 0.5, -0.5, 1.5, math.nan, math.inf,
@@ -77,14 +77,14 @@ def _values() -> list[Any]:
 
 
 class _Raises(torch.nn.Module):
-    """A model that fails."""
+    """A model whose forward pass raises an error."""
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         raise RuntimeError("a mistake of the user's")
 
 
 def _calls(scene: Scene) -> dict[str, tuple[Callable[..., Any], dict[str, Any]]]:
-    """Every public callable with arguments that work, small enough to be made thousands of times."""
+    """Public callables by name, each with arguments that work and are small enough for thousands of calls."""
     data = ecnn.load_data(scene.pictures)
     code = ecnn.load_code(scene.done / "code.json")
     model: Any = ecnn.load_model(scene.done / "run")
@@ -175,7 +175,7 @@ def _calls(scene: Scene) -> dict[str, tuple[Callable[..., Any], dict[str, Any]]]
         settings = {key: value for key, value in _SETTINGS.items() if key in attack_options(name)}
         if name == "fmn":
             settings["step_size"] = (0.1, 0.01)
-        count = 1 if name == "autoattack" else 4  # which has no setting that makes it short
+        count = 1 if name == "autoattack" else 4  # AutoAttack has no setting that makes it shorter
         calls[f"attacks.{name}"] = (
             _attack,
             {"model": model, "kind": attack, "images": images[:count], "labels": labels[:count], **settings},
@@ -183,7 +183,7 @@ def _calls(scene: Scene) -> dict[str, tuple[Callable[..., Any], dict[str, Any]]]
     return calls
 
 
-#: Of attacks, where they have them; enough for all, and little work.
+#: Settings of attacks; each takes those that it has. They are all that any attack needs, and mean little work.
 _SETTINGS: dict[str, Any] = {
     "norm": "linf", "eps": 0.1, "steps": 1, "step_size": 0.1, "samples": 2, "pairs": 1, "queries": 10, "restarts": 1,
     "loss": "margin", "search_steps": 1, "initial_constant": 0.1, "max_pixel_fraction": 0.1, "lr": 0.1,
@@ -199,7 +199,7 @@ def _attack(*, kind: Any, model: Any, images: Any, labels: Any, **settings: Any)
 
 
 def try_misuse(scene: Scene, number: int, rng: random.Random) -> Iterator[tuple[str, list[Violation]]]:
-    """Calls with one or two arguments replaced, many in one child; the first case makes every call as it is meant."""
+    """Makes many calls in one child, each with one or two arguments replaced; case 0 also makes each one unchanged."""
     draws = [rng.random() for _ in range(_BATCH)]
     if number == 0:
         yield from _try_unchanged(scene)
@@ -214,7 +214,7 @@ def try_misuse(scene: Scene, number: int, rng: random.Random) -> Iterator[tuple[
 
 
 def _try_unchanged(scene: Scene) -> Iterator[tuple[str, list[Violation]]]:
-    """Calls that must succeed, or replacing their arguments would show nothing."""
+    """Makes every call with its own arguments, which must succeed; otherwise replacing arguments would show nothing."""
 
     def work(start: int) -> Iterator[tuple[str, list[tuple[str, str]]]]:
         for name, (function, given) in list(_calls(scene).items())[start:]:
@@ -235,7 +235,7 @@ def _error_of(name: str, function: Callable[..., Any], given: dict[str, Any]) ->
     positional = [given.pop(key) for key in list(given)[:1]] if name in _POSITIONAL else []
     try:
         function(*positional, **given)
-    except Exception as error:  # what a caller meets
+    except Exception as error:  # any error that a caller would get
         return error
     return None
 
@@ -260,12 +260,12 @@ def _try_one(
 
 
 def _is_of_the_model(name: str, error: Exception, given: dict[str, Any]) -> bool:
-    """Whether a model that does not fit its images, or their precision, says so itself."""
+    """Whether the error may come from the model itself: a RuntimeError, as for images of a wrong size or precision."""
     is_asked = isinstance(given.get("model"), torch.nn.Module) or name.startswith("ECNN.")
     return is_asked and isinstance(error, RuntimeError)
 
 
-#: How much is to be done: much of it is no mistake, but takes its time.
+#: Arguments that decide how much work is done: a large value is no mistake, but takes long.
 _WORK = ("steps", "search_steps", "restarts", "queries", "samples", "pairs", "epochs", "chains", "seconds")
 
 

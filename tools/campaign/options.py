@@ -1,4 +1,4 @@
-"""Commands with options that nobody means, in combinations that nobody tried: a sentence, a status, nothing else."""
+"""Runs commands with random options: they must end with a known status, and report errors in a sentence."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _TEXTS = (
     "cpu:1", "10x30", "digits", "mnist", "gtsrb", "cifar10-adp", "small", "paper", "trades", "best", "last", "train",
     "quick", "thorough", "one",
 )  # fmt: skip
-#: What lies in the folder of a case, to be read or written; nothing outside it is ever named as a place to write.
+#: Paths in the folder of a case, to be read or written. No path outside it is ever given as a place to write to.
 _PATHS = (
     "run", "run/spec.toml", "code.json", "table.toml", "table", "nowhere", "nowhere/x.json", "x.png", "x.pdf", "x.npz",
     "fifo", "fifo.png", "null", "loop", "here", "sock.json", "run/model.safetensors", "nothing.toml", "noise.json",
@@ -51,7 +51,7 @@ def fails(): raise RuntimeError("a mistake of the user's")
 def wrong(): return torch.nn.Linear(5, 3)
 one = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 3))
 """
-#: Options that buy work: what they ask may take long by right, but Ctrl-C must end it.
+#: Options that decide how much work is done: a command with them may take long, but Ctrl-C must end it.
 _WORK = (
     "--epochs", "--steps", "--chains", "--seconds", "--limit", "--attack-steps", "--set", "--length", "--classes",
     "--arity", "--budget", "--attack", "--model", "--image-size", "--data", "--recipe", "--jobs", "--stage", "--init",
@@ -62,7 +62,7 @@ _PATIENCE = 4.0
 
 
 def try_options(scene: Scene, number: int, rng: random.Random) -> Iterator[tuple[str, list[Violation]]]:
-    """A command that works, with up to three options changed, added or left out; five such."""
+    """Runs five commands that work, each with one to three options changed, added or left out."""
     with scene.folder_from(scene.done) as folder:
         _put_traps(folder)
         for _ in range(5):
@@ -74,17 +74,17 @@ def try_options(scene: Scene, number: int, rng: random.Random) -> Iterator[tuple
                 found.append(Violation("lost", "something that is no file of ours was replaced"))
             found += broken_files(folder / "run") if (folder / "run").is_dir() else []
             yield "ecnn " + " ".join(word[:60] for word in words).replace("\n", " "), found
-            if found:  # the rest would suffer from it
+            if found:  # the folder may be damaged for the commands after it
                 return
 
 
 def _put_traps(folder: Path) -> None:
-    """What a careless program hangs on, replaces or believes."""
+    """Creates files that a careless program waits for, replaces or trusts: pipes, a device, links, wrong contents."""
     os.mkfifo(folder / "fifo")
     os.mkfifo(folder / "fifo.png")
     try:
         os.mknod(folder / "null", 0o666 | stat.S_IFCHR, os.makedev(1, 3))
-    except OSError:  # only root may
+    except OSError:  # only root can create devices
         os.mkfifo(folder / "null")
     (folder / "loop").symlink_to("loop")
     (folder / "here").symlink_to(".")
@@ -102,7 +102,7 @@ def _put_traps(folder: Path) -> None:
 
 
 def _traps_stand(folder: Path) -> bool:
-    """Whether device, pipes and links are still what they were."""
+    """Whether the device, the pipes and the links have not been replaced by files."""
     null = (folder / "null").lstat().st_mode
     return (
         stat.S_ISFIFO((folder / "fifo").lstat().st_mode)
@@ -183,16 +183,15 @@ def _words(scene: Scene, rng: random.Random) -> list[str]:
 
 
 def _writes_outside(word: str) -> bool:
-    """No case may write to a place that is not its own."""
+    """Whether the word is an option that would make the command write outside its folder."""
     name, _, value = word.partition("=")
     return name in _WRITTEN and bool(value) and (value.startswith(("/", "~")) or ".." in value)
 
 
 def _value(name: str, rng: random.Random) -> str:
     if name in _WRITTEN:
-        return rng.choice(
-            [path for path in _PATHS if not path.startswith("run/")]
-        )  # whoever names it means it
+        # A user who names a file of the run as the output wants it replaced: that is no violation to look for.
+        return rng.choice([path for path in _PATHS if not path.startswith("run/")])
     if name == "--set":
         return f"{rng.choice(_KEYS)}{rng.choice(('=', '=', '=', '=', ''))}{rng.choice((*_NUMBERS, *_TEXTS, *_PATHS))}"
     kinds = (_NUMBERS, _NUMBERS, _TEXTS, _PATHS, _READ_ONLY)
@@ -200,7 +199,7 @@ def _value(name: str, rng: random.Random) -> str:
 
 
 def _options_of(name: str) -> list[tuple[str, bool]]:
-    """The options of a command and whether each takes a value; --debug shows tracebacks on purpose."""
+    """The options of a command, and whether each takes a value; without --debug, which prints tracebacks on purpose."""
     found: Any = typer.main.get_command(app)
     options = [option for option in found.commands[name].params if option.opts[0].startswith("-")]
     every = [

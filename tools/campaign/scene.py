@@ -1,4 +1,4 @@
-"""What the cases start from and are compared with: small images, a code, a trained run, and runs left in peace."""
+"""The material of all cases: small images, a code, a trained run, and what undisturbed commands print and write."""
 
 from __future__ import annotations
 
@@ -57,16 +57,17 @@ spec.train = {{ epochs = 2, batch_size = 16 }}
 
 @dataclass(frozen=True)
 class Workflow:
-    """A command that leaves files, and what it leaves when nobody disturbs it.
+    """A command that writes files, and the result of running it undisturbed.
 
     Attributes:
-        words: of the command.
-        start: the folder before it.
-        ended: how it ended.
-        files: what the folder holds then, see `snapshot`.
-        events: how many write events it takes.
-        accesses: how many with the files that it opens to read.
-        largest: how many bytes its largest file has.
+        name: in reports.
+        words: arguments of `ecnn`.
+        start: a folder as it is before the command.
+        ended: how the command ended.
+        files: contents of the folder afterwards, see `snapshot`.
+        events: number of write events.
+        accesses: number of write events and of files opened for reading.
+        largest: size of the largest file, in bytes.
     """
 
     name: str
@@ -81,10 +82,10 @@ class Workflow:
 
 @dataclass(frozen=True)
 class Scene:
-    """Everything that cases share; nothing of it is written to after it was made.
+    """Everything that cases share. It is not changed after it was made: cases work on copies.
 
     Attributes:
-        home: holds all of it, and the folders of cases.
+        home: a folder that contains all of it, and the folders of cases.
         pictures: a folder of images by class.
         done: a folder in which `run` is trained, evaluated and audited, `table` an experiment, `code.json` a code.
         workflows: by name.
@@ -97,7 +98,7 @@ class Scene:
 
     @contextmanager
     def folder_from(self, start: Path) -> Iterator[Path]:
-        """A fresh copy of a folder, gone in the end."""
+        """A fresh copy of a folder, which is deleted when the block ends."""
         with tempfile.TemporaryDirectory(dir=self.home, prefix="case-", ignore_cleanup_errors=True) as name:
             folder = Path(name) / "here"
             shutil.copytree(start, folder)
@@ -105,13 +106,14 @@ class Scene:
 
 
 def make_scene(home: Path, *, few: bool = False) -> Scene:
-    """Draws the images, does the work once in peace, and loads into this process what the work needs.
+    """Draws the images, runs every command once undisturbed, and imports the modules that commands need.
 
     Args:
-        few: without audits and experiments, which take longest.
+        home: a folder for all of it.
+        few: leaves out audits and experiments, which take longest.
     """
     torch.set_num_threads(1)
-    # An audit whose every attack and diagnostic runs, in a second.
+    # A budget with which an audit runs every attack and diagnostic in a second.
     tiny = {
         "images": 8,
         "steps": 2,
@@ -124,7 +126,7 @@ def make_scene(home: Path, *, few: bool = False) -> Scene:
     budgets.BUDGETS["quick"] = dataclasses.replace(budgets.BUDGETS["quick"], **tiny)  # type: ignore[arg-type]
     pictures = home / "pictures"
     _draw_images(pictures)
-    ecnn.design_code(3, 4, steps=100, seed=0)  # compiles
+    ecnn.design_code(3, 4, steps=100, seed=0)  # so that numba compiles before children are forked
     coded, trained, done = home / "coded", home / "trained", home / "done"
     coded.mkdir()
     (coded / "table.toml").write_text(_EXPERIMENT.format(pictures=json.dumps(str(pictures))))
@@ -185,7 +187,7 @@ def make_scene(home: Path, *, few: bool = False) -> Scene:
 
 
 def _draw_images(folder: Path) -> None:
-    """Noise with a bright stripe whose place is the class."""
+    """Draws images of noise with a bright stripe, whose position is the class."""
     rng = np.random.default_rng(0)
     for split, count in (("train", 12), ("test", 4)):
         for label in range(_CLASSES):
@@ -197,7 +199,7 @@ def _draw_images(folder: Path) -> None:
 
 
 def _in_peace(words: tuple[str, ...], folder: Path) -> None:
-    """Runs a command that must succeed, and imports here what it imported there, so that no child need do it again."""
+    """Runs a command that must succeed in a child, then imports its modules here, so that later children have them."""
 
     def work() -> Iterator[list[str]]:
         known = set(sys.modules)
@@ -214,12 +216,12 @@ def _in_peace(words: tuple[str, ...], folder: Path) -> None:
     for name in ended.answers[0]:
         try:
             importlib.import_module(name)
-        except Exception:  # noqa: S112 (names that are no modules of their own)
+        except Exception:  # noqa: S112 (entries of sys.modules that cannot be imported by name)
             continue
 
 
 def _observe(name: str, words: tuple[str, ...], start: Path, home: Path) -> Workflow:
-    """Does the work once in peace and counts."""
+    """Runs a command undisturbed, and counts its write events and accesses."""
     folder = home / f"observed-{name}".replace(" ", "-")
     shutil.copytree(start, folder)
 
@@ -241,7 +243,7 @@ def _observe(name: str, words: tuple[str, ...], start: Path, home: Path) -> Work
 
 
 def same_output(one: str, other: str) -> bool:
-    """Whether two outputs say the same, times aside."""
+    """Whether two outputs are equal but for times and paths of cases."""
     return _without_times(one) == _without_times(other)
 
 
@@ -251,7 +253,7 @@ def _without_times(text: str) -> str:
 
 
 def snapshot(folder: Path) -> dict[str, str]:
-    """What each file below a folder says, as a hash that leaves times out; "unreadable: why" for one that is broken."""
+    """The `content` of each file below a folder, by path."""
     return {
         str(path.relative_to(folder)): content(path)
         for path in sorted(folder.rglob("*"))
@@ -260,7 +262,7 @@ def snapshot(folder: Path) -> dict[str, str]:
 
 
 def content(path: Path) -> str:
-    """What a file says, as a hash that leaves times out; "unreadable: why" where it is broken."""
+    """A hash of a file's contents without times; "unreadable: REASON" if it is broken."""
     try:
         if not path.is_file():
             return "unreadable: no file"
@@ -271,12 +273,12 @@ def content(path: Path) -> str:
         if path.suffix in _READERS:
             return _hash(_READERS[path.suffix](path))
         return _hash(path.read_bytes())
-    except Exception as error:  # whatever a broken file does to its reader
+    except Exception as error:  # a broken file can make its reader raise anything
         return f"unreadable: {error}"
 
 
 def broken_files(folder: Path) -> list[Violation]:
-    """Those that a reader would find and could not read; names that begin with a dot are no one's business."""
+    """Violations for the files below a folder that cannot be read; hidden files and folders are left out."""
     return [
         Violation("corrupt", f"{name} {said}")
         for name, said in snapshot(folder).items()
@@ -285,7 +287,7 @@ def broken_files(folder: Path) -> list[Violation]:
 
 
 def differences(workflow: Workflow, folder: Path) -> list[Violation]:
-    """In what a folder differs from the one that the same command left in peace."""
+    """Violations for files that differ from those that the same command leaves when it is undisturbed."""
     found, wanted = snapshot(folder), workflow.files
     lost = [Violation("lost", f"{name} is missing") for name in wanted if name not in found]
     left = [Violation("temporary", f"{name} is left") for name in found if name not in wanted]
@@ -314,7 +316,7 @@ def _read_arrays(path: Path) -> Any:
 
 
 def _read_sums(path: Path) -> Any:
-    """The names in DONE, if the files beside it have the checksums that it says."""
+    """The names in DONE, sorted; ValueError if a file does not have the checksum that DONE says."""
     sums = {name: said for said, name in (line.split("  ") for line in path.read_text().splitlines())}
     for name, expected in sums.items():
         if hashlib.sha256((path.parent / name).read_bytes()).hexdigest() != expected:
@@ -344,7 +346,7 @@ def _hash(value: Any) -> str:
 
 
 def _steady(value: Any) -> Any:
-    """The value without what differs between two runs of the same work."""
+    """The value without entries that differ between two runs of the same work, such as times."""
     if isinstance(value, dict):
         return [(key, _steady(value[key])) for key in sorted(value) if key not in _VOLATILE]
     if isinstance(value, list | tuple):
@@ -358,5 +360,5 @@ def _steady(value: Any) -> Any:
 
 
 def environment() -> None:
-    """Keeps children from the network and from other threads."""
+    """Sets the environment so that children use one thread and cannot reach the network."""
     os.environ.update(OMP_NUM_THREADS="1", HTTPS_PROXY="http://127.0.0.1:9", HTTP_PROXY="http://127.0.0.1:9")

@@ -1,4 +1,4 @@
-"""What was tried and what was found, as a Markdown table."""
+"""The results of a campaign as a Markdown table."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from campaign.forks import Violation
 
-#: What can be broken, as the columns of the table say it.
+#: Kinds of violations, with their titles in the table.
 KINDS = {
     "lost": "lost results",
     "corrupt": "corrupt files",
@@ -22,7 +22,7 @@ KINDS = {
 
 
 def markdown(tried: Mapping[str, int], violations: Mapping[str, Sequence[Violation]]) -> str:
-    """One line per part: how much was tried, and how often each promise was broken."""
+    """A table with a row per part: how many cases were tried, and how many violations of each kind there were."""
     lines = ["| | tried | " + " | ".join(KINDS.values()) + " |", "|---|" + "---:|" * (1 + len(KINDS))]
     total: Counter[str] = Counter()
     for part, count in tried.items():

@@ -1,4 +1,4 @@
-"""Write events of a process: counted, and one of them made to fail or to be the last."""
+"""Hooks into the write events of a process: to count them, to make one fail, or to kill the process at one."""
 
 from __future__ import annotations
 
@@ -13,24 +13,25 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-#: What touches the disk, with the position of the path or descriptor among the arguments that decides where.
+#: Functions of `os` that change the disk, with the position of the argument, a path or descriptor, that says where.
 _CALLS = {
     "open": 0, "write": 0, "fsync": 0, "replace": 1, "rename": 1, "unlink": 0, "remove": 0, "mkdir": 0, "rmdir": 0,
     "chmod": 0, "link": 1, "symlink": 1, "truncate": 0, "ftruncate": 0,
 }  # fmt: skip
-#: What an operating system can answer.
+#: Errors that an operating system can return.
 FAULTS = ("ENOSPC", "EIO", "EACCES", "ENOMEM", "EROFS", "EDQUOT", "EMFILE")
 
 Hook = Callable[[int, str, str], None]
 
 
 def watch(folder: Path, before: Hook, after: Hook | None = None, *, reads: bool = False) -> None:
-    """From here on calls `before(number, name, path)` at every write event below the folder, and `after` behind it.
+    """From now on calls `before(number, name, path)` before every write event below the folder, and `after` after it.
 
-    With `reads`, files that are opened to be read count too.
+    With `reads`, files that are opened for reading count too.
 
-    Only for children: nothing is put back. Waiting for the disk is left out, since processes are killed here and not
-    machines. What a library writes by itself, such as tensors, is not seen; `limit_file_size` reaches that.
+    Only for child processes: the patched functions are never restored. `fsync` is an event but does nothing, since
+    processes are killed here and not machines. Writes by compiled libraries, such as of tensors, are not noticed;
+    `limit_file_size` affects those.
     """
     lock, count, inside = threading.Lock(), [0], str(folder)
 
@@ -57,7 +58,7 @@ def watch(folder: Path, before: Hook, after: Hook | None = None, *, reads: bool 
 
 
 def die_at(number: int, *, behind: bool) -> tuple[Hook, Hook]:
-    """Hooks that kill the process before or behind the event of that number, as a signal 9 from outside would."""
+    """Hooks (before, after) that kill the process with SIGKILL before or, with `behind`, after the numbered event."""
 
     def die(event: int, name: str, path: str) -> None:
         if event == number:
@@ -70,7 +71,7 @@ def die_at(number: int, *, behind: bool) -> tuple[Hook, Hook]:
 
 
 def fail_at(number: int, fault: str, *, from_then_on: bool) -> Hook:
-    """A hook that raises at the event of that number what the operating system or Python would, once or ever after."""
+    """A hook that raises an OSError or MemoryError at the numbered event; with `from_then_on` also at later ones."""
 
     def fail(event: int, name: str, path: str) -> None:
         # A full disk still lets files be removed.
@@ -84,7 +85,7 @@ def fail_at(number: int, fault: str, *, from_then_on: bool) -> Hook:
 
 
 def limit_file_size(size: int, *, deadly: bool) -> None:
-    """No file grows beyond so many bytes: the write that would is cut short, then fails, or kills the process."""
+    """Limits the size of files: a write beyond it is cut short, and the next one fails, or kills if `deadly`."""
     signal.signal(signal.SIGXFSZ, signal.SIG_DFL if deadly else signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
 
@@ -102,7 +103,7 @@ def _path_of(value: Any) -> str:
 
 
 def _writes(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a call that opens something may change it."""
+    """Whether the call may change the disk: for calls that open a file, whether it is opened for writing."""
     if name == "open":
         return bool(
             (args[1] if len(args) > 1 else kwargs.get("flags", 0)) & (os.O_WRONLY | os.O_RDWR | os.O_CREAT)

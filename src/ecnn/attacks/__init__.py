@@ -20,7 +20,7 @@ from ecnn.attacks.square import Square
 from ecnn.attacks.transformed import TransformedPGD
 from ecnn.attacks.views import VIEWS, Accepted, Aim, Averaged, Look, ScoreView, View, WeakestBit
 
-#: The attacks that can be asked for by name; `Transfer` needs a model and is built by hand.
+#: The attacks by name. `Transfer` needs a source model, so it is built in Python only.
 ATTACKS: dict[str, type[Attack]] = {
     "fgsm": FGSM,
     "bim": BIM,

@@ -1,4 +1,4 @@
-"""Auto-PGD: a gradient attack that finds its own step size (Croce & Hein 2020), in L1 also how many pixels to move."""
+"""Auto-PGD (Croce & Hein 2020): PGD that adapts its step size, and in L1 also how many pixels a step moves."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from ecnn.attacks.views import Aim, Look, Loss, View, find_view
 from ecnn.checks import check_count
 from ecnn.objectives import predicted_classes
 
-_MOMENTUM = 0.75  # the paper's alpha, the share of a step that is new
+_MOMENTUM = 0.75  # the paper's alpha: weight of the new step, the rest is the previous move
 _RISES_WANTED = 0.75  # the paper's rho
-_WIDE = (3, 2)  # times eps, the radii of the balls that a wide start passes through
-_WIDE_SHARE = 30  # per cent of the steps spent in each
-_SPARSE_DIVISOR, _SPARSE_LEAST = 1.5, 0.1  # of the step in L1 when it shrinks, and its smallest size in eps
-_FEWER = 0.95  # of the changed pixels; when fewer are left, the step in L1 grows again
-_STREAM = 11  # so that other attacks with the same seed start elsewhere
+_WIDE = (3, 2)  # radii of the wider balls of a wide start, in units of eps
+_WIDE_SHARE = 30  # per cent of the steps spent in each of them
+_SPARSE_DIVISOR, _SPARSE_LEAST = 1.5, 0.1  # L1 steps shrink by this divisor, to this many eps at least
+_FEWER = 0.95  # an L1 step is eps again if the best point changes less than this share of the pixels before
+_STREAM = 11  # own random stream, so that other attacks with the same seed start elsewhere
 
 
 def checkpoints(steps: int) -> tuple[int, ...]:
-    """After how many steps the step size is reviewed: 0, then 22 % of them, another 19 %, 16 %, ... never below 6 %."""
+    """After how many steps the step size is reviewed: 0, then 22 % of all, 19 % more, 16 % more, ... at least 6 %."""
     shares, width = [0], 22
     while shares[-1] + width <= 100:
         shares.append(shares[-1] + width)
@@ -39,32 +39,37 @@ def checkpoints(steps: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class APGD(ClimbingAttack):
-    """Auto-PGD (Croce & Hein 2020): PGD with momentum whose step, 2 eps at first, is halved image by image.
+    """Auto-PGD (Croce & Hein 2020): PGD with momentum and a step size that starts at 2 eps and is halved per image.
 
-    It is halved at a checkpoint when fewer than three quarters of the steps since the last one raised the loss, or when
-    the best loss did not rise at all and the step was not halved last time; the search goes on from the best point.
-    With keep="last" the point of the highest loss is returned, which is the paper's output.
+    At checkpoints an image's step is halved if fewer than three quarters of the steps since the last one raised the
+    loss, or if the best loss did not rise at all and the step was not halved at the last one. The search then goes on
+    from the best point. With keep="last" the point of the highest loss is returned, which is the paper's output.
 
-    In L1 (Croce & Hein 2021) there is no momentum and the step, eps at first, moves only the pixels of the largest
-    gradients: two thirds as many as the best point has changed. At every 4 % of the steps it shrinks to two thirds, to
-    eps / 10 at least, or, when the best point has come to change fewer pixels, is eps again from there.
+    In L1 (Croce & Hein 2021) there is no momentum. A step, of length eps at first, moves only the pixels of the largest
+    gradients: two thirds as many as the best point changes. After every 4 % of the steps the step shrinks to two
+    thirds, but not below eps / 10. If the best point now changes fewer pixels than before, the step is eps again and
+    the search goes on from the best point.
 
     Attributes:
         norm: of the ball and of the steps, a name of `NORMS`.
         eps: radius on the [0, 1] scale, or a fraction such as "8/255".
-        steps: of each start; 100 in AutoAttack.
-        loss: "cross_entropy", "dlr" (free of the scale of the scores; needs 3 classes, 4 with targets) or "margin".
+        steps: gradient steps from each start; 100 in AutoAttack.
+        loss: "cross_entropy", "dlr" (scale of the scores has no effect; needs 3 classes, 4 with targets) or "margin".
         targets: 0 moves away from the label; k moves to each of the k best wrong classes in turn (APGD-T; 9 in
             AutoAttack), or to all if there are fewer.
-        restarts: independent starts: uniform points; in L1 noise projected to the ball, so that few pixels are changed.
-        wide_start: 30 % of the steps are made in a ball of three times the radius, then 30 % in one of twice, the rest
-            in the ball itself, each part from the best point of the one before. By default in L1 alone, as published.
-        on: where it looks, a name of `VIEWS`, a `View`, or a loss (model, images, labels) -> (batch,) of your own.
+        restarts: how many random starts: uniform points of the ball; in L1 Gaussian noise projected onto the ball,
+            which changes few pixels.
+        wide_start: 30 % of the steps are made in a ball of three times the radius, then 30 % in one of twice the
+            radius, the rest in the ball itself. Each part starts at the best point of the one before. The default is
+            True in L1 and False in other norms, as published.
+        on: the view that is attacked: a name of `VIEWS`, a `View`, or a loss of your own, (model, images, labels) ->
+            (batch,).
 
     Departs: the authors' program scales to the L2 ball and then cuts to [0, 1]; this is the projection onto both that
-        the paper asks for. Their program compares the first loss after a review with the last before it, ours with
-        that of the point the search went on from, as printed. In L1 pixels at an end of [0, 1] that would leave it take
-        no part in a step, and the number of pixels is rounded down: rounded up, it never comes from two to one.
+        the paper asks for. Their program compares the first loss after a review with the last before it; this compares
+        it with the loss of the point the search went on from, as printed. In L1 a pixel at 0 or 1 that a step would
+        move out of [0, 1] takes no part in it, and the number of pixels is rounded down: rounded up, it would never
+        fall from two to one.
     """
 
     wide_start: bool | None = None
@@ -78,7 +83,7 @@ class APGD(ClimbingAttack):
         return Cost(2 + passes * (self.steps + len(self._stages())), passes * self.steps)
 
     def _stages(self) -> list[tuple[float, int]]:
-        """Radius and steps of each ball that a start passes through, the widest first."""
+        """(radius, steps) of each ball that a start searches, the widest first."""
         eps, wide_steps = self.radius, self.steps * _WIDE_SHARE // 100
         is_wide = _state_for(self.norm).wide_start if self.wide_start is None else self.wide_start
         if not (is_wide and wide_steps):
@@ -104,7 +109,10 @@ class APGD(ClimbingAttack):
     def climb(
         self, target: Target, images: Tensor, labels: Tensor, goals: Tensor | None, draws: Draws
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """One start: the point kept for each image, whether it is broken, and the loss there.
+        """One start: the best point of each image, (batch,) whether it is broken, and its loss.
+
+        A point is best if it is broken, and among broken or unbroken ones if its loss is highest. With keep="last" the
+        point of the highest loss is returned, and none counts as broken.
 
         Args:
             goals: (batch,) the wrong class of each image to move to; None moves away from the label.
@@ -120,7 +128,7 @@ class APGD(ClimbingAttack):
         if self.keep == "last":
             return whole.best, torch.zeros_like(whole.broken), whole.best_losses
         if look.scores is None:
-            # The view does not find out what the model says, so that it is asked in the end.
+            # The view returns no scores: one more pass finds out what is broken.
             broken = predicted_classes(target.scores(whole.best)) != labels
             return whole.best, broken, whole.best_losses
         points = torch.where(per_image(whole.broken, images), whole.found, whole.best)
@@ -138,7 +146,7 @@ class APGD(ClimbingAttack):
         *,
         early_exit: bool,
     ) -> tuple[_APGDState, Look]:
-        """So many steps in the ball of one radius: where they end, and what the view showed at first."""
+        """The state after a search in the ball of radius `eps`, and the look at its first points."""
         view, kind = find_view(self.on), _state_for(self.norm)
         widths = {now: now - before for before, now in itertools.pairwise(kind.checkpoints(steps))}
         look, gradient = target.ascend(view, points, Aim(labels, goals, self.loss))
@@ -153,17 +161,19 @@ class APGD(ClimbingAttack):
 
 @dataclass(kw_only=True)
 class _APGDState(Rows):
-    """Where one start of APGD stands, in L1 as a `_SparseState`; every tensor belongs to the images that are left.
+    """State of one search from one start; in L1 a `_SparseState`.
 
     Attributes:
-        points, previous, gradient, losses: the iterate, the one before it, and what is known at the iterate.
-        best, best_gradient, best_losses: the point of the highest loss so far.
-        found, found_losses: of the broken points, the one of the highest loss.
-        step_sizes: (batch,).
+        points, previous: the iterate and the one before it.
+        gradient, losses: at the iterate.
+        best, best_gradient, best_losses: the point of the highest loss so far, with its gradient and loss.
+        found, found_losses: the broken point of the highest loss, and its loss.
+        step_sizes: (batch,) current step lengths, on the [0, 1] scale.
         rises: (batch,) steps since the last review that raised the loss.
         reviewed_losses, halved: (batch,) the highest loss at the last review, and whether the step was halved there.
         changed: (batch,) pixel values in which the best point differed from the image at the last review; for L1.
-        first_step, wide_start: the step at first, in radii; whether balls that are too wide come first.
+        first_step: length of the first step, in units of the radius.
+        wide_start: whether wider balls are searched first by default.
     """
 
     first_step: ClassVar[float] = 2.0
@@ -197,7 +207,7 @@ class _APGDState(Rows):
         return checkpoints(steps)
 
     def move(self, norm: Norm, eps: float, share: float) -> None:
-        """One step up the gradient, mixed with the move before it."""
+        """One projected step up the gradient; with `share` below 1 mixed with the previous move (momentum)."""
         stepped = self.points + per_image(self.step_sizes, self.points) * NORMS[norm].steepest(self.gradient)
         moved = NORMS[norm].nearest(stepped, self.images, eps)
         if share < 1:
@@ -206,7 +216,7 @@ class _APGDState(Rows):
         self.previous, self.points = self.points, moved
 
     def look_around(self, target: Target, view: View, loss: Loss, *, last: bool) -> None:
-        """Asks the model about the new point and remembers what is better than before."""
+        """Evaluates the new points and updates the best and the broken ones; the last look takes no gradient."""
         aim = Aim(self.labels, self.goals, loss)
         if last:
             look, gradient = target.look(view, self.points, aim), self.gradient
@@ -231,7 +241,11 @@ class _APGDState(Rows):
         self.broken = self.broken | broken
 
     def review(self, width: int, eps: float) -> None:
-        """Halves the step sizes of the images that make no headway and takes these back to their best point."""
+        """Halves the steps of images that make too little progress, and moves these back to their best point.
+
+        Args:
+            width: steps since the last review.
+        """
         stuck = ~self.halved & (self.best_losses <= self.reviewed_losses)
         self.halved = stuck | (self.rises < _RISES_WANTED * width)
         self.step_sizes = torch.where(self.halved, self.step_sizes / 2, self.step_sizes)
@@ -239,7 +253,7 @@ class _APGDState(Rows):
         self.reviewed_losses, self.rises = self.best_losses, torch.zeros_like(self.rises)
 
     def go_back(self, rows: Tensor) -> None:
-        """Takes some images (a mask) back to their best point."""
+        """Moves the images of a mask (batch,) back to their best point."""
         back = per_image(rows, self.points)
         self.points = torch.where(back, self.best, self.points)
         self.gradient = torch.where(back, self.best_gradient, self.gradient)
@@ -247,7 +261,7 @@ class _APGDState(Rows):
 
 
 class _SparseState(_APGDState):
-    """Where one start of APGD stands in L1: steps of few pixels, fewer as the best point comes to need fewer."""
+    """State of one search in L1. A step moves two thirds as many pixels as the best point changes."""
 
     first_step = 1.0
     wide_start = True
@@ -262,13 +276,13 @@ class _SparseState(_APGDState):
         return tuple(range(0, steps + 1, max(1, steps * 4 // 100)))
 
     def move(self, norm: Norm, eps: float, share: float) -> None:
-        """One step of the pixels of the largest gradients, two thirds as many as are changed; `share` is not used."""
+        """One projected step of the pixels with the largest gradients, two thirds of `changed`; `share` is not used."""
         step = share_step(self.gradient, self.points, 2 * self.changed // 3)
         stepped = self.points + per_image(self.step_sizes, self.points) * step
         self.previous, self.points = self.points, NORMS[norm].nearest(stepped, self.images, eps)
 
     def review(self, width: int, eps: float) -> None:
-        """Where fewer pixels have come to do, a long step from the best point; elsewhere a shorter step."""
+        """Sets the step to eps, from the best point, if that changes fewer pixels than before; otherwise shrinks it."""
         changed = _count_changed(self.best, self.images)
         fewer = changed < _FEWER * self.changed
         shorter = (self.step_sizes / _SPARSE_DIVISOR).clamp_min(_SPARSE_LEAST * eps)
@@ -282,7 +296,7 @@ def _state_for(norm: Norm) -> type[_APGDState]:
 
 
 def _count_changed(points: Tensor, images: Tensor) -> Tensor:
-    """(batch,) pixel values that differ."""
+    """(batch,) number of pixel values in which the points differ from the images."""
     return (points != images).flatten(1).sum(dim=1)
 
 
@@ -307,7 +321,7 @@ def _start(
         found_losses=torch.full_like(losses, -math.inf),
         step_sizes=torch.full_like(losses, kind.first_step * eps),
         rises=torch.zeros_like(labels),
-        halved=~never,  # the first review asks only how often the loss rose
+        halved=~never,  # so that the first review counts only how often the loss rose
         changed=_count_changed(points, images),
         broken=never,
     )

@@ -1,4 +1,4 @@
-"""Several attempts at the same images, and one attempt whose rows drop out when they are broken."""
+"""Several attempts at the same images (restarts, targets), and loops that drop images once they are broken."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from ecnn.attacks.views import Loss, LossFunction, View, find_view
 from ecnn.checks import check_count
 from ecnn.errors import InputError
 
-# On CUDA counting makes the device wait, and a new batch size costs time of its own.
+# On CUDA counting the broken rows makes the CPU wait for the GPU, and every new batch size costs time.
 _CUDA_STEPS_BETWEEN_COUNTS = 10
 _CUDA_SHARE_WORTH_DROPPING = 0.25
 
 
 @dataclass(frozen=True, kw_only=True)
 class ClimbingAttack(BallAttack):
-    """An attack that climbs a loss, from each of some starts and, if it has targets, to each of some wrong classes.
+    """An attack that raises a loss by gradient steps, from one or more starts and towards one or more wrong classes.
 
-    `PGD` says what the settings mean.
+    `PGD` explains the settings.
     """
 
     steps: int
@@ -48,11 +48,14 @@ class ClimbingAttack(BallAttack):
             raise InputError("this loss has no targets: look elsewhere (on=), or use targets=0.")
 
     def num_climbs(self, num_classes: int) -> int:
-        """How often an image that does not break is climbed from."""
+        """How many searches an image that does not break gets: restarts times targets (1 without targets)."""
         return self.restarts * max(1, min(self.targets, num_classes - 1))
 
     def goals(self, target: Target, images: Tensor, labels: Tensor) -> list[Tensor | None]:
-        """(batch,) the wrong class of each image to move to, from the best down; None moves away from the label."""
+        """For each target rank (batch,) wrong classes to move to, highest score first; [None] without targets.
+
+        With None an attack only moves away from the label. One forward pass if there are targets.
+        """
         if not self.targets:
             return [None]
         return list(best_wrong_classes(target.scores(images), labels, self.targets).unbind(dim=1))
@@ -60,18 +63,18 @@ class ClimbingAttack(BallAttack):
 
 @dataclass(kw_only=True)
 class Rows:
-    """What a search knows of each image: tensors whose first dimension is the image, or None.
+    """Per-image state of a search. Every field is a tensor whose first dimension is the image, or None.
 
     Attributes:
-        results: names of what is read when the search is over; the rest is forgotten as rows drop out.
-        broken: (batch,) these need no more work.
+        results: names of the fields that are kept for rows that drop out; the other fields of such rows are lost.
+        broken: (batch,) True for images that need no more work.
     """
 
     results: ClassVar[tuple[str, ...]] = ("broken",)
     broken: Tensor
 
     def take(self, rows: Tensor) -> Self:
-        """The same of some of the images, by position."""
+        """The state of the images at these positions."""
         values: dict[str, Any] = {}
         for field in fields(self):
             value = getattr(self, field.name)
@@ -79,12 +82,12 @@ class Rows:
         return type(self)(**values)
 
     def put(self, rows: Tensor, part: Self) -> None:
-        """Takes over the results of some of the images; tensors that others may share are replaced, not changed."""
+        """Copies the `results` of `part` into these rows. Tensors are replaced, not written to: they may be shared."""
         for name in self.results:
             setattr(self, name, getattr(self, name).index_copy(0, rows, getattr(part, name)))
 
     def hold(self, before: Self) -> None:
-        """Takes back what has become of the rows that were broken before."""
+        """Restores the `results` of the rows that were broken in `before`."""
         for name in self.results:
             now, then = getattr(self, name), getattr(before, name)
             setattr(self, name, torch.where(per_image(before.broken, now), then, now))
@@ -97,9 +100,10 @@ Setting = TypeVar("Setting")
 def iterate_rows(
     target: Target, whole: AnyRows, steps: int, *, early_exit: bool
 ) -> Iterator[tuple[int, Target, AnyRows]]:
-    """Yields (step, target, rows) `steps` times, with early exit without the rows that are broken.
+    """Yields (step, target, rows) for each step; with early exit broken rows are dropped, and it may end sooner.
 
-    The loop changes the rows that it is given; once it is over, `whole` has the results of all. Do not break out of it.
+    The body of the loop updates the rows that it gets. After the last step `whole` holds the results of all rows. Do
+    not break out of the loop: results would be lost.
     """
     rows, part = torch.arange(len(whole.broken), device=whole.broken.device), whole
     for step in range(steps):
@@ -121,7 +125,7 @@ def iterate_rows(
 
 
 def _standing(broken: Tensor, step: int) -> Tensor | None:
-    """(n,) positions of the rows that are not broken, when it pays to drop the others."""
+    """(n,) positions of the rows that are not broken, or None when dropping the others would not pay."""
     if broken.is_cuda and step % _CUDA_STEPS_BETWEEN_COUNTS:
         return None
     kept = torch.nonzero(~broken).squeeze(1)
@@ -130,10 +134,10 @@ def _standing(broken: Tensor, step: int) -> Tensor | None:
 
 
 class Attempts:
-    """Several attempts at the same images (restarts, targets, attacks), of which the best point is kept.
+    """Runs several attempts at the same images (restarts, targets, attacks) and keeps the best point of each image.
 
-    The best point is the first broken one, without early exit the broken one of most worth; for an image that nothing
-    breaks it is the point of most worth.
+    With early exit that is the first misclassified point, otherwise the misclassified point of highest worth. For an
+    image that nothing breaks it is the point of highest worth. The attack defines the worth, such as the final loss.
 
     Attributes:
         points: the best points so far; the images themselves before the first attempt.
@@ -147,9 +151,9 @@ class Attempts:
         self._rows = torch.arange(len(images), device=images.device)
 
     def each(self, settings: Iterable[Setting]) -> Iterator[tuple[Setting, Target, Tensor]]:
-        """Yields (setting, target, rows) for each attempt, until no image is left; follow it by `keep`.
+        """Yields (setting, target, rows) for each attempt, until no image is left. Call `keep` after each attempt.
 
-        The rows (n,) are the positions of the images to attack: with early exit those that are not broken yet.
+        The rows (n,) are the positions of the images to attack: all of them, or with early exit the unbroken ones.
         """
         for setting in settings:
             if not len(self._rows):
@@ -158,10 +162,10 @@ class Attempts:
             yield setting, self._target if is_whole else self._target.narrow(self._rows), self._rows
 
     def several(self, settings: Iterable[Setting]) -> Iterator[tuple[list[Setting], Target, Tensor]]:
-        """Yields (settings, target, rows) like `each`, but several attempts at once where `together` allows it.
+        """Yields (settings, target, rows) like `each`, but several attempts in one batch if `together` allows it.
 
-        The rows are those of the first setting, then those of the second, and so on. The first attempt is made alone,
-        since it breaks most.
+        The rows are those of the first setting, then those of the second, and so on. The first attempt runs alone,
+        because it breaks the most images.
         """
         left, count = list(settings), 1
         while left and len(self._rows):
@@ -172,9 +176,14 @@ class Attempts:
             count = copies_at_once(len(self._rows), self.points[:1].numel())
 
     def keep(self, found: Tensor, broken: Tensor, worth: Tensor) -> None:
-        """Takes what the attempt found where it is better: points, (n,) whether they are broken, (n,) their worth.
+        """Keeps the points of the last attempt that are better than those so far.
 
-        Of several attempts at once an earlier one comes first, as if they had been made one after the other.
+        Several attempts in one batch are compared in their order, as if they had been made one after the other.
+
+        Args:
+            found: (n, ...) points, in the order of the rows that were yielded.
+            broken: (n,) whether they are misclassified.
+            worth: (n,) higher is better.
         """
         rows = self._rows
         for points, wrong, gain in zip(
@@ -192,11 +201,11 @@ class Attempts:
 
 
 def spread(settings: Sequence[tuple[Draws, Tensor | None]], rows: Tensor) -> tuple[Draws, Tensor | None]:
-    """The draws and goals of attempts at the same images, row by row.
+    """The draws and goals of several attempts in one batch, one entry per row; goals are None if no attempt has any.
 
     Args:
-        settings: draws of all images and the goals (batch,) of all, or None, for each attempt.
-        rows: as `Attempts.several` gives them.
+        settings: for each attempt the draws of all images, and their goals (batch,) or None.
+        rows: as yielded by `Attempts.several`.
     """
     parts = torch.split(rows, len(rows) // len(settings))
     keys = [draws.keys[part] for (draws, _), part in zip(settings, parts, strict=True)]
@@ -205,6 +214,6 @@ def spread(settings: Sequence[tuple[Draws, Tensor | None]], rows: Tensor) -> tup
 
 
 def best_wrong_classes(scores: Tensor, labels: Tensor, count: int) -> Tensor:
-    """(batch, count) the wrong classes by falling score, or as many as there are."""
+    """(batch, count) the wrong classes with the highest scores, highest first; fewer columns if there are fewer."""
     wrong = scores.scatter(1, labels[:, None], -math.inf)
     return wrong.topk(min(count, scores.shape[1] - 1), dim=1).indices

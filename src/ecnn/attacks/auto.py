@@ -1,4 +1,4 @@
-"""AutoAttack: four attacks in turn, and the signs that even they may be fooled (Croce & Hein 2020)."""
+"""AutoAttack: four attacks in turn, and a check for signs that they may fail on a model (Croce & Hein 2020)."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from ecnn.errors import InputError
 
 Version = Literal["standard", "apgd-ce", "apgd-t", "fab-t", "square"]
 _STEPS, _TARGETS, _QUERIES = 100, 9, 5000
-_SPARSE_STARTS = _SPARSE_TARGETS = 5  # of APGD on cross-entropy and of APGD-T, in L1
-_DIFFERENCE = 1e-4  # of two passes, relative to the length of the scores
+_SPARSE_STARTS = _SPARSE_TARGETS = 5  # in L1: starts of APGD on cross-entropy, and targets of APGD-T
+_DIFFERENCE = 1e-4  # two passes that differ by more, relative to the length of the scores, count as random
 _SUM_TOLERANCE = 1e-5
 
 DoubtKind = Literal["random", "probabilities", "dynamic", "no_gradient", "zero_gradient", "few_classes"]
@@ -47,11 +47,11 @@ _SENTENCES: dict[DoubtKind, str] = {
 
 @dataclass(frozen=True)
 class Doubt:
-    """A reason to doubt what attacks find.
+    """A reason why attacks on a model may find too little.
 
     Attributes:
-        kind: which one, in a word that programs can rely on.
-        sentence: the same for people, with figures.
+        kind: one of `DoubtKind`, for programs.
+        sentence: the reason in words, with figures, for people.
     """
 
     kind: DoubtKind
@@ -59,26 +59,28 @@ class Doubt:
 
     @classmethod
     def of(cls, kind: DoubtKind, figure: float = 0.0) -> Doubt:
-        """The doubt with its usual sentence, in which there may be a figure."""
+        """The doubt of this kind with its usual sentence; `figure` is filled in if the sentence has a place for it."""
         return cls(kind, _SENTENCES[kind].format(figure))
 
 
 @dataclass(frozen=True, kw_only=True)
 class AutoAttack(BallAttack):
-    """AutoAttack (Croce & Hein 2020): APGD on cross-entropy, APGD-T on DLR, FAB-T, Square, each on what still stands.
+    """AutoAttack (Croce & Hein 2020): APGD on cross-entropy, APGD-T on DLR, FAB-T and Square.
 
-    `evaluate(model, split, attack.members(num_classes), cascade=True)` also tells which of them broke an image;
-    `examine` tells when not to trust them.
+    Each attack runs on the images that those before it did not break. To learn which attack broke an image, use
+    `evaluate(model, split, attack.members(num_classes), cascade=True)`. `examine` lists reasons not to trust the
+    result.
 
     Attributes:
         norm: of the ball, a name of `NORMS`.
         eps: radius on the [0, 1] scale, or a fraction such as "8/255".
         version: the "standard" suite, or one of its attacks with the suite's settings: 100 steps, the nine best wrong
-            classes, 5,000 queries, one start; in L1 five starts of APGD, and the five best classes for APGD-T.
-        on: where all of them look, "scores" (the published suite), "linear", "tempered" or another `ScoreView`.
+            classes, 5,000 queries, one start; in L1 five starts of APGD, and the five best wrong classes for APGD-T.
+        on: the view that all of them attack: "scores" (the published suite), "linear", "tempered" or another
+            `ScoreView`.
 
-    Departs: with fewer than four classes, where the targeted DLR loss is not defined, APGD-T raises the margin; with
-        fewer than ten all wrong classes are targets. Both are where the authors' program fails.
+    Departs: with fewer than four classes, where the targeted DLR loss is not defined, APGD-T raises the margin. With
+        fewer than ten classes all wrong classes are targets. The authors' program fails in both cases.
     """
 
     has_last_iterate: ClassVar[bool] = False
@@ -94,7 +96,7 @@ class AutoAttack(BallAttack):
             raise InputError('AutoAttack keeps what breaks an image: keep="last" has no meaning here.')
 
     def members(self, num_classes: int) -> dict[str, Attack]:
-        """The attacks by name, in the order in which they run, for a model of so many classes."""
+        """The attacks by name, in the order in which they run, for a model with this number of classes."""
         common: dict[str, Any] = {
             "norm": self.norm,
             "eps": self.eps,
@@ -130,10 +132,11 @@ class AutoAttack(BallAttack):
 
 
 def examine(target: Target, images: Tensor, on: str | View = "scores") -> tuple[int, tuple[Doubt, ...]]:
-    """The number of classes, and the reasons to doubt what attacks will find on these images.
+    """The number of classes, and the reasons why attacks may find too little on these images.
 
-    They are those that the authors of AutoAttack warn of: random scores, probabilities in place of logits, gradients
-    taken while classifying, no gradient or exactly zero ones, and too few classes for a loss.
+    They are those that the authors of AutoAttack warn of: random scores, probabilities instead of logits, gradients
+    taken while classifying, gradients that are missing or exactly zero, and too few classes for the targeted DLR loss.
+    Costs three forward passes and one backward pass.
     """
     scores, takes_gradients = _ask_watched(target, images)
     again, num_classes = target.scores(images), scores.shape[1]
@@ -147,7 +150,7 @@ def examine(target: Target, images: Tensor, on: str | View = "scores") -> tuple[
         doubts.append(Doubt.of("dynamic"))
     try:
         blind = _share_of_zero_gradients(target, images, scores.argmax(dim=1), on)
-    except Exception:  # autograd, or the model that does not want to be differentiated
+    except Exception:  # raised by autograd, or by a model that refuses to be differentiated
         blind = None
     if blind is None:
         doubts.append(Doubt.of("no_gradient"))
@@ -159,9 +162,10 @@ def examine(target: Target, images: Tensor, on: str | View = "scores") -> tuple[
 
 
 def passes_apart(scores: Tensor, again: Tensor) -> Tensor:
-    """(batch,) how far two passes differ, relative to the length of the scores; what is infinite in one alone is inf.
+    """(batch,) L2 distance between the scores of two passes, relative to the length of the first pass's scores.
 
-    Scores that are no number, or infinite, in both passes are the same.
+    NaN in both passes, or the same infinity in both, counts as equal. A score that is not finite in one pass alone
+    gives inf.
     """
     same = (scores == again) | (scores.isnan() & again.isnan())
     differences = torch.where(same, 0.0, scores - again).nan_to_num(nan=math.inf)
@@ -169,17 +173,17 @@ def passes_apart(scores: Tensor, again: Tensor) -> Tensor:
 
 
 def _ask_watched(target: Target, images: Tensor) -> tuple[Tensor, bool]:
-    """The scores, and whether a gradient was taken for them."""
+    """The scores, and whether the model took a gradient to compute them."""
     try:
         with _noticing_gradients() as taken:
             return target.scores(images), bool(taken)
-    except RuntimeError:  # of all that a model may do only the derivatives of torch.func refuse to be watched
+    except RuntimeError:  # only torch.func's derivatives refuse saved-tensor hooks, so a gradient was taken
         return target.scores(images), True
 
 
 @contextmanager
 def _noticing_gradients() -> Iterator[list[bool]]:
-    """A list that is no longer empty once a gradient was taken of something computed inside."""
+    """Yields a list that becomes non-empty when a gradient of something computed in this context is taken."""
     taken: list[bool] = []
 
     def unpack(saved: Tensor) -> Tensor:
@@ -197,9 +201,9 @@ def _are_probabilities(scores: Tensor) -> bool:
 
 
 def _share_of_zero_gradients(target: Target, images: Tensor, labels: Tensor, on: str | View) -> float | None:
-    """The share of images whose gradient is exactly zero; None when none reaches the pixels.
+    """The share of images whose gradient is exactly zero, from 0 to 1; None if no gradient reaches the pixels.
 
-    It is the gradient of the DLR loss (with two classes of the margin), which no confidence makes vanish.
+    The gradient is that of the DLR loss (of the margin for two classes), which does not vanish for confident models.
     """
     points = images.clone().requires_grad_(True)
     with torch.enable_grad(), target.autocast():

@@ -1,4 +1,4 @@
-"""What every attack shares: how it is called, how the model is asked, and who has the last word."""
+"""What every attack shares: the call, the counted passes through the model, and the final check of its points."""
 
 from __future__ import annotations
 
@@ -25,20 +25,21 @@ from ecnn.checks import check_choice, check_kind, kind_of, parse_eps
 from ecnn.errors import InputError
 from ecnn.objectives import largest_score, predicted_classes
 
-_STEEP = 1e15  # an infinite slope, as a number whose square float32 still holds
+_STEEP = 1e15  # replaces an infinite gradient entry: its square still fits into float32
 
 
 @dataclass(frozen=True)
 class Attacked:
-    """What an attack made of a batch.
+    """The attacked images of a batch, the model's predictions for them, and the cost.
 
     Attributes:
         images: (batch, channel, height, width).
-        predictions: (batch,) the model's class for each, from a fresh pass in float32; -1 where it gives no answer.
-        success: (batch,) whether that differs from the attacked label.
-        forwards: (batch,) how many passes each image cost, the final check included.
-        backwards: (batch,) how many gradients.
-        nan_gradients: how many of all these gradients had entries that are not numbers; they counted as zero.
+        predictions: (batch,) the model's class for each, from a fresh pass in full precision; -1 if it gives no answer.
+            If a search with keep="best" fails, the attacked label.
+        success: (batch,) whether the attack's point is classified otherwise than the attacked label.
+        forwards: (batch,) forward passes spent on each image, the final check included.
+        backwards: (batch,) gradients computed for each image.
+        nan_gradients: how many of these gradients had NaN entries; such entries counted as zero.
     """
 
     images: Tensor
@@ -51,11 +52,11 @@ class Attacked:
 
 @dataclass(frozen=True)
 class Cost:
-    """Images that go through the model, at most: what breaks early costs less.
+    """How many images go through the model if none breaks early. An image that breaks early costs less.
 
     Attributes:
-        forwards: passes.
-        backwards: gradients.
+        forwards: images in forward passes.
+        backwards: images in backward passes.
     """
 
     forwards: int
@@ -72,13 +73,13 @@ class Cost:
 
 
 class Target:
-    """The model as an attack may ask it: every question is counted for the images that it is asked about.
+    """The attacked model. It counts the forward passes and gradients that a search spends on each image.
 
     Attributes:
-        model: what is attacked; questions may go to an equal copy that is faster to ask.
-        judge: the model itself, which alone gives verdicts.
-        precision: "bfloat16" computes questions (not verdicts) under autocast.
-        run: how a computation on rows is run, `run(name, compute, *inputs)`; None computes it as it is.
+        model: the network that the search uses; with `quick=True` a faster copy of the attacked one.
+        judge: the attacked model itself, which alone gives verdicts.
+        precision: "bfloat16" computes the search's passes (not the verdicts) under autocast.
+        run: runs a computation on rows, as `run(name, compute, *inputs)`; None calls compute(*inputs) directly.
     """
 
     def __init__(
@@ -96,33 +97,33 @@ class Target:
         self.judge = model if judge is None else judge
         self._rows: Tensor | None = None
         self._counts = torch.zeros(2, batch, dtype=torch.int64, device="cpu")
-        self._all_counts = [0, 0]  # of questions about every row, kept apart: they need no work on the device
+        self._all_counts = [0, 0]  # passes over every row, kept as plain numbers: no tensor work for each
         self._nan_gradients = torch.zeros((), dtype=torch.int64, device=device)
         self._root = self
 
     def narrow(self, rows: Tensor) -> Self:
-        """The same target for some of its images: (n,) positions. Give it only those from then on."""
+        """The same target for the images at these positions (n,). Give it batches of exactly those images, in order."""
         part = copy(self)
         part._rows = rows.cpu() if self._rows is None else self._rows[rows.cpu()]
         return part
 
     @property
     def forwards(self) -> Tensor:
-        """(batch,) passes asked for each image so far, on the CPU."""
+        """(batch,) forward passes spent on each image so far, on the CPU."""
         return self._root._counts[0] + self._root._all_counts[0]
 
     @property
     def backwards(self) -> Tensor:
-        """(batch,) gradients asked for each image so far, on the CPU."""
+        """(batch,) gradients computed for each image so far, on the CPU."""
         return self._root._counts[1] + self._root._all_counts[1]
 
     @property
     def nan_gradients(self) -> int:
-        """How many of the gradients so far had entries that are not numbers."""
+        """How many of the gradients so far had NaN entries."""
         return int(self._root._nan_gradients)
 
     def count(self, forwards: int | Tensor, backwards: int | Tensor = 0) -> None:
-        """Books questions that an attack asked of the model by itself: a number for all images, or (n,) of each."""
+        """Adds passes that an attack made without this class: one number for all images, or (n,) one per image."""
         check_time()
         self._book(forwards, backwards)
 
@@ -137,11 +138,14 @@ class Target:
                 number = torch.full_like(self._rows, number)
             if self._rows is None:
                 self._root._counts[kind] += number.cpu()
-            else:  # an image may stand in several rows
+            else:  # an image may occupy several rows
                 self._root._counts[kind].index_add_(0, self._rows, number.cpu())
 
     def ascend(self, view: View, points: Tensor, aim: Aim) -> tuple[Look, Tensor]:
-        """What the view shows at the points, and the gradient of each row's loss in its own pixels."""
+        """The view's losses and scores at the points, and the gradient of each row's loss in its own pixels.
+
+        NaN entries of the gradient become 0 and infinite ones +-1e15, so that all can be squared and summed.
+        """
 
         def compute(points: Tensor, labels: Tensor, goals: Tensor | None) -> Values:
             points = points.detach().requires_grad_(True)
@@ -165,7 +169,7 @@ class Target:
         return Look(losses, scores), gradient
 
     def look(self, view: View, points: Tensor, aim: Aim) -> Look:
-        """What the view shows at the points, without a gradient."""
+        """The view's losses and scores at the points, without a gradient."""
         seen = self._look(view, points, aim)
         self.count(view.passes_per_look)
         return seen
@@ -198,27 +202,27 @@ class Target:
         return compute(*inputs) if self.run is None else self.run(name, compute, *inputs)
 
     def verdict(self, points: Tensor) -> Tensor:
-        """(batch,) the model's classes, always in full precision: the only question whose answer counts."""
+        """(batch,) the attacked model's own classes, in full precision. Only they decide whether an image is broken."""
         return self.verdict_and_classes(points)[0]
 
     def verdict_and_classes(self, points: Tensor) -> tuple[Tensor, int]:
-        """The verdict, and of how many classes the model knows."""
+        """The verdict (batch,), and the number of classes."""
         scores = read_model(self.judge, points)
-        self._book(1)  # what was found in time may be judged later
+        self._book(1)  # without `check_time`: what was found in time is judged even after the deadline
         return predicted_classes(scores), scores.shape[1]
 
     def autocast(self) -> AbstractContextManager[Any]:
-        """What questions are computed under; a caller's own autocast, as in training, stays as it is."""
+        """The context for the search's passes: bfloat16, or nothing, which leaves a caller's own autocast on."""
         if self.precision == "float32":
             return nullcontext()
         return torch.autocast(self.device.type, dtype=torch.bfloat16)
 
 
 def _rank(look: Look) -> Tensor:
-    """(batch,) the losses with a number in place of each that is none.
+    """(batch,) the losses, all finite: infinite ones are clamped, NaN is replaced.
 
-    It is the lowest where the model gives an answer all the same, so that a search prefers any other point; and the
-    highest where it gives none, which is misclassified, or where the view does not say.
+    NaN becomes the lowest value if the scores still give an answer, so that a search prefers any other point. It
+    becomes the highest if they give none, which counts as misclassified, or if the view returns no scores.
     """
     losses = full_precision(look.losses)
     if _all_finite(losses):
@@ -231,26 +235,28 @@ def _rank(look: Look) -> Tensor:
 
 
 def gradient_of(losses: Tensor, points: Tensor, *, again: bool = False) -> Tensor:
-    """Gradient of the summed losses in the points; zero where they do not depend on them, and where it is no number.
+    """Gradient of the summed losses in the points. NaN becomes 0, infinite entries become +-1e15.
+
+    It is zero if the losses do not depend on the points.
 
     Args:
-        again: keeps what another gradient of the same losses needs.
+        again: keeps the autograd graph, for another gradient of the same losses.
     """
     return _usable(raw_gradient(losses, points, again=again))
 
 
 def _all_finite(values: Tensor) -> bool:
-    """Whether all values are finite numbers, so that nothing need be done; not asked on CUDA, which would wait."""
+    """Whether all values are finite. Always False on CUDA, where the check would make the CPU wait for the GPU."""
     return not values.is_cuda and math.isfinite(float(values.detach().sum()))
 
 
 def _usable(gradient: Tensor) -> Tensor:
-    """The gradient in numbers that can be squared and summed: those that are not one become zero."""
+    """The gradient with NaN as 0 and infinite entries as +-1e15, so that it can be squared and summed."""
     return gradient.nan_to_num(nan=0.0, posinf=_STEEP, neginf=-_STEEP)
 
 
 def raw_gradient(losses: Tensor, points: Tensor, *, again: bool = False) -> Tensor:
-    """`gradient_of`, with what is no number in it."""
+    """Like `gradient_of`, but NaN and infinite entries stay."""
     if not losses.requires_grad:
         if torch.is_inference_mode_enabled():
             raise InputError("attacks need gradients: leave torch.inference_mode, in which there are none.")
@@ -264,20 +270,21 @@ class Attack:
     """An immutable attack, called as attack(model, images, labels) -> images of the same shape, still in [0, 1].
 
     A subclass defines `search`. The rest is the same for all: rows are independent, random numbers belong to images
-    (`Draws`), the model's mode and gradients stay as they are, and success is what a fresh pass in float32 says.
+    (`Draws`), the model's mode and gradients stay as they are, and a fresh pass in full precision decides success.
 
     Attributes:
         labels: attack the "true" labels that are given, or the model's own "predicted" ones.
-        keep: "best" returns a misclassified image where one was found and the clean image elsewhere; "last" the last
-            iterate, whatever it is.
-        early_exit: images that are broken (or were never right) cost nothing more; of no effect with keep="last".
-        precision: of the search, "float32" or "bfloat16" (CUDA); verdicts are float32 whatever it is.
-        quick: the search asks a copy of the model that is prepared for speed (`quick_copy`); on CUDA its passes are
+        keep: "best" returns a misclassified image if one was found and the clean image otherwise; "last" returns the
+            last iterate, misclassified or not.
+        early_exit: no further passes for images that are broken or were misclassified from the start; no effect with
+            keep="last".
+        precision: of the search, "float32" or "bfloat16" (CUDA only); verdicts are always in full precision.
+        quick: the search uses a copy of the model that is prepared for speed (`quick_copy`); on CUDA its passes are
             also recorded once and replayed. Only for models that do the same in every pass: not for those that draw
             random numbers in Python, branch on their input or count their calls.
     """
 
-    #: Whether keep="last" means anything to it.
+    #: Whether the attack supports keep="last".
     has_last_iterate: ClassVar[bool] = True
 
     labels: Literal["true", "predicted"] = "true"
@@ -301,17 +308,17 @@ class Attack:
         return self.early_exit and self.keep == "best"
 
     def search(self, target: Target, images: Tensor, labels: Tensor, draws: Draws) -> Tensor:
-        """Where the attack ends: points of the same shape, allowed ones, successful or not.
+        """The attack's final points: the shape of the images, within the attack's bounds, misclassified or not.
 
-        With keep="best" and early_exit every image given is classified as its label at first. Rows must not
-        influence each other; questions go through `target`, randomness comes from `draws`.
+        With keep="best" and early_exit all given images are classified as their labels. Rows must not influence each
+        other; passes go through `target`, or are counted there, and random numbers come from `draws`.
         """
         raise NotImplementedError
 
     def cost(self, num_classes: int) -> Cost:
-        """About what one image costs that is right at first and never broken, the two verdicts included.
+        """Approximate cost of one image that is classified correctly and never breaks, the two verdicts included.
 
-        Unless a subclass knows better, these verdicts alone.
+        The default counts the two verdicts only; subclasses add the cost of their search.
         """
         return Cost(2, 0)
 
@@ -325,15 +332,15 @@ class Attack:
         index: Tensor | None = None,
         generator: torch.Generator | None = None,
     ) -> Tensor:
-        """The attacked images.
+        """(batch, channel, height, width) the attacked images.
 
         Args:
             images: (batch, channel, height, width) in [0, 1], float32 or float64.
             labels: (batch,) the classes to move away from.
-            seed: of all randomness, together with
+            seed: random seed. Every image's random numbers depend on it and on the image's index.
             index: (batch,) each image's position in its dataset; the position in the batch if not given.
-            generator: draws from here instead, and neither checks nor leaves out any image: for training, where the
-                whole step may be recorded in a CUDA graph.
+            generator: for training, where the whole step may be recorded in a CUDA graph. Random numbers come from it
+                instead of seed and index; `early_exit` is off, and `labels` and `quick` have no effect.
         """
         if generator is None:
             return self.run(model, images, labels, seed=seed, index=index).images
@@ -353,10 +360,10 @@ class Attack:
     def run(
         self, model: nn.Module, images: Tensor, labels: Tensor, *, seed: int = 0, index: Tensor | None = None
     ) -> Attacked:
-        """The attacked images with the verdict and the cost; a batch too large for memory is halved.
+        """The attacked images with predictions and cost. A batch too large for GPU memory is halved.
 
-        The model is asked in eval mode. It is left as it was, and so are the generators that it may draw from, also
-        when it raises an error.
+        The model runs in eval mode. Its state and the global random generators are restored afterwards, also when it
+        raises an error.
         """
         check_batch(model, images, labels, index)
         with undisturbed(model), forked_generators(images.device):
@@ -394,7 +401,7 @@ class Attack:
         target = self._target(model, images)
         predictions, num_classes = target.verdict_and_classes(images)
         if self.labels == "predicted":
-            labels = predictions.clamp_min(0)  # an image without an answer has nothing to be moved away from
+            labels = predictions.clamp_min(0)  # an image without an answer has no class to move away from
         check_labels(labels, num_classes)
         if self.keep == "last":
             points = self.search(target, images, labels, draws)
@@ -409,7 +416,7 @@ class Attack:
         success = predictions != labels
         if self.keep == "best":
             points = torch.where(per_image(success, images), points, images)
-            if not bool(success.all()):  # a clean image has come back in place of a failure
+            if not bool(success.all()):  # the clean image is returned where the attack failed
                 predictions = torch.where(success, predictions, labels)
         asked = target.forwards, target.backwards
         return Attacked(points, predictions, success, *asked, nan_gradients=target.nan_gradients)
@@ -417,11 +424,11 @@ class Attack:
 
 @dataclass(frozen=True, kw_only=True)
 class BallAttack(Attack):
-    """An attack that stays in a ball around each image, cut to [0, 1].
+    """An attack whose points stay within a ball around each image and within [0, 1].
 
     Attributes:
         norm: of the ball, a name of `NORMS`.
-        eps: its radius on the [0, 1] scale, or a fraction such as "8/255".
+        eps: radius of the ball on the [0, 1] scale, or a fraction such as "8/255".
     """
 
     norm: Norm
@@ -439,7 +446,7 @@ class BallAttack(Attack):
 
 
 def check_batch(model: nn.Module, images: Tensor, labels: Tensor, index: Tensor | None = None) -> None:
-    """Raises InputError unless these are a model and pixels in [0, 1] with a label, a whole number, for each image."""
+    """Raises InputError unless these are a torch module, pixels in [0, 1], and an int64 label (and index) per image."""
     check_kind("model", model, nn.Module, "a torch module")
     if any(parameter.is_inference() for parameter in model.parameters()):
         raise InputError(
@@ -453,14 +460,14 @@ def check_batch(model: nn.Module, images: Tensor, labels: Tensor, index: Tensor 
 
 
 def check_tensor(name: str, values: Any, count: int) -> None:
-    """Raises InputError unless the values are an int64 tensor of that many."""
+    """Raises InputError unless the values are an int64 tensor of shape (count,)."""
     if not isinstance(values, Tensor) or values.shape != (count,) or values.dtype != torch.int64:
         came = f"{values.dtype} of {tuple(values.shape)}" if isinstance(values, Tensor) else kind_of(values)
         raise InputError(f"{name} must be int64 of shape ({count},), one per image, not {came}.")
 
 
 def check_labels(labels: Tensor, num_classes: int) -> None:
-    """Raises InputError unless all labels are classes of the model."""
+    """Raises InputError unless all labels lie in 0 to num_classes - 1."""
     if not len(labels):
         return
     low, high = (int(bound) for bound in labels.aminmax())

@@ -1,4 +1,4 @@
-"""Attacks without gradients of the model that they test: by its classes alone, by chance, or from another model."""
+"""Black-box attacks: from the model's classes alone (HopSkipJump), by random points, or crafted on another model."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ecnn.errors import InputError
 from ecnn.objectives import predicted_classes
 
 _BLEND_HALVINGS = 10
-#: Of a bisection, per bit of the number of pixels.
+#: Bisection steps per bit of the number of pixel values, by norm.
 _HALVINGS_PER_BIT: dict[str, float] = {"linf": 2.0, "l2": 1.5}
 _JUMP_HALVINGS = 25
 #: Directions drawn together, a fixed number, so that the size of an evaluation batch changes no result.
@@ -32,28 +32,28 @@ _GROUP = 64
 class HopSkipJump(Attack):
     """HopSkipJump (Chen, Jordan & Wainwright 2020): the nearest misclassified image, from the model's classes alone.
 
-    It starts at noise that is blended with the image as far as it stays misclassified. Each step goes back to the
-    border by bisection, asks B_0 sqrt(t) points around there to learn which way the wrong side lies, and jumps there by
-    the distance over sqrt(t), halved until the point is wrong. Scores are never read, so a decoder that hides its
-    gradients hides nothing. Every point counts as one pass of its image.
+    It starts at a noise image, blended with the image as far as it stays misclassified. Each step t goes back to the
+    border by bisection, estimates the border's normal from the classes of B_0 sqrt(t) points around, and jumps along
+    it by the distance over sqrt(t), halved until the point is misclassified. Scores are never read, so a decoder that
+    masks its gradients has no effect. Every point counts as one forward pass of its image.
 
-    No ball bounds it: compare the distance of what it returns with eps. The nearest point found is kept, so that more
-    steps never end further away; early_exit leaves out what was wrong at first and stops nothing else. Where no noise
-    is misclassified the clean image comes back.
+    There is no radius: compare the distance of the returned points with eps. The nearest point found is kept, so more
+    steps never end further away. With early_exit images that are misclassified at first are left out, but no search
+    ends early. If no noise is misclassified, the clean image is returned.
 
     Attributes:
         norm: of the distance, "linf" or "l2".
-        steps: of the walk along the border; 0 returns where the noise meets it.
-        samples: points asked in the first step, the paper's B_0.
-        init_tries: draws of noise before an image is given up.
-        max_batch: points in one evaluation; it bounds the memory and changes no result.
+        steps: of the walk along the border; 0 returns the point where the noise meets it.
+        samples: points queried in the first step, the paper's B_0.
+        init_tries: how many noise images are tried before an image is given up.
+        max_batch: largest number of points in one forward pass; it bounds the memory and changes no result.
 
-    Departs: what is kept is the point on the border moved a hair outward (by the square root of the precision), if it
-        is still wrong there: on the border itself rounding decides, and the verdict may round otherwise. The points
-        asked around the border are never nearer than the precision can tell; small images are bisected ten times.
+    Departs: the point kept is the border point moved outward by a tiny amount (the square root of the float precision),
+        if it is misclassified there: exactly on the border the final pass may round differently. Points queried around
+        the border are never nearer than float precision can resolve; for small images each bisection has ten steps.
     """
 
-    norms: ClassVar[tuple[str, ...]] = tuple(_HALVINGS_PER_BIT)  # that it is published for
+    norms: ClassVar[tuple[str, ...]] = tuple(_HALVINGS_PER_BIT)  # those that it is published for
     norm: Norm
     steps: int
     samples: int = 100
@@ -88,7 +88,7 @@ class HopSkipJump(Attack):
         return found
 
     def _noise(self, border: _Border, draws: Draws) -> tuple[Tensor, Tensor]:
-        """A misclassified image of uniform noise for each image, and the positions (n,) of those that have one."""
+        """A misclassified noise image for each image, and the positions (n,) of the images for which one was found."""
         noise = border.images.clone()
         rows = torch.arange(len(noise), device=noise.device)
         left, part = rows, border
@@ -103,7 +103,7 @@ class HopSkipJump(Attack):
         return noise, rows[~torch.isin(rows, left)]
 
     def _walk(self, border: _Border, points: Tensor, draws: Draws) -> Tensor:
-        """The nearest point kept on the way from misclassified points along the border."""
+        """The nearest misclassified points found on a walk along the border, from misclassified points."""
         features = math.prod(points.shape[1:])
         halvings = max(_BLEND_HALVINGS, math.ceil(_HALVINGS_PER_BIT[self.norm] * math.log2(features)))
         finest = 16 * math.sqrt(features) * torch.finfo(points.dtype).eps
@@ -119,24 +119,24 @@ class HopSkipJump(Attack):
 
 
 class _Border:
-    """The border of each image's class, felt by asking for classes only."""
+    """The decision border of each image's class, probed by queries for classes only."""
 
     def __init__(self, norm: Norm, max_batch: int, target: Target, images: Tensor, labels: Tensor) -> None:
         self.norm, self.max_batch = norm, max_batch
         self.target, self.images, self.labels = target, images, labels
 
     def narrow(self, rows: Tensor) -> _Border:
-        """The same for some of the images, by position."""
+        """The same for the images at these positions."""
         return _Border(
             self.norm, self.max_batch, self.target.narrow(rows), self.images[rows], self.labels[rows]
         )
 
     def distances(self, points: Tensor) -> Tensor:
-        """(batch,) from the images, in the norm."""
+        """(batch,) distances of the points from the images, in the norm."""
         return NORMS[self.norm].length(points - self.images)
 
     def wrong(self, points: Tensor) -> Tensor:
-        """(batch,) whether each point is classified otherwise than its image should be; one question each."""
+        """(batch,) whether each point is misclassified; one query per image."""
         self.target.count(1)
         return self._ask(points, self.labels)
 
@@ -149,7 +149,10 @@ class _Border:
         return torch.cat(answers) != labels
 
     def bisect(self, points: Tensor, halvings: int, *, straight: bool = False) -> Tensor:
-        """Points still wrong, nearer to the images by bisection: along the line in L2, by shrinking the box in Linf."""
+        """Misclassified points nearer to the images, by bisection from misclassified points.
+
+        In L2, or if `straight`, it follows the line to the image; in Linf it clips the points to a shrinking box.
+        """
         low = torch.zeros(len(points), dtype=points.dtype, device=points.device)
         high, nearest = torch.ones_like(low), points
         distances = self.distances(points)
@@ -166,14 +169,17 @@ class _Border:
         return nearest
 
     def nearer(self, kept: Tensor, points: Tensor) -> Tensor:
-        """The points, a hair further out, where they are wrong there and nearer than what was kept."""
+        """For each image the nearer of `kept` and the point moved outward by a tiny amount, if misclassified there."""
         hair = math.sqrt(torch.finfo(points.dtype).eps)
         outer = (points + hair * (points - self.images)).clamp(0, 1)
         wins = self.wrong(outer) & (self.distances(outer) < self.distances(kept))
         return torch.where(per_image(wins, points), outer, kept)
 
     def slope(self, points: Tensor, radii: Tensor, count: int, draws: Draws) -> Tensor:
-        """Which way the wrong side lies, from the classes of `count` points at the radii around each point."""
+        """An estimate of the border's normal, towards the misclassified side, of any length.
+
+        It uses the classes of `count` points at distance `radii` (batch,) around each point.
+        """
         self.target.count(count)
         rows = torch.arange(len(points), device=points.device)
         slopes = [
@@ -192,15 +198,18 @@ class _Border:
             asked = (centres + reach * units.view(-1, size, *points.shape[1:])).clamp(0, 1)
             wrong = self._ask(asked.flatten(0, 1), labels.repeat_interleave(size))
             signs = (2 * wrong.to(points.dtype) - 1).view(-1, size)
-            moves = (asked - centres) / reach  # what was asked in truth, after rounding and cutting
+            moves = (asked - centres) / reach  # as queried: after rounding and cutting to [0, 1]
             signed = signed + add_up(moves * signs.view(-1, size, *[1] * (points.ndim - 1)))
             plain, balance = plain + add_up(moves), balance + signs.sum(dim=1)
         mean = balance / count
-        # Their mean is taken off to lower the variance, unless all agree: nothing would be left.
+        # Subtracting the mean sign lowers the variance; if all signs agree it would leave nothing.
         return signed - per_image(torch.where(mean.abs() < 1, mean, 0.0), points) * plain
 
     def jump(self, points: Tensor, directions: Tensor, lengths: Tensor) -> Tensor:
-        """Points as far along the directions as the lengths, halved until they are wrong; those given if none is."""
+        """Points moved along the directions by the lengths (batch,), halved until they are misclassified.
+
+        If none is misclassified, the given point is returned.
+        """
         found, rows, part = points.clone(), torch.arange(len(points), device=points.device), self
         for _ in range(_JUMP_HALVINGS):
             tried = (points[rows] + per_image(lengths[rows], points) * directions[rows]).clamp(0, 1)
@@ -215,10 +224,10 @@ class _Border:
 
 @dataclass(frozen=True, kw_only=True)
 class RandomNoise(BallAttack):
-    """The best of some random points of the ball: the floor that any attack must beat.
+    """The best of several random points of the ball: a baseline that any attack must beat.
 
-    The best is a misclassified point, else the one with the highest margin loss; with early_exit the first
-    misclassified one. keep="last" returns the best too, whatever it is.
+    The best is a misclassified point if there is one, and otherwise the point of the highest margin loss; with
+    early_exit it is the first misclassified one. keep="last" returns the best point even if it is not misclassified.
 
     Attributes:
         norm: of the ball, a name of `NORMS`.
@@ -262,17 +271,16 @@ class RandomNoise(BallAttack):
 
 @dataclass(frozen=True, kw_only=True)
 class Transfer(Attack):
-    """Images crafted on one model and tested on another.
+    """Runs another attack on a source model and tests the resulting images on the attacked model.
 
-    What the attack returns for the source is handed over, whether or not it fools the target: with its keep="best" an
-    image that fools the source, and the clean image where there is none; with keep="last" its last iterate. An image
-    that only just fools the source seldom fools another, so let the attack go on: early_exit=False, or keep="last".
-    The target is only asked for verdicts, before and after, and only these are counted by `run`; what the source was
-    asked is counted by `craft`.
+    The tested image is the one that the other attack returns for the source: with its keep="best" an image that the
+    source misclassifies, or the clean image if none was found; with keep="last" the last iterate. An image that the
+    source only just misclassifies seldom transfers, so let the attack go on: early_exit=False, or keep="last". The
+    attacked model makes the two verdicts only, and `run` counts only these; `craft` counts the passes of the source.
 
     Attributes:
-        source: the model to craft on, where it is; asked in eval mode.
-        attack: how.
+        source: the model to craft on, on the device of the images; it runs in eval mode.
+        attack: the attack on the source.
     """
 
     source: nn.Module
@@ -288,13 +296,13 @@ class Transfer(Attack):
             raise InputError(f"attack must be an Attack such as PGD, not {type(self.attack).__name__}.")
 
     def cost(self, num_classes: int) -> Cost:
-        """What the source is asked, which is what takes time; the model itself is asked for two verdicts."""
+        """The cost of the attack on the source, which takes the time; the attacked model makes two verdicts only."""
         return self.attack.cost(num_classes)
 
     def craft(
         self, images: Tensor, labels: Tensor, *, seed: int = 0, index: Tensor | None = None
     ) -> Attacked:
-        """What is handed over, with the source's own verdict and the questions that it was asked."""
+        """The images to be tested, with the source's predictions and the passes that it made."""
         return self.attack.run(self.source, images, labels, seed=seed, index=index)
 
     def search(self, target: Target, images: Tensor, labels: Tensor, draws: Draws) -> Tensor:
@@ -304,7 +312,7 @@ class Transfer(Attack):
 
 @dataclass(frozen=True, kw_only=True)
 class Unchanged(Attack):
-    """The images as they are: a row of a table for images that others have attacked already."""
+    """Returns the images unchanged: for tables of images that were attacked elsewhere."""
 
     def search(self, target: Target, images: Tensor, labels: Tensor, draws: Draws) -> Tensor:
         return images

@@ -1,4 +1,4 @@
-"""The attacks of Carlini & Wagner and their kin: Adam on an unbounded variable, and a search for the constant."""
+"""Carlini & Wagner's L2 attack and variants: Adam on an unbounded variable, with a search for the constant c."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _STRETCH = 0.9
 
 @dataclass(frozen=True, kw_only=True)
 class _TanhAttack(MinimumNormAttack):
-    """The settings that all attacks here share; `CarliniWagnerL2` says what they mean."""
+    """The settings that all attacks here share; `CarliniWagnerL2` explains them."""
 
     steps: int
     search_steps: int
@@ -53,32 +53,33 @@ class _TanhAttack(MinimumNormAttack):
 class CarliniWagnerL2(_TanhAttack):
     """The attack of Carlini & Wagner (2017) in L2: Adam on |x' - x|^2 + c max(margin + confidence, 0).
 
-    The margin is the score of the label minus the best other score, and x' a tanh of an unbounded w, which keeps it in
-    [0, 1]. Each image has its own c: tenfold until a success, then halfway between the largest that failed and the
-    smallest that succeeded. Returned is the nearest image met that is misclassified by `confidence`, and where there
-    was none, the nearest that is misclassified at all. A step costs a pass and, where the margin still counts, a
-    gradient; images whose search is over leave the batch.
+    The margin is the score of the label minus the best other score. x' is a tanh of an unbounded w, which keeps it in
+    [0, 1]. Each image has its own c: ten times larger after each failure until a success, then halfway between the
+    largest that failed and the smallest that succeeded. The result is the nearest point found that is misclassified by
+    `confidence`, or without one the nearest misclassified point. A step costs a forward pass, and a gradient unless (on
+    a CPU) the margin term is 0; images whose search is over leave the batch.
 
     Attributes:
-        steps: of Adam with each constant, at most.
-        search_steps: constants tried for each image; the authors' 9.
-        initial_constant: the first one; the authors' 0.001.
+        steps: the largest number of Adam steps with each constant.
+        search_steps: how many constants are tried for each image; the authors' 9.
+        initial_constant: the first constant; the authors' 0.001.
         confidence: by how much a wrong class must lead, in scores; the authors' kappa.
-        lr: of Adam; the authors' 0.01.
+        lr: learning rate of Adam; the authors' 0.01.
         abort_early: go to the next constant when a tenth of the steps, and at least twenty, has not lowered an image's
             loss by 0.1 %.
-        pull_steps: how often, in the end, the line from the image to what was found is halved, since Adam comes only as
-            near to the border as its steps are short; 0 as published.
-        on: where it looks, "scores", "linear", "tempered" or another `ScoreView`.
+        pull_steps: bisection steps, at the end, on the line from the image to the point found: Adam stays about one
+            step length away from the border. 0 as published.
+        on: the view that is attacked: "scores", "linear", "tempered" or another `ScoreView`.
 
     Departs: x' is (tanh(w) + 1)/2 as in the original, where the paper's appendix prints x + (tanh(w) + 1)/2. Here the
-        tanh is stretched by 1/0.9 and w kept where x' stays in [0, 1], so that black and white pixels are places to
-        start from like others; at the authors' 0.999999 of the way out, hundreds of steps leave them where they are.
+        tanh is stretched by 1/0.9 and w is bounded so that x' stays in [0, 1]: black and white pixels can then move
+        like others. In the authors' program they start at 0.999999 of the tanh's range, where hundreds of steps hardly
+        move them.
     Departs: the authors' program starts every constant at the image, and any success counts for it. Here the descent
-        goes on from where it is, and only steps since the last check count: the first few can carry an image over the
-        border by their mere length, and too small a constant would pass for enough.
-    Departs: the authors' program aborts when the summed loss of the batch has not fallen by 0.01 %; here each image
-        goes on by itself.
+        goes on from its current point, and only successes since the last check count: the first few steps can cross the
+        border merely by their length, and too small a constant would seem large enough.
+    Departs: the authors' program aborts when the summed loss of the batch has not fallen by 0.01 %; here this is
+        decided for each image.
     """
 
     on: str | View = "scores"
@@ -93,11 +94,11 @@ class CarliniWagnerL2(_TanhAttack):
 
 @dataclass(frozen=True, kw_only=True)
 class BlindSpot(CarliniWagnerL2):
-    """The blind-spot attack (Zhang et al. 2019; Verma & Swami 2019): `CarliniWagnerL2` from images shrunk to mid-gray.
+    """The blind-spot attack (Zhang et al. 2019; Verma & Swami 2019): `CarliniWagnerL2` on images of less contrast.
 
-    Pixels x become 0.5 + shrink (x - 0.5), which people see as the same image with less contrast and training has not
-    seen. Distances count from the shrunken image, so that what is returned lies in [0, 1] but far from the image that
-    was given. A shrunken image that is misclassified as it is counts as success; a failure returns the image as given.
+    Pixels x become 0.5 + shrink (x - 0.5): people see the same image with less contrast, but such images are not in the
+    training data. Distances are measured from the shrunken image, so the result lies in [0, 1] but far from the given
+    image. A shrunken image that is already misclassified counts as success. A failure returns the image as given.
 
     Attributes:
         shrink: the paper's alpha, 0.8 in its tables.
@@ -122,21 +123,21 @@ class BlindSpot(CarliniWagnerL2):
 class MemberCarliniWagner(_TanhAttack):
     """The fine-tuned C&W attack (Zhang et al. 2020): to the codeword of a wrong class, on logits before any tanh.
 
-    Minimises |x' - x|^2 - c min(min_n 2 t_n z_n, confidence): the member that is furthest from its wanted bit t_n
-    counts, and no decoder can hide it by saturating. Members with symbols have their margin in place of 2 t_n z_n. An
-    image is a success when the model misclassifies it, whatever bits are missing; with a confidence above 0 all members
-    must have that too. Their program takes 1000 steps, 10 search steps and the initial constant 0.01; the paper's row
-    2000, 10 and 0.1.
+    Minimises |x' - x|^2 - c min(min_n 2 t_n z_n, confidence). The member furthest from its wanted bit t_n decides, and
+    no decoder can hide it by saturating. Members with logits per symbol have their margin in place of 2 t_n z_n. A
+    point is a success if the model misclassifies it, even if some bits are not the goal's. With a confidence above 0
+    a point counts fully only if every member has its wanted bit by that margin too. Their program takes 1000 steps, 10
+    search steps and the initial constant 0.01; the paper's row 2000, 10 and 0.1.
 
     Attributes:
-        lr: of Adam; their 0.005.
-        targets: wrong classes that each image tries in turn, those with the highest linear scores of the clean image;
-            the nearest result is kept. The other settings are those of `CarliniWagnerL2`.
+        lr: learning rate of Adam; their 0.005.
+        targets: how many wrong classes each image tries in turn, those with the highest linear scores of the clean
+            image; the nearest result is kept. The other settings are those of `CarliniWagnerL2`.
 
     Departs: from their program as `CarliniWagnerL2` does from its authors'.
     """
 
-    #: Where it looks, and what it needs of a model.
+    #: The view, which also decides what the attack needs of a model: members and a code.
     on: ClassVar[View] = WeakestBit()
 
     lr: float = 0.005
@@ -166,12 +167,13 @@ class MemberCarliniWagner(_TanhAttack):
 
 @dataclass(kw_only=True)
 class _State(Rows):
-    """What is known of each image, (batch,) or image-shaped; `broken` says that its search is over.
+    """State of the search of each image, (batch,) or image-shaped; `broken` means that the search is over.
 
     Attributes:
-        place, mean, square: w, and Adam's averages of the gradient and of its square.
-        constant, low, high: c, the largest that failed and the smallest that succeeded.
-        age, tried: steps taken with this constant, and how many constants are done.
+        rows: positions of the images in the whole batch.
+        place, mean, square: w, and Adam's running averages of the gradient and of its square.
+        constant, low, high: the current c, the largest that failed and the smallest that succeeded.
+        age, tried: steps taken with this constant, and how many constants are finished.
         lowest, checked: the lowest loss with this constant, now and at the last check.
         won: True once a step since the last check gave a point that is misclassified by the required margin.
         idle: True when the last point was so far over the border that the loss had no weight.
@@ -202,7 +204,10 @@ class _State(Rows):
 
 
 def _nearer(one: _State, other: _State) -> _State:
-    """Of two searches for the same images, row by row the one that is sure, or else the nearer one."""
+    """The better of two searches for the same images, row by row: the one that is sure, otherwise the nearer one.
+
+    Changes and returns `one`.
+    """
     wins = torch.where(one.sure == other.sure, other.nearest < one.nearest, other.sure)
     one.found = torch.where(per_image(wins, one.found), other.found, one.found)
     one.nearest, one.sure = torch.where(wins, other.nearest, one.nearest), one.sure | other.sure
@@ -212,12 +217,12 @@ def _nearer(one: _State, other: _State) -> _State:
 class _Descent:
     """Adam on all images at once, each with its own constant.
 
-    No image waits for another to get its next constant, so that a batch stays full. What happened is read back to the
-    host only at the checks.
+    An image gets its next constant without waiting for the others, so that the batch stays full. The CPU reads the
+    state, and so waits for the GPU, only at the checks.
 
     Args:
-        view: its loss is raised up to the attack's confidence.
-        demanded: the required margin: the loss that a point must reach, besides being misclassified.
+        view: the view whose loss is raised, up to the attack's confidence.
+        demanded: the required margin: besides being misclassified, a point is `sure` if its loss reaches this.
     """
 
     def __init__(self, attack: _TanhAttack, target: Target, view: View, demanded: float) -> None:
@@ -274,21 +279,21 @@ class _Descent:
         moves = points - state.images
         distances = moves.square().flatten(1).sum(dim=1)
         self._note(points, distances, broken, broken & (losses >= self.demanded))
-        # Not the loss alone decides when to stop pushing: another view than the scores may be satisfied too early.
+        # The loss alone must not decide when to stop pushing: the loss of another view may reach its goal too early.
         state.idle = broken & (losses >= attack.confidence)
         weight = state.constant * ~state.idle
         total = distances + weight * (attack.confidence - losses)
         state.lowest = torch.minimum(state.lowest, total)
         state.age = state.age + 1
-        # d tanh(w) = 1 - tanh(w)^2; factors that all pixels share play no part in Adam.
+        # d tanh(w) = 1 - tanh(w)^2; Adam is not affected by constant factors that all pixels share.
         inner = (2 * points - 1).mul_(_STRETCH)
         self._adam(moves.mul_(2).sub_(gradient * per_image(weight, points)).mul_(1 - inner.square_()))
 
     def _ascend(self, points: Tensor) -> tuple[Look, Tensor]:
-        """What the view shows at the points, and its gradient, or zeros where that would have no weight.
+        """The view's look at the points, and its gradient; zeros for idle images, whose loss has no weight.
 
-        On a CPU, images that needed no gradient one step ago are looked at without one first: most need none again. On
-        CUDA a batch of a new size costs more than that saves.
+        On a CPU, images that were idle one step ago first get a forward pass only: most of them are idle again. On
+        CUDA a new batch size costs more than this saves, so every image gets a gradient.
         """
         state = self.state
         if points.is_cuda or not state.idle.any():
@@ -315,7 +320,7 @@ class _Descent:
         return Look(losses, scores), torch.cat([torch.zeros_like(points[quiet]), gradient])[order]
 
     def _note(self, points: Tensor, distances: Tensor, broken: Tensor, sure: Tensor) -> None:
-        """Keeps the nearest point; one that is sure comes before one that is only misclassified."""
+        """Keeps the nearest point; a point that is sure replaces any that is only misclassified."""
         state = self.state
         better = torch.where(sure == state.sure, broken & (distances < state.nearest), sure)
         state.found = torch.where(per_image(better, points), points, state.found)
@@ -333,7 +338,7 @@ class _Descent:
         state.place.addcdiv_(state.mean, size, value=-length).clamp_(-edge, edge)
 
     def _check(self) -> None:
-        """Images that are through with their constant get the next one."""
+        """Gives the next constant to the images that are done with theirs."""
         state, attack = self.state, self.attack
         due, done = state.age % self.every == 0, state.age >= attack.steps
         if attack.abort_early:
@@ -350,7 +355,7 @@ class _Descent:
         state.broken = state.tried >= attack.search_steps
 
     def _drop(self, whole: _State) -> _State:
-        """Lets the images go whose search is over."""
+        """Drops the images whose search is over from the batch, and stores their results in `whole`."""
         state = self.state
         kept = torch.nonzero(~state.broken).squeeze(1)
         if len(kept) < len(state.rows):
@@ -360,7 +365,7 @@ class _Descent:
         return whole
 
     def _pull(self, whole: _State) -> None:
-        """Moves what was found back towards its image by bisection, as long as it stays misclassified (and sure)."""
+        """Moves the points found towards their images by bisection, while they stay misclassified (and sure)."""
         found = torch.nonzero(torch.isfinite(whole.nearest)).squeeze(1)
         if not (len(found) and self.attack.pull_steps):
             return

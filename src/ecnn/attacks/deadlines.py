@@ -1,4 +1,4 @@
-"""A moment after which no attack asks the model any more."""
+"""A deadline for attacks: after it, a search ends with `OutOfTimeError` at its next pass through the model."""
 
 from __future__ import annotations
 
@@ -12,16 +12,19 @@ _END: ContextVar[float | None] = ContextVar("end_of_searching", default=None)
 
 
 class OutOfTimeError(BaseException):
-    """A search that was under way when its time was over.
+    """Raised when a search reaches its deadline.
 
-    No Exception, as an interruption from the keyboard is none: who goes on after whatever a model throws does not go on
-    after this.
+    Like KeyboardInterrupt it is a BaseException, not an Exception: code that catches every error of a model must not
+    catch this one.
     """
 
 
 @contextmanager
 def until(moment: float | None) -> Iterator[None]:
-    """Inside, searches end with an OutOfTimeError at that moment of `time.monotonic`; None sets no end of its own."""
+    """Sets a deadline, on the clock of `time.monotonic`, for searches in this context.
+
+    The earliest deadline of nested contexts counts. None adds no deadline.
+    """
     ends = [end for end in (_END.get(), moment) if end is not None]
     token = _END.set(min(ends, default=None))
     try:
@@ -31,12 +34,12 @@ def until(moment: float | None) -> Iterator[None]:
 
 
 def time_is_over() -> bool:
-    """Whether the moment that was set has come."""
+    """Whether a deadline is set and has passed."""
     end = _END.get()
     return end is not None and time.monotonic() > end
 
 
 def check_time() -> None:
-    """Raises OutOfTimeError if the moment that was set has come."""
+    """Raises OutOfTimeError if a deadline is set and has passed."""
     if time_is_over():
         raise OutOfTimeError(NO_TIME)

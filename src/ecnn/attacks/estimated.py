@@ -1,4 +1,4 @@
-"""PGD without a gradient of the model: its slopes are estimated from scores at points around (NES, SPSA)."""
+"""PGD with gradients that are estimated from the scores of points around (NES, SPSA)."""
 
 from __future__ import annotations
 
@@ -20,31 +20,34 @@ from ecnn.attacks.views import SCORES, Aim, Look, View, find_view
 from ecnn.checks import check_choice, check_count, check_number
 from ecnn.errors import InputError
 
-_MOST_POINTS, _MOST_PIXELS = 1024, 2**22  # asked about at once, unless the batch is larger
+_MOST_POINTS, _MOST_PIXELS = 1024, 2**22  # largest forward pass, unless the batch itself is larger
 _STREAM = 31
 
 
 @dataclass(frozen=True, kw_only=True)
 class EstimatedPGD(PGD):
-    """`PGD` up a gradient that is estimated from scores, for models whose backward pass is missing, hidden or bent.
+    """`PGD` with a gradient estimated from scores, for models whose backward pass is missing, masked or misleading.
 
-    Around each point the loss is asked at pairs of opposite points. Half the difference of a pair, over the deviation,
-    times the direction of the pair, is on average the gradient of the loss, smoothed over the deviation: steps of
-    rounding and noise in the backward pass do not matter. Slopes along directions that are likely to be good, the last
-    estimate and the gradient of a `prior`, are asked directly, and the random pairs estimate what these leave.
+    The loss is evaluated at pairs of opposite points around each point. Half the difference of a pair, divided by the
+    deviation, times the direction of the pair, is in expectation the gradient of the loss smoothed over the deviation.
+    Rounding steps of the model, and noise in its backward pass, therefore do not matter. Along promising directions
+    (the last estimate and the gradient of a `prior`) the slope is measured directly; the random pairs estimate the
+    rest of the gradient.
 
     Attributes:
-        norm, eps, steps, step_size, loss, on, loss_slack, start, restarts, targets, schedule: as in `PGD`.
-        pairs: of points asked in every step, in random directions.
+        norm, eps, steps, step_size, loss, on, loss_slack, start, restarts, targets, schedule: as in `PGD`, but `start`
+            cannot be "odi".
+        pairs: how many pairs of points in random directions are evaluated in every step.
         estimator: how directions are drawn: "nes", normal numbers (Ilyas et al. 2018), or "spsa", plus or minus one
             (Spall 1992; Uesato et al. 2018).
-        deviation: size of the move of each pixel, on the [0, 1] scale; larger than what the model rounds by.
-        memory: asks one pair along the last estimate too (after Meier et al. 2019), a momentum that the scores confirm.
-        prior: another model of the same classes, such as a student; one pair is asked along the gradient of its loss
-            (after Cheng et al. 2019). Only the attacked model's passes are counted.
+        deviation: size of the move of each pixel, on the [0, 1] scale; larger than the steps by which the model rounds.
+        memory: also evaluates one pair along the last estimate (after Meier et al. 2019), like a momentum that the
+            scores confirm.
+        prior: another model of the same classes, such as a surrogate, or None. One pair is evaluated along the
+            gradient of its loss (after Cheng et al. 2019). Only the attacked model's passes are counted.
 
-    Departs: points stay within [0, 1], and the estimate makes up for what that cuts. Steps are those of `PGD`;
-        Uesato et al. take Adam's.
+    Departs: points are cut to [0, 1], and the estimate is corrected for that. Steps are those of `PGD`; Uesato et al.
+        use Adam's.
     """
 
     pairs: int
@@ -87,15 +90,15 @@ class EstimatedPGD(PGD):
 
 
 class _Estimating(Target):
-    """The model, asked for scores alone: gradients are estimates.
+    """A target whose gradients are estimated from scores.
 
     Attributes:
-        settings: of the attack.
-        draws: of the images that are asked about.
-        places: (n,) their positions in the first batch, where
-        past: has the last estimate of each image, zero for none.
-        asked: how many estimates there were, a list of one number that all parts share.
-        most: points to ask about at once.
+        settings: the attack.
+        draws: random numbers of the images of this target.
+        places: (n,) positions of these images in `past`.
+        past: last estimate for each image of the first batch; zero for none.
+        asked: how many estimates were made, as a list of one number that narrowed targets share.
+        most: largest number of points in one forward pass.
     """
 
     settings: EstimatedPGD
@@ -122,7 +125,7 @@ class _Estimating(Target):
         return part
 
     def forget(self) -> None:
-        """Begins anew, from other points."""
+        """Clears the last estimates, for a new start from other points."""
         self.past[self.places] = 0
 
     def ascend(self, view: View, points: Tensor, aim: Aim) -> tuple[Look, Tensor]:
@@ -137,14 +140,14 @@ class _Estimating(Target):
         rest = self._estimate(view, points, aim, draws, known)
         for direction in directions:
             rest = rest - per_image(_dot(rest, direction), points) * direction
-        # The random part is mostly noise when pairs are fewer than pixels: so much of it has the least error.
+        # With fewer pairs than pixels the random part is mostly noise: this weight minimises the expected error.
         gradient = known + rest * (self.settings.pairs / (self.settings.pairs + points[0].numel()))
         if self.settings.memory:
             self.past[self.places] = gradient
         return look, gradient
 
     def _likely(self, points: Tensor, aim: Aim) -> Iterator[Tensor]:
-        """Directions that a gradient may have."""
+        """Yields promising directions: the gradient of the prior's loss, and the last estimate."""
         if self.settings.prior is not None:
             leaf = points.detach().requires_grad_(True)
             with torch.enable_grad(), self.autocast():
@@ -155,7 +158,7 @@ class _Estimating(Target):
     def _along(
         self, view: View, points: Tensor, aim: Aim, direction: Tensor, known: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """(batch,) how much steeper the loss is along a direction than is known, and the direction that was asked."""
+        """(batch,) slope of the loss along a direction, beyond that of `known`, and the unit direction measured."""
         reach = self.settings.deviation * math.sqrt(points[0].numel())
         unit = NORMS["l2"].steepest(direction)
         upper, lower = (points + reach * unit).clamp(0, 1), (points - reach * unit).clamp(0, 1)
@@ -167,7 +170,7 @@ class _Estimating(Target):
         return slopes, moved / per_image(lengths.clamp_min(1e-30), moved)
 
     def _estimate(self, view: View, points: Tensor, aim: Aim, draws: Draws, known: Tensor) -> Tensor:
-        """What the gradient is, on average, beside what is known of it."""
+        """An estimate, from random pairs, of the smoothed gradient minus `known`."""
         settings, total = self.settings, torch.zeros_like(points)
         group = max(1, self.most // max(1, 2 * len(points)))
         for first in range(0, settings.pairs, group):
@@ -190,14 +193,14 @@ class _Estimating(Target):
         return 2 * draws.integers(2, *shape).to(points.dtype) - 1
 
     def _share(self, points: Tensor) -> Tensor:
-        """The share of each pixel's slope that pairs find when they are cut to [0, 1]: 1 inside, 1/2 at its ends."""
+        """The share of each pixel's slope that pairs cut to [0, 1] measure: about 1 far inside, 1/2 at 0 and at 1."""
         up, down = (1 - points) / self.settings.deviation, points / self.settings.deviation
         if self.settings.estimator == "nes":
             return (torch.erf(up / math.sqrt(2)) + torch.erf(down / math.sqrt(2))) / 2
         return (up.clamp(max=1) + down.clamp(max=1)) / 2
 
     def _rises(self, view: View, upper: Tensor, lower: Tensor, aim: Aim) -> Tensor:
-        """(batch, pair) how much higher the loss is at one end of each pair than at the other."""
+        """(batch, pair) loss at the upper end of each pair minus loss at the lower end."""
         pairs = upper.shape[1]
         self.count(2 * pairs * view.passes_per_look)
         labels = aim.labels.repeat_interleave(pairs)

@@ -20,31 +20,31 @@ from ecnn.checks import check_counts, check_number
 from ecnn.objectives import largest_score, predicted_classes, score_margin
 
 _FINAL_STEPS = 3
-_FINAL_OVERSHOOT = 1e-5  # a point on the border itself may be on either side of it
+_FINAL_OVERSHOOT = 1e-5  # rounding decides on which side a point exactly on the border is
 _STREAM = 12
 
 
 @dataclass(frozen=True, kw_only=True)
 class FAB(BallAttack):
-    """The fast adaptive boundary attack in its targeted form, FAB-T (Croce & Hein 2020b): the nearest wrong point.
+    """The fast adaptive boundary attack in its targeted form, FAB-T (Croce & Hein 2020b).
 
-    Each step goes to the border between the label and one wrong class as the gradient sees it, biased to the image;
-    from a misclassified point it goes back towards the image. What it finds beyond eps is no success: such a point
-    is returned cut to the ball, where the final pass may still find it misclassified.
+    It searches the misclassified point nearest to the image. Each step goes to the linearised border between the label
+    and one wrong class, biased towards the image; from a misclassified point the search goes back towards the image. A
+    point found beyond eps is projected onto the ball, where the final pass may still find it misclassified.
 
     Attributes:
-        norm: of the perturbation to make small, a name of `NORMS`.
-        eps: radius of success on the [0, 1] scale, or a fraction such as "8/255".
-        steps: of each start and target; 100 in AutoAttack.
-        targets: the k best wrong classes, one after the other, or all if there are fewer.
-        restarts: the first starts at the image, the others at uniform points within eps / 2.
+        norm: of the distance to make small, a name of `NORMS`.
+        eps: radius on the [0, 1] scale, or a fraction such as "8/255", within which a point counts as a success.
+        steps: for each start and target; 100 in AutoAttack.
+        targets: how many wrong classes are targets, one after the other, the best first; all if there are fewer.
+        restarts: how many starts; the first is the image, the others are uniform points within eps / 2.
         bias: largest weight of the step from the image itself (the paper's alpha_max).
-        overshoot: how far beyond the border a step goes (eta).
-        retreat: where between image (0) and misclassified point (1) the search goes on (beta).
-        on: where it looks, "scores", "linear", "tempered" or another `ScoreView`.
+        overshoot: factor by which a step is longer than the way to the border (eta).
+        retreat: after a misclassified point the search goes on at this fraction of the way from the image to it (beta).
+        on: the view that is attacked: "scores", "linear", "tempered" or another `ScoreView`.
 
-    Departs: the authors' program leaves out the final search of the paper, three secant steps between the image and
-        the best point; it is done here for points beyond eps, and with early_exit=False for all.
+    Departs: the authors' program leaves out the paper's final search, three secant steps between the image and the
+        best point. It is done here for points beyond eps, and with early_exit=False for all points.
     """
 
     steps: int
@@ -94,7 +94,12 @@ class FAB(BallAttack):
         return torch.where(near, found, norm.project(found, images, eps))
 
     def _hunt(self, target: Target, whole: _Hunt, leads: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-        """One start and target: the nearest misclassified points, whether they lie within eps, minus their distance."""
+        """One search from the hunt's points towards its goals.
+
+        Returns:
+            The nearest misclassified points (the images where there is none), (batch,) whether they lie within eps, and
+            (batch,) minus their distances (-inf where there is none).
+        """
         view = find_score_view(self.on)
         for _, part, hunt in iterate_rows(target, whole, self.steps, early_exit=self._drops_rows):
             look, gradient = part.ascend(view, hunt.points, Aim(hunt.labels, hunt.goals))
@@ -113,7 +118,7 @@ class FAB(BallAttack):
         return whole.found, whole.broken, -whole.distances
 
     def _step(self, hunt: _Hunt, leads: Tensor, gradient: Tensor) -> Tensor:
-        """To the linearised border from the point and, with less weight, from the image."""
+        """The next points: a mean of steps to the linearised border, from the points and (up to `bias`) the images."""
         norm = NORMS[self.norm]
         points, images, normals = (x.flatten(1) for x in (hunt.points, hunt.images, gradient))
         offsets = leads + (normals * (images - points)).sum(dim=1)
@@ -127,7 +132,7 @@ class FAB(BallAttack):
         return ahead.clamp(0, 1).view_as(hunt.points)
 
     def _search_segment(self, target: Target, hunt: _Hunt, image_leads: Tensor, eps: float) -> None:
-        """The final search: where between image and misclassified point the lead of the wrong classes crosses zero."""
+        """The final search: secant steps to where, between image and misclassified point, the lead crosses zero."""
         low, high = torch.zeros_like(hunt.distances), torch.ones_like(hunt.distances)
         low_leads, high_leads = image_leads.to(low.dtype), hunt.found_leads
         moves = hunt.found - hunt.images
@@ -138,18 +143,19 @@ class FAB(BallAttack):
             broken = hunt.note(target.scores(hunt.points), self.norm, eps)
             leads = hunt.leads
             low, high = torch.where(broken, low, middle), torch.where(broken, middle, high)
-            # Halving the other end's value keeps the secants from creeping up to a curved border from one side.
+            # Halving the kept end's value stops the secants from approaching a curved border from one side only.
             low_leads = torch.where(broken, low_leads / 2, leads)
             high_leads = torch.where(broken, leads, high_leads / 2)
 
 
 @dataclass(kw_only=True)
 class _Hunt(Rows):
-    """Where one start of FAB stands; broken means that a misclassified point within eps was found.
+    """State of one search from one start; `broken` means that a misclassified point within eps was found.
 
     Attributes:
-        points, leads: the iterate, and by how much the best wrong class leads there.
-        found, found_leads, distances: the same at the nearest misclassified point, and how far it is; inf without one.
+        points, leads: the iterate, and the lead (batch,) of the best wrong class over the label there.
+        found, found_leads: the nearest misclassified point so far, and the lead there.
+        distances: (batch,) distance of that point from the image; inf if there is none.
     """
 
     results: ClassVar[tuple[str, ...]] = ("broken", "found", "found_leads", "distances")
@@ -163,9 +169,9 @@ class _Hunt(Rows):
     distances: Tensor
 
     def note(self, scores: Tensor, norm: Norm, eps: float) -> Tensor:
-        """(batch,) whether the points are misclassified; the nearest such points are remembered."""
+        """(batch,) whether the points are misclassified. Also keeps the nearest misclassified points."""
         wrong = predicted_classes(scores) != self.labels
-        # Without an answer a wrong class leads by far.
+        # Scores without an answer are NaN here; such a point is misclassified, so its lead is set to the largest value.
         leads = -score_margin(scores, self.labels).to(self.leads.dtype)
         self.leads = leads.nan_to_num(nan=largest_score(leads.dtype))
         distances = NORMS[norm].length(self.points - self.images)

@@ -30,23 +30,25 @@ _SCHEDULES: dict[str, Callable[[float], float]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class PGD(ClimbingAttack):
-    """Projected gradient descent (Madry et al. 2018): steps up the gradient, projected to the ball.
+    """Projected gradient descent (Madry et al. 2018): steps up the gradient, projected onto the ball.
 
-    Called with a generator inside a training step it can be captured in a CUDA graph: then no shape and no branch
-    depends on the data.
+    Called with a generator it can be captured in a CUDA graph, as part of a training step: no shape and no branch
+    depends on the data then.
 
     Attributes:
         norm: of the ball and of the steps, a name of `NORMS`. In L1 a step moves 1 % of the pixels.
         eps: radius on the [0, 1] scale, or a fraction such as "8/255".
-        steps: gradient steps of each start.
-        step_size: length of each, on the [0, 1] scale.
-        loss: "margin" (best wrong score minus true score), "cross_entropy" or "dlr" (Croce & Hein's, free of scale).
-        on: where it looks, a name of `VIEWS`, a `View`, or a loss (model, images, labels) -> (batch,) of your own.
-        loss_slack: the margin is not pushed beyond this, the paper's c.
-        start: a "uniform" point of the ball, the "image", or a point that the scores disperse to from a uniform one
-            ("odi", Tashiro et al. 2020).
+        steps: gradient steps from each start.
+        step_size: length of a step, on the [0, 1] scale.
+        loss: "margin" (best wrong score minus true score), "cross_entropy" or "dlr" (Croce & Hein 2020: the margin
+            divided by the spread of the scores, so that their scale has no effect).
+        on: the view that is attacked: a name of `VIEWS`, a `View`, or a loss of your own, (model, images, labels) ->
+            (batch,).
+        loss_slack: a margin or DLR loss is clamped to this, so that it is not raised further; the paper's c.
+        start: a "uniform" point of the ball; the "image"; or "odi" (Tashiro et al. 2020), two steps of length eps from
+            a uniform point, up a random weighting of the scores.
         restarts: how many starts, each with its own random numbers; starts at the "image" are all the same.
-        targets: 0 moves away from the label; k tries each of the k best wrong classes in turn, from every start.
+        targets: 0 moves away from the label; k moves to each of the k best wrong classes in turn, from every start.
         schedule: the step size stays ("constant") or falls to zero ("linear", "cosine").
     """
 
@@ -83,7 +85,7 @@ class PGD(ClimbingAttack):
     def climb(
         self, target: Target, images: Tensor, labels: Tensor, goals: Tensor | None, points: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """From the points given: the point kept for each image, whether it is broken, and the loss there."""
+        """One search from the given points: each image's best point, (batch,) whether it is broken, and its loss."""
         view, knows_scores = find_view(self.on), True
         whole = _PGDState(
             images=images,
@@ -103,7 +105,7 @@ class PGD(ClimbingAttack):
                 state.note(look, self.early_exit)
                 state.points = self._move(state.points, gradient, state.images, step)
             knows_scores = look.scores is not None
-        if not knows_scores:  # then the model is asked in the end
+        if not knows_scores:  # the view returns no scores: one more pass finds out what is broken
             whole.broken = predicted_classes(target.scores(whole.best)) != labels
         return whole.best, whole.broken, whole.best_losses
 
@@ -134,13 +136,16 @@ class PGD(ClimbingAttack):
         return norm.project(moved, images, self.radius)
 
     def step_length(self, step: int) -> float:
-        """How long a step is, by its number from 0 up."""
+        """Length of a step, on the [0, 1] scale. Steps are numbered from 0."""
         return parse_eps(self.step_size) * _SCHEDULES[self.schedule](step / max(1, self.steps))
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class _WeightedScores(View):
-    """A random direction in score space, the same for an image at every step; of the view's scores if it has some."""
+    """The scores times random weights, the same for an image at every step.
+
+    The scores are those of the given view, or the model's if that is no `ScoreView`.
+    """
 
     name: str = "weighted scores"
     view: View
@@ -155,10 +160,11 @@ class _WeightedScores(View):
 
 @dataclass(kw_only=True)
 class _PGDState(Rows):
-    """Where one start of PGD stands.
+    """State of one search from one start.
 
     Attributes:
-        best, best_losses: of each image the broken point, or else the one of the highest loss.
+        points: the current iterates.
+        best, best_losses: for each image the broken point, or without one the point of the highest loss, and its loss.
     """
 
     results: ClassVar[tuple[str, ...]] = ("broken", "best", "best_losses")
@@ -170,13 +176,16 @@ class _PGDState(Rows):
     best_losses: Tensor
 
     def note(self, look: Look, early_exit: bool) -> None:
-        """Remembers the first broken point, or without early exit the broken one of the highest loss."""
+        """Keeps the first broken point of each image, or without early exit the broken one of the highest loss.
+
+        While no point is broken, it keeps the one of the highest loss.
+        """
         losses = look.losses.to(self.best_losses.dtype)
         now = torch.zeros_like(self.broken)
         if look.scores is not None:
             now = predicted_classes(look.scores) != self.labels
         wins = (now & ~self.broken) | ((now == self.broken) & (losses > self.best_losses))
-        if early_exit:  # whenever a broken row is dropped, it has the same result
+        if early_exit:  # the result must not depend on when a broken row is dropped
             wins = wins & ~self.broken
         self.best = torch.where(per_image(wins, self.best), self.points, self.best)
         self.best_losses = torch.where(wins, losses, self.best_losses)
@@ -187,8 +196,8 @@ class _PGDState(Rows):
 class BIM(PGD):
     """The basic iterative method (Kurakin et al. 2017): PGD with cross-entropy from the image itself.
 
-    Departs: the paper prints a clipped perturbation and the gradient at the image; as in the original, the whole
-        iterate is clipped and the gradient taken there.
+    Departs: the paper prints a clipped perturbation and the gradient at the image. Here, as in the original, the whole
+        iterate is clipped and the gradient is taken at the iterate.
     """
 
     loss: Loss = "cross_entropy"

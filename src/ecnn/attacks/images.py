@@ -1,4 +1,4 @@
-"""What attacks ask of a batch of images, whatever the norm."""
+"""Helpers for batches of images that do not depend on the norm: batch size limits, checks, broadcasting."""
 
 from __future__ import annotations
 
@@ -19,7 +19,11 @@ _TOGETHER: ContextVar[int] = ContextVar("values_of_attempts_together", default=0
 
 @contextmanager
 def at_most(images: int | None) -> Iterator[None]:
-    """Inside, whoever asks a model about many images asks about no more than so many at once; None bounds nothing."""
+    """Limits the number of images per forward pass in this context. The smallest of nested limits counts.
+
+    Args:
+        images: the limit, or None for none.
+    """
     bounds = [bound for bound in (images, _MOST.get()) if bound is not None]
     token = _MOST.set(min(bounds) if bounds else None)
     try:
@@ -29,17 +33,17 @@ def at_most(images: int | None) -> Iterator[None]:
 
 
 def at_once(usual: int) -> int:
-    """How many images to ask a model about at once, where nothing but the memory speaks against `usual`."""
+    """Batch size for forward passes: `usual`, or the limit set by `at_most` if that is smaller."""
     most = _MOST.get()
     return usual if most is None else min(usual, most)
 
 
 @contextmanager
 def together(values: int) -> Iterator[None]:
-    """Inside, several attempts at few images are made at once, while they have no more pixel values than so many.
+    """Lets attacks run several attempts at few images in one batch of at most this many pixel values, in this context.
 
-    A small network takes as long for one image as for dozens. No attempt finds anything else; an image that one of them
-    breaks has been asked about by the others too.
+    A small network takes as long for one image as for dozens. The points found stay the same. The cost may rise: an
+    image that one attempt breaks has also spent the passes of the other attempts in its batch.
     """
     token = _TOGETHER.set(values)
     try:
@@ -49,7 +53,7 @@ def together(values: int) -> Iterator[None]:
 
 
 def copies_at_once(images: int, values: int) -> int:
-    """How many copies of so many images of so many pixel values may be asked about at once; 1 outside of `together`."""
+    """How many copies of a batch (images of `values` pixel values each) fit into one pass; 1 outside `together`."""
     most = at_once(_TOGETHER.get() // max(1, values))
     return max(1, most // max(1, images))
 
@@ -57,7 +61,7 @@ def copies_at_once(images: int, values: int) -> int:
 def check_pixels(images: Tensor) -> None:
     """Raises InputError unless these are float32 or float64 pixels in [0, 1].
 
-    The values are not looked at while a CUDA graph is recorded, which must not wait.
+    Their range is not checked while a CUDA graph is recorded, because nothing may wait for the GPU then.
     """
     is_tensor = isinstance(images, Tensor)
     if not is_tensor or images.ndim < 2 or images.dtype not in (torch.float32, torch.float64):
@@ -77,17 +81,20 @@ def check_pixels(images: Tensor) -> None:
 
 
 def per_image(values: Tensor, images: Tensor) -> Tensor:
-    """(batch,) values shaped to be broadcast over the pixels of each image."""
+    """The values (batch,) reshaped to (batch, 1, ...), so that they broadcast over the pixels of each image."""
     return values.view(-1, *[1] * (images.ndim - 1))
 
 
 def room_of(points: Tensor, directions: Tensor) -> Tensor:
-    """How far each pixel can go from the points before it leaves [0, 1], in the direction of its sign."""
+    """How far each pixel of the points can move within [0, 1]: up where its direction is positive, otherwise down."""
     return torch.where(directions > 0, 1 - points, points)
 
 
 def add_up(values: Tensor) -> Tensor:
-    """The sum over the second axis, by halves: how `sum` rounds may depend on the size of the batch, this does not."""
+    """(batch, ...) the sum over the second axis, by pairwise halves.
+
+    Its rounding does not depend on the batch size, that of `torch.sum` may.
+    """
     while (count := values.shape[1]) > 1:
         half = count // 2
         halves = values[:, :half] + values[:, half : 2 * half]
@@ -96,5 +103,5 @@ def add_up(values: Tensor) -> Tensor:
 
 
 def count_features(images: Tensor, fraction: float) -> int:
-    """How many values of an image are that share of them, rounded down; 0.29 of 100 are 29, not 28.999..."""
+    """The number of values in this fraction of one image, rounded down; 0.29 of 100 gives 29, not 28 by rounding."""
     return math.floor(fraction * math.prod(images.shape[1:]) + 1e-6)

@@ -1,4 +1,4 @@
-"""The Jacobian-based saliency map attack: few features, changed as far as they go."""
+"""The Jacobian-based saliency map attack: changes few features, each by as much as possible."""
 
 from __future__ import annotations
 
@@ -26,27 +26,28 @@ class JSMA(Attack):
     """The Jacobian-based saliency map attack (Papernot et al. 2016): greedy, feature by feature, toward a goal class.
 
     A feature is one value of the image, so a coloured pixel has three. Each move takes the feature, or the pair, with
-    the highest saliency -alpha * beta among those with alpha > 0 > beta, where alpha is the slope of the goal's score
-    and beta that of the sum of all others; with a negative theta both signs turn. The Jacobian itself is never built:
-    the two slopes are two gradients. An image is done when no feature is salient, when `max_pixel_fraction` of the
-    features (rounded down, to pairs too) have been moved, a feature moved twice counting twice, and
+    the highest saliency -alpha * beta among those with alpha > 0 > beta. Here alpha is the derivative of the goal's
+    score and beta that of the sum of all other scores; with a negative theta both signs are reversed. The Jacobian is
+    never built: alpha and beta are two gradients. A search ends when no feature is salient, or when
+    `max_pixel_fraction` of the features (rounded down to whole moves) have been moved, where a feature moved twice
+    counts twice. It also ends
 
-    - with keep="last": when it is classified as its goal, as in the original; the last iterate is returned.
+    - with keep="last": when the image is classified as its goal, as in the original; the last iterate is returned.
     - with keep="best": the same, or with early_exit as soon as it is misclassified at all, as in the paper's text;
       the last misclassified iterate is returned.
 
     Attributes:
-        max_pixel_fraction: of the features that may be moved, the paper's gamma.
-        pixels: moved together: a "pair", as in the original, or "one", as the paper's text says.
+        max_pixel_fraction: largest share of the features that may be moved, the paper's gamma.
+        pixels: how many features move together: a "pair", as in the original, or "one", as the paper's text says.
         goal: a "random" wrong class for each image, its "least" likely, its "next" likely, or "each" wrong class from
             the next likely down; then the success that moved the fewest features is kept, with early_exit the first.
-        theta: how far a move goes, from -1 to 1 and not 0; up to the bounds 0 and 1.
-        on: whose scores are differentiated, "scores", "linear", "tempered" or another `ScoreView`; success is the
-            model's own word.
-        max_pairs: how many pairs are weighed at once; it bounds the memory and changes no result.
+        theta: how far a feature moves, from -1 to 1 and not 0; it is cut to [0, 1].
+        on: the view whose scores are differentiated: "scores", "linear", "tempered" or another `ScoreView`. The model's
+            own scores decide success.
+        max_pairs: how many pairs are compared at once; it bounds the memory and changes no result.
 
-    Departs: the original removes a feature at its bound only after moving it in vain; here it is out from the start.
-        The paper prints x_{p,q} where the update is at (p*, q*).
+    Departs: the original removes a feature at its bound only after a move without effect; here it is left out from the
+        start. The paper prints x_{p,q} where the update is at (p*, q*).
     """
 
     max_pixel_fraction: float
@@ -81,7 +82,7 @@ class JSMA(Attack):
         return attempts.points
 
     def _goals(self, scores: Tensor, labels: Tensor, draws: Draws) -> Tensor:
-        """(batch, goal) the classes to move to, one after the other."""
+        """(batch, goal) the classes to move to, in order."""
         if self.goal == "random":
             others = draws.fold(0).integers(scores.shape[1] - 1, 1)
             return others + (others >= labels[:, None])
@@ -91,7 +92,7 @@ class JSMA(Attack):
     def _walk(
         self, target: Target, images: Tensor, labels: Tensor, goals: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """The last iterates, the last misclassified ones, and (batch,) whether there was any."""
+        """The last iterates, the last misclassified ones (or the images), and (batch,) whether there was any."""
         points, kept = images.clone(), images.clone()
         broken = torch.zeros_like(labels, dtype=torch.bool)
         rows, moves = torch.arange(len(images), device=images.device), self._moves(images)
@@ -111,7 +112,7 @@ class JSMA(Attack):
                 done = done | wrong
             moved, stuck = self._move(current, toward, away)
             points[rows] = torch.where(per_image(done, current), current, moved)
-            # An image that is done stays as it is until it is dropped: asked again, it answers the same.
+            # An image that is done does not change until it is dropped, so more passes change no result.
             if not images.is_cuda or move % _CUDA_DROPS_EVERY == _CUDA_DROPS_EVERY - 1:
                 left = torch.nonzero(~(done | stuck)).squeeze(1)
                 if len(left) < len(rows):
@@ -124,7 +125,7 @@ class JSMA(Attack):
         return count_features(images, self.max_pixel_fraction) // (2 if self.pixels == "pair" else 1)
 
     def _slopes(self, target: Target, points: Tensor, goals: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """(batch,) the model's classes; (batch, feature) how a move pushes the goal up, and the others down."""
+        """(batch,) the model's classes; (batch, feature) slopes by which a move raises the goal and lowers the rest."""
         points = points.detach().requires_grad_(True)
         with torch.enable_grad(), target.autocast():
             scores, own = find_score_view(self.on).read(target.model, points)
@@ -137,7 +138,7 @@ class JSMA(Attack):
         return predicted_classes(own), sign * alpha.flatten(1), -sign * beta.flatten(1)
 
     def _move(self, points: Tensor, toward: Tensor, away: Tensor) -> tuple[Tensor, Tensor]:
-        """The points with their most salient features moved, and (batch,) whether there were none."""
+        """The points with their most salient features moved, and (batch,) whether no feature was salient."""
         features = points.flatten(1)
         room = features < 1 if self.theta > 0 else features > 0
         toward, away = toward.masked_fill(~room, -math.inf), away.masked_fill(~room, -math.inf)
@@ -151,7 +152,9 @@ class JSMA(Attack):
 
 
 def best_one(toward: Tensor, away: Tensor) -> tuple[Tensor, Tensor]:
-    """(batch, 1) the feature with the highest toward * away, both positive, and (batch,) that; 0 if there is none.
+    """(batch, 1) the feature with the highest saliency toward * away, both positive, and (batch,) its saliency.
+
+    The saliency is 0 if no feature has both positive.
 
     Args:
         toward, away: (batch, feature), -inf for features that may not be moved.
@@ -161,21 +164,21 @@ def best_one(toward: Tensor, away: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def best_pair(toward: Tensor, away: Tensor, max_pairs: int) -> tuple[Tensor, Tensor]:
-    """(batch, 2) the pair p < q with the highest saliency, and (batch,) that; 0 if there is none.
+    """(batch, 2) the pair p < q with the highest saliency, and (batch,) its saliency; 0 if there is no such pair.
 
-    The saliency is (toward_p + toward_q) (away_p + away_q), both sums positive. The pair is the best of all, the first
-    in order among equals. 3,072 features have 4.7 million pairs, but few must be weighed (`worth_pairing`), and those
-    are, some rows of their table at a time.
+    The saliency is (toward_p + toward_q) (away_p + away_q), both sums positive. The result is exact; of equal pairs the
+    first in order wins. 3,072 features have 4.7 million pairs, so `worth_pairing` first excludes features that cannot
+    change the result. The table of the remaining pairs is computed some rows at a time.
 
     Args:
         toward, away: (batch, feature), -inf for features that may not be moved.
-        max_pairs: weighed at once; at least one row of the table per image.
+        max_pairs: how many pairs are in memory at once; at least one row of the table per image.
     """
     worth = worth_pairing(toward, away)
     width = int(worth.sum(dim=1).max()) if len(worth) else 0
     columns = (~worth).to(torch.uint8).argsort(dim=1, stable=True)[:, :width]
     toward, away = (
-        # Sums of float32 numbers are exact in float64, or nearly: rounding makes no equals.
+        # Sums of float32 numbers are (nearly) exact in float64: rounding makes no ties.
         values.masked_fill(~worth, -math.inf).gather(1, columns).double()
         for values in (toward, away)
     )
@@ -186,7 +189,7 @@ def best_pair(toward: Tensor, away: Tensor, max_pairs: int) -> tuple[Tensor, Ten
         rows, partners = slice(first, min(first + height, width - 1)), slice(first + 1, None)
         saliency = _saliency(
             toward[:, rows, None] + toward[:, None, partners], away[:, rows, None] + away[:, None, partners]
-        ).triu()  # partners start one further on, so that p < q is the upper triangle with its diagonal
+        ).triu()  # columns start one feature after the rows, so p < q is the upper triangle with its diagonal
         value, place = saliency.flatten(1).max(dim=1)
         here = torch.stack([place // saliency.shape[2] + first, place % saliency.shape[2] + first + 1], dim=1)
         better = value > best
@@ -200,14 +203,15 @@ def _saliency(toward: Tensor, away: Tensor) -> Tensor:
 
 
 def worth_pairing(toward: Tensor, away: Tensor) -> Tensor:
-    """(batch, feature) False where two other features are at least as good both ways, equals going by index.
+    """(batch, feature) False for a feature if two others have both slopes at least as high; ties go by index.
 
-    One of the two is not the partner already, and exchanging the feature for it lowers neither sum: the best pair does
-    without. Of n features with unrelated slopes about 2 log n remain; all n only if every gain one way costs the other.
+    The best pair does not need such a feature: one of the two others is not its partner, and swapping the feature for
+    it lowers neither sum. Of n features with independent slopes about 2 log n remain; all n remain only if the order by
+    one slope is the reverse of that by the other.
     """
     by_away = away.argsort(dim=1, descending=True, stable=True)
     order = by_away.gather(1, toward.gather(1, by_away).argsort(dim=1, descending=True, stable=True))
-    # In this order only earlier features can be as good both ways, and are if they push the others down as much.
+    # In this order only earlier features can have both slopes as high, and do if their `away` is as high.
     falling = away.gather(1, order)
     highest = _before(falling.cummax(dim=1).values)
     second = _before(torch.minimum(highest, falling).cummax(dim=1).values)

@@ -1,4 +1,4 @@
-"""Minimum-norm attacks: the nearest misclassified image, with no ball to stay in. C&W and its kin are in `carlini`."""
+"""Minimum-norm attacks: they search the nearest misclassified image, in no ball. C&W variants are in `carlini`."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from ecnn.checks import check_choice, check_count, check_number
 from ecnn.errors import InputError
 from ecnn.objectives import bounded, predicted_classes, score_margin
 
-# A lead below this share of the largest score may not survive a pass with other neighbours or in full precision.
+# A lead below this share of the largest score may vanish in another batch or in full precision.
 _ROUNDING = {torch.float32: 4e-6, torch.float64: 1e-14}
 _ROUNDING_BFLOAT16 = 2e-2
 
 
 @dataclass(frozen=True, kw_only=True)
 class MinimumNormAttack(Attack):
-    """What minimum-norm attacks share: `search` returns, for each image, the nearest misclassified one that it met.
+    """Base of minimum-norm attacks: `search` returns the nearest misclassified point found, or the image if none was.
 
-    An image counts as misclassified when a wrong class leads by more than rounding: the nearest one found is still
-    misclassified when it is asked about again, among other neighbours or in full precision.
+    A point counts as misclassified if a wrong class leads by more than rounding error. So it is still misclassified in
+    the final pass, in another batch and in full precision.
     """
 
     has_last_iterate: ClassVar[bool] = False
@@ -44,12 +44,12 @@ class MinimumNormAttack(Attack):
 
 @dataclass(frozen=True, kw_only=True)
 class NearestInNorm(MinimumNormAttack):
-    """A minimum-norm attack that can be made in several norms.
+    """A minimum-norm attack for several norms.
 
     Attributes:
         norm: of the distance, a name of `NORMS`.
-        steps: at most.
-        on: where it looks, a name of `VIEWS` or a `ScoreView`.
+        steps: the largest number of steps.
+        on: the view that is attacked: a name of `VIEWS`, or a `ScoreView`.
     """
 
     norm: Norm
@@ -64,7 +64,7 @@ class NearestInNorm(MinimumNormAttack):
 
 
 def rounding(target: Target, scores: Tensor) -> Tensor:
-    """(batch,) a lead that another pass over the same image may not confirm: a share of its largest score."""
+    """(batch,) the largest lead that rounding could explain: a small share of the image's largest finite score."""
     share = _ROUNDING_BFLOAT16 if target.precision == "bfloat16" else _ROUNDING[scores.dtype]
     return share * torch.where(torch.isfinite(scores), scores.abs(), 0.0).amax(dim=1)
 
@@ -72,7 +72,7 @@ def rounding(target: Target, scores: Tensor) -> Tensor:
 def misclassified(target: Target, scores: Tensor | None, points: Tensor, labels: Tensor) -> Tensor:
     """(batch,) whether a wrong class leads by more than rounding, or the scores give no answer.
 
-    Asks the model where its scores are not at hand.
+    If `scores` is None, one forward pass computes them.
     """
     scores = target.scores(points) if scores is None else scores
     leads = -score_margin(scores, labels) > rounding(target, scores)
@@ -80,7 +80,7 @@ def misclassified(target: Target, scores: Tensor | None, points: Tensor, labels:
 
 
 def possible(direction: Tensor, points: Tensor) -> Tensor:
-    """The direction without the pixels that are at 0 or 1 and would leave: following them leads nowhere."""
+    """The direction, set to 0 for pixels at 0 or 1 that it would move out of [0, 1]."""
     stuck = ((points <= 0) & (direction < 0)) | ((points >= 1) & (direction > 0))
     return direction.masked_fill(stuck, 0)
 
@@ -89,20 +89,20 @@ def possible(direction: Tensor, points: Tensor) -> Tensor:
 class DeepFool(NearestInNorm):
     """DeepFool (Moosavi-Dezfooli et al. 2016): steps to the linearised model's nearest border until it is crossed.
 
-    The model is asked about the sum of all steps so far, stretched by `overshoot`: on a linear model the first step
+    Each point is the image plus (1 + overshoot) times the sum of all steps so far: on a linear model the first step
     ends at (1 + overshoot) times the smallest distance. A step costs two passes and a gradient per wrong candidate;
-    images leave the batch when they are misclassified.
+    images leave the batch once they are misclassified.
 
     Attributes:
-        norm: that the steps are shortest in, a name of `NORMS`. In L1 a step moves one pixel.
-        steps: at most this many; the authors' 50.
+        norm: in which steps are shortest, a name of `NORMS`. In L1 a step moves one pixel.
+        steps: the largest number of steps; the authors' 50.
         overshoot: the authors' 0.02.
-        num_candidates: classes whose borders count, those with the highest scores of the clean image, the label among
-            them; the authors' 10.
-        on: where it looks, "scores", "linear", "tempered" or another `ScoreView`.
+        num_candidates: how many classes have their borders considered, the label included: those with the highest
+            scores of the clean image; the authors' 10.
+        on: the view that is attacked: "scores", "linear", "tempered" or another `ScoreView`.
 
-    Departs: points are cut to [0, 1], and pixels that cannot move further count in no step. The authors' program adds
-        0.0001 to the length of every step; here it is rounding.
+    Departs: points are cut to [0, 1], and pixels at 0 or 1 that cannot move further are left out of a step. The
+        authors' program lengthens every step by 0.0001; here it is lengthened by rounding error.
     """
 
     steps: int = 50
@@ -138,7 +138,7 @@ class DeepFool(NearestInNorm):
     def _shortest_step(
         self, target: Target, points: Tensor, labels: Tensor, candidates: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """The shortest step to the border with a candidate, and the wrong candidates (batch, rank)."""
+        """The shortest step to the border with any candidate class, and the wrong candidates (batch, rank)."""
         points = points.detach().requires_grad_(True)
         with torch.enable_grad(), target.autocast():
             scores = bounded(find_score_view(self.on).read(target.model, points)[0])
@@ -147,7 +147,7 @@ class DeepFool(NearestInNorm):
             candidates = rivals.topk(min(self.num_candidates, scores.shape[1]) - 1, dim=1).indices
         shortest = torch.zeros_like(points, requires_grad=False)
         nearest = torch.full_like(scores[:, 0], math.inf, requires_grad=False)
-        # Without this a point that has just crossed would be sent no further than rounding.
+        # Without this, the step from a point on the border would be shorter than rounding error.
         least = 2 * rounding(target, scores.detach())
         count = candidates.shape[1]
         for rank in range(count):
@@ -164,7 +164,10 @@ class DeepFool(NearestInNorm):
 
 
 def _step_to_border(gaps: Tensor, gradient: Tensor, norm: Norm) -> tuple[Tensor, Tensor]:
-    """(batch,) how far the gap is from zero if it is linear, in the norm, and the shortest move there."""
+    """(batch,) distance, in the norm, to where a linear gap is zero, and the shortest move there.
+
+    Without a gradient the distance is inf and the move 0.
+    """
     lengths = gaps / NORMS[norm].dual(gradient)
     lengths = torch.where(torch.isfinite(lengths), lengths, math.inf)  # without a slope there is no border
     return lengths, -per_image(lengths.nan_to_num(posinf=0.0), gradient) * NORMS[norm].steepest(gradient)
@@ -172,21 +175,21 @@ def _step_to_border(gaps: Tensor, gradient: Tensor, norm: Norm) -> tuple[Tensor,
 
 @dataclass(frozen=True, kw_only=True)
 class FMN(NearestInNorm):
-    """The fast minimum-norm attack (Pintor et al. 2021): gradient steps in a ball that shrinks and grows by turns.
+    """The fast minimum-norm attack (Pintor et al. 2021): gradient steps in a ball of adaptive radius per image.
 
-    Its radius is at first what the linearised model asks for. From the first success on it shrinks by the share
-    `radius_change` whenever the point is misclassified, and grows by it whenever it is not. The share and the step size
-    fall along half a cosine; the nearest misclassified iterate is kept.
+    Until the first success the radius is the distance to the border of the linearised model. From then on it shrinks
+    by the share `radius_change` whenever the point is misclassified, and grows by it whenever it is not. The share and
+    the step size decrease along half a cosine. The nearest misclassified iterate is kept.
 
     Attributes:
-        norm: of the ball, a name of `NORMS`. Steps have their length in L2 for all, as published.
-        steps: gradient steps; one more look is taken at the last point.
+        norm: of the ball, a name of `NORMS`. The length of steps is measured in L2 for all norms, as published.
+        steps: gradient steps; one more pass checks the last point.
         step_size: first and last L2 length of a step, the authors' 1 and 0.01.
         radius_change: first and last share, the authors' 0.05 and 0.001.
-        on: where it looks, "scores", "linear", "tempered" or another `ScoreView`.
+        on: the view that is attacked: "scores", "linear", "tempered" or another `ScoreView`.
 
-    Departs: the authors never look at the point of the last step. Pixel values at an end of [0, 1] that a step would
-        leave by take no part in it: at a corner of the box they would use up the radius and hold the search there.
+    Departs: the authors' program never checks the point of the last step. Pixels at 0 or 1 that a step would move out
+        of [0, 1] take no part in it: at a corner of [0, 1] they would use up the radius and stop the search.
     """
 
     step_size: tuple[float, float] = (1.0, 0.01)
@@ -226,7 +229,7 @@ class FMN(NearestInNorm):
             length, change = (
                 _half_cosine(ends, step / self.steps) for ends in (self.step_size, self.radius_change)
             )
-            # Beyond the border by rounding: right on it, a linear model would keep the radius where it is for ever.
+            # Aim beyond the border by rounding error: exactly on it, a linear model would never change the radius.
             missing = look.losses.abs() + 2 * rounding(target, scores)
             border = lengths + missing / norm.dual(gradient).clamp_min(1e-30)
             grown = torch.where(torch.isfinite(shortest), radius * (1 + change), border)

@@ -1,6 +1,6 @@
-"""The norms: what each means by length, by the ball around an image, and by the steepest way up.
+"""The norms: for each the length, the projection onto the ball around an image, and the steepest step.
 
-Every attack asks `NORMS[norm]` and decides nothing by the name, so that a new norm is one more class here.
+Attacks use `NORMS[norm]` and make no decision by the norm's name, so that a new norm is one more class here.
 """
 
 from __future__ import annotations
@@ -17,19 +17,21 @@ from ecnn.attacks.randomness import Draws
 from ecnn.checks import check_choice
 
 Norm = Literal["linf", "l2", "l1"]
-_STEP_SHARE = 0.01  # of the pixels, what a step in L1 moves
-_AT_END = 1e-6  # a pixel as near to 0 or 1 is there: image + (1 - image) may be 1 but for rounding
-_ROUNDS_BETWEEN_CHECKS = 4  # each check makes a CUDA device wait
+_STEP_SHARE = 0.01  # share of the pixels that a step in L1 moves
+_AT_END = 1e-6  # a pixel this near to 0 or 1 counts as there: image + (1 - image) may miss 1 by rounding
+_ROUNDS_BETWEEN_CHECKS = 4  # on CUDA every check makes the CPU wait for the GPU
 
 
 class Geometry(ABC):
-    """One norm. Its ball of radius eps around an image is always cut to [0, 1].
+    """One norm and its balls around images, which are always cut to [0, 1].
+
+    A move is the difference between a point and its image.
 
     Attributes:
-        is_box: whether the ball is a box, so that it has corners where every pixel is moved by eps.
-        is_sparse: whether the best moves are those of few pixels, so that attacks make such.
-        power: to which the sizes of the moves of single pixels are added up; for a ball that is no box.
-        dual_norm: name of the norm by which gradients are measured; a norm without such a name defines `dual`.
+        is_box: whether the ball is a box, with corners where every pixel is moved by eps.
+        is_sparse: whether the best moves change few pixels, so that attacks make sparse steps.
+        power: the p of an Lp norm, whose length is the sum of |move|^p to the power 1/p; unused if the ball is a box.
+        dual_norm: name of the dual norm, which measures gradients. A norm whose dual has no name here defines `dual`.
     """
 
     is_box: ClassVar[bool] = False
@@ -39,50 +41,50 @@ class Geometry(ABC):
 
     @property
     def longest(self) -> float:
-        """No move within [0, 1] is longer, however many pixels there are."""
+        """Upper bound on the length of a move within [0, 1], for any number of pixels: 1 in a box, otherwise inf."""
         return 1.0 if self.is_box else math.inf
 
     @abstractmethod
     def length(self, moves: Tensor) -> Tensor:
-        """(batch,) length of each image-shaped row."""
+        """(batch,) length of each image's move."""
 
     def dual(self, gradient: Tensor) -> Tensor:
-        """(batch,) how fast a loss with this gradient can change per unit of length."""
+        """(batch,) dual norm of the gradient: the steepest change of the loss per unit of length."""
         return NORMS[self.dual_norm].length(gradient)
 
     @abstractmethod
     def steepest(self, gradient: Tensor) -> Tensor:
-        """The move of length 1 that raises the loss fastest; zero where the gradient is."""
+        """The move of length 1 that raises the loss fastest; zero if the gradient is zero."""
 
     def step(self, gradient: Tensor, points: Tensor) -> Tensor:
-        """The move of length 1 that a gradient attack makes: the steepest, or one nearly so that moves more pixels."""
+        """The move of length 1 for one attack step: the steepest, or in L1 one that moves more pixels."""
         return self.steepest(gradient)
 
     @abstractmethod
     def shorten(self, moves: Tensor, radii: Tensor) -> Tensor:
-        """The nearest moves that are no longer than each image's own radius (batch,), which may be infinite."""
+        """The nearest moves that are no longer than the radii: (batch,) one per image, which may be infinite."""
 
     @abstractmethod
     def project(self, points: Tensor, images: Tensor, eps: float) -> Tensor:
-        """Points of the ball near the given ones, found without waiting for the device."""
+        """Points of the ball near the given ones: the fast projection for each step. `nearest` is exact."""
 
     def nearest(self, points: Tensor, images: Tensor, eps: float) -> Tensor:
-        """The points of the ball nearest to the given ones, in the Euclidean sense."""
+        """The points of the ball nearest to the given ones in Euclidean distance."""
         return self.project(points, images, eps)
 
     def nearest_within(self, points: Tensor, images: Tensor, radii: Tensor) -> Tensor:
-        """Points near the given ones that lie within each image's own radius (batch,), cut to [0, 1]."""
+        """Points near the given ones, within [0, 1] and within the radii: (batch,) one per image."""
         return (images + self.shorten(points - images, radii)).clamp(0, 1)
 
     @abstractmethod
     def random(self, images: Tensor, eps: float, draws: Draws) -> Tensor:
-        """A uniformly drawn point within eps of each image, cut to [0, 1]."""
+        """A random point for each image: uniform in the ball of radius eps, then cut to [0, 1]."""
 
     @abstractmethod
     def move_to_hyperplane(self, points: Tensor, normals: Tensor, offsets: Tensor) -> Tensor:
-        """The shortest moves from the points to the hyperplanes normal . move + offset = 0 that stay in [0, 1].
+        """The shortest moves from the points onto the hyperplanes normal . move + offset = 0, within [0, 1].
 
-        Where the box does not reach the hyperplane, the move ends in the corner nearest to it.
+        If no point of [0, 1] lies on the hyperplane, the move ends in the corner nearest to it.
 
         Args:
             points: (batch, n) in [0, 1].
@@ -90,12 +92,12 @@ class Geometry(ABC):
             offsets: (batch,).
 
         Returns:
-            (batch, n).
+            (batch, n) moves.
         """
 
     @abstractmethod
     def rounding(self, pixels: int) -> float:
-        """How far beyond eps float32 may take a point of so many pixels."""
+        """Tolerance for the length of a move of this many pixel values: rounding in float32 may exceed eps by it."""
 
 
 class _Linf(Geometry):
@@ -121,7 +123,7 @@ class _Linf(Geometry):
         return self.project(images + moves, images, eps)
 
     def move_to_hyperplane(self, points: Tensor, normals: Tensor, offsets: Tensor) -> Tensor:
-        """Of the shortest moves, the one that moves every pixel as far as the longest if it can."""
+        """Of the shortest moves the one in which every pixel moves the same distance, unless [0, 1] ends before."""
         directions, weights, room, levels = _scale_hyperplane(points, normals, offsets)
         return _move_at_speeds((weights > 0).double(), directions, weights, room, levels)
 
@@ -145,7 +147,7 @@ class _L2(Geometry):
         return moves * per_image(scale, moves)
 
     def project(self, points: Tensor, images: Tensor, eps: float) -> Tensor:
-        """Scaled back to the radius and then cut, which leaves some of the radius unused; `nearest` uses all."""
+        """Moves scaled to the radius, then cut to [0, 1]. The cut wastes part of the radius; `nearest` uses all."""
         return (images + self.shorten(points - images, eps)).clamp(0, 1)
 
     def nearest(self, points: Tensor, images: Tensor, eps: float) -> Tensor:
@@ -155,7 +157,7 @@ class _L2(Geometry):
     def nearest_within(self, points: Tensor, images: Tensor, radii: Tensor) -> Tensor:
         moves = (points - images).flatten(1)
         room = room_of(images.flatten(1), moves)
-        # The nearest point is a scaled move, cut: its squared length is the sum of min(scale^2 move^2, room^2).
+        # The nearest point is the scaled move, cut: its squared length is the sum of min(scale^2 move^2, room^2).
         caps = room.double() ** 2 * (moves != 0)
         scales = solve_capped_sum(moves.double() ** 2, caps, radii.double() ** 2).sqrt().clamp(max=1)
         cut = torch.minimum(moves.abs() * scales[:, None].to(moves.dtype), room).copysign(moves)
@@ -177,7 +179,7 @@ class _L2(Geometry):
 
 
 class _L1(Geometry):
-    """Long moves of few pixels: the steepest is one pixel, so that steps move a share of them by equal parts."""
+    """L1. The steepest move changes one pixel, so `step` moves 1 % of the pixels by equal amounts instead."""
 
     is_sparse = True
     power = 1
@@ -192,7 +194,7 @@ class _L1(Geometry):
         return torch.zeros_like(flat).scatter(1, largest, flat.gather(1, largest).sign()).view_as(gradient)
 
     def step(self, gradient: Tensor, points: Tensor) -> Tensor:
-        """Shared by the 1 % of the pixels with the largest gradients (Tramer & Boneh 2019)."""
+        """The move of length 1 shared equally by the 1 % of pixels with the largest gradients (Tramer & Boneh 2019)."""
         count = math.ceil(gradient.shape[1:].numel() * _STEP_SHARE)
         return share_step(gradient, points, torch.full(gradient.shape[:1], count, device=gradient.device))
 
@@ -202,7 +204,7 @@ class _L1(Geometry):
         return kept.to(moves.dtype).view_as(moves).copysign(moves)
 
     def project(self, points: Tensor, images: Tensor, eps: float) -> Tensor:
-        """The nearest points: every pixel's move is cut by one amount, then to its room (Croce & Hein 2021)."""
+        """The nearest points: every move is shortened by the same amount, then cut to [0, 1] (Croce & Hein 2021)."""
         if eps == 0:
             return images.clone()
         radii = torch.full((len(images),), eps, dtype=torch.float64, device=images.device)
@@ -224,7 +226,7 @@ class _L1(Geometry):
         return (images + signs * sizes * per_image(scale, images)).clamp(0, 1)
 
     def move_to_hyperplane(self, points: Tensor, normals: Tensor, offsets: Tensor) -> Tensor:
-        """Pixels move one after the other, those of the largest weight first, each as far as it can."""
+        """Pixels move one after the other, the largest entries of the normal first, each as far as it can."""
         directions, weights, room, levels = _scale_hyperplane(points, normals, offsets)
         weights, order = weights.sort(dim=1, descending=True)
         room = room.gather(1, order)
@@ -238,7 +240,7 @@ class _L1(Geometry):
 
 
 class _Norms(dict[str, Geometry]):
-    """The norms by name; a name that is none of them is refused by an InputError."""
+    """The norms by name; any other name raises InputError."""
 
     def __missing__(self, name: str) -> Geometry:
         check_choice("norm", name, self)
@@ -249,16 +251,16 @@ NORMS = _Norms(linf=_Linf(), l2=_L2(), l1=_L1())
 
 
 def l2_norm(differences: Tensor) -> Tensor:
-    """(batch,) Euclidean length of each row, of images or of scores."""
+    """(batch,) Euclidean length of each row, for tensors of any shape (batch, ...)."""
     length: Tensor = torch.linalg.vector_norm(differences.flatten(1), dim=1)
     return length
 
 
 def share_step(gradient: Tensor, points: Tensor, counts: Tensor) -> Tensor:
-    """The move of length 1 in L1 that so many pixels (batch,), those of the largest gradients, make in equal parts.
+    """The move of length 1 in L1 shared equally by the `counts` pixels (batch,) with the largest gradients.
 
-    Pixels at an end of [0, 1] that would leave it take no part. At least one pixel moves; of equally large ones all do,
-    and none where the gradient is zero.
+    Pixels that would leave [0, 1] take no part. At least one pixel moves, and more than `counts` if gradients tie; none
+    moves where the gradient is zero.
     """
     gradient = gradient * (room_of(points, gradient) > _AT_END)
     sizes = gradient.flatten(1).abs()
@@ -269,13 +271,13 @@ def share_step(gradient: Tensor, points: Tensor, counts: Tensor) -> Tensor:
 
 
 def _solve_threshold(sizes: Tensor, room: Tensor, levels: Tensor) -> Tensor:
-    """(batch, 1) the least t >= 0 at which the row's sum of min(max(size - t, 0), room) is no more than its level.
+    """(batch, 1) the least t >= 0 at which the row's sum of min(max(size - t, 0), room) is at most its level.
 
-    The sum falls in straight pieces between the t at which a pixel begins to shrink (size - room, or 0) and those at
-    which it is gone (size): in the order of these knots its value at each of them is a running sum.
+    The sum is piecewise linear in t. Each pixel gives two knots: where its term begins to shrink (size - room, or 0)
+    and where it is zero (size). Over the sorted knots the values of the sum are a running sum.
 
     Args:
-        sizes, room: (batch, n) from 0 up, in float64.
+        sizes, room: (batch, n) at least 0, in float64.
         levels: (batch,) above 0, or inf.
     """
     kept = torch.minimum(sizes, room)
@@ -290,17 +292,17 @@ def _solve_threshold(sizes: Tensor, room: Tensor, levels: Tensor) -> Tensor:
 
 
 def solve_capped_sum(rates: Tensor, caps: Tensor, levels: Tensor) -> Tensor:
-    """(batch,) the t >= 0 at which the row's sum of min(t * rate, cap) reaches its level; inf where it never does.
+    """(batch,) the t >= 0 at which the row's sum of min(t * rate, cap) reaches its level; inf if it never does.
 
-    The sum is piecewise linear and concave in t: Newton's method climbs to the solution from below, caps at least one
-    more quantity in every round until it is there, and in practice needs about ten.
+    The sum is piecewise linear and concave in t. Newton's method rises to the solution from below: every round caps at
+    least one more term until it arrives. About ten rounds are usual.
 
     Args:
-        rates: (batch, n) from 0 up.
-        caps: (batch, n) from 0 up; 0 where the rate is.
-        levels: (batch,) from 0 up.
+        rates: (batch, n) at least 0.
+        caps: (batch, n) at least 0, and 0 wherever the rate is 0.
+        levels: (batch,) at least 0.
     """
-    # Sums of thousands of float32 numbers are worth seven digits at best, and t is a ratio of two of them.
+    # A sum of thousands of float32 numbers has seven digits at best, and t is a ratio of two such sums.
     rates, caps, levels = rates.double(), caps.double(), levels.double()
     times = torch.zeros_like(levels)
     while True:
@@ -317,9 +319,10 @@ def solve_capped_sum(rates: Tensor, caps: Tensor, levels: Tensor) -> Tensor:
 def _scale_hyperplane(
     points: Tensor, normals: Tensor, offsets: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Directions (batch, n) towards the hyperplanes, and in float64 |normal| and room (batch, n) and |offset| (batch,).
+    """Directions (batch, n) towards the hyperplanes; |normal| and room (batch, n) and |offset| (batch,) in float64.
 
-    A gradient can be tiny, and its square then vanishes: only ratios matter, so that its largest entry is made 1.
+    |normal| and |offset| are divided by the normal's largest entry: only their ratio matters, and squares of tiny
+    gradients would vanish.
     """
     directions = -normals * offsets.sign()[:, None]
     largest = normals.abs().amax(dim=1, keepdim=True).clamp_min(torch.finfo(normals.dtype).tiny).double()
@@ -330,14 +333,14 @@ def _scale_hyperplane(
 def _move_at_speeds(
     speeds: Tensor, directions: Tensor, weights: Tensor, room: Tensor, levels: Tensor
 ) -> Tensor:
-    """(batch, n) moves that set out together at their speeds, stop at their room, and end when they reach the level."""
+    """(batch, n) moves in proportion to speeds, each at most its room, whose weighted sum reaches the level."""
     times = solve_capped_sum(weights * speeds, weights * room, levels)
     moves = torch.minimum((times[:, None] * speeds).nan_to_num(nan=0.0), room).to(directions.dtype)
     return moves.copysign(directions)
 
 
 def round_to_bytes(points: Tensor, images: Tensor, *, norm: Norm, eps: float) -> Tensor:
-    """The points as 8-bit images would hold them, still in the ball: what rounding takes out of it is cut off."""
+    """The points rounded to multiples of 1/255. Where the nearest one leaves the ball, towards the image instead."""
     geometry = NORMS[norm]
     levels, origin = points * 255, images * 255
     nearest = levels.round()

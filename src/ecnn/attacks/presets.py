@@ -1,4 +1,4 @@
-"""The usual settings of every attack, by attack and norm: one table, printed by whoever takes one of them."""
+"""The usual settings of every attack, by attack and norm, with their sources."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Any
 from ecnn.attacks.norms import NORMS
 from ecnn.checks import check_choice, parse_eps
 
-#: The radius that most papers on small colour images attack in.
+#: For each norm the radius that most papers on small colour images use.
 USUAL_EPS: dict[str, str] = {"linf": "8/255", "l2": "0.5", "l1": "12"}
-_STEP = 4  # a step is this part of the radius
+_STEP = 4  # a step is the radius divided by this
 _CW = {"steps": 1000, "search_steps": 9, "initial_constant": 0.001, "lr": 0.01}
-#: Settings beside norm, eps and step size, and where they come from.
+#: Settings other than norm, eps and step size, and their source.
 _SETTINGS: dict[str, tuple[dict[str, Any], str]] = {
     "fgsm": ({}, "Goodfellow et al. 2015"),
     "bim": ({"steps": 10}, "Kurakin et al. 2017"),
@@ -56,8 +56,8 @@ class Preset:
     Attributes:
         name: such as "pgd-linf".
         attack: a name of `ecnn.attacks.ATTACKS`.
-        options: of that attack, every one that has no default among them.
-        source: where they come from.
+        options: keyword arguments of that attack, including all that have no default.
+        source: where the settings come from.
     """
 
     name: str
@@ -71,10 +71,12 @@ class Preset:
 
 
 def find_preset(attack: str, norm: str = "linf", eps: float | str | None = None) -> Preset:
-    """The usual settings of an attack; in another ball than the usual one if eps is given.
+    """The usual settings of an attack.
 
     Args:
-        norm: of the ball, for attacks that have one.
+        attack: a name of `ecnn.attacks.ATTACKS`.
+        norm: of the ball or distance; ignored by attacks that have none.
+        eps: radius; None takes the usual one of the norm. Ignored by attacks that have none.
     """
     check_choice("attack", attack, _SETTINGS)
     settings, source = _SETTINGS[attack]
@@ -93,7 +95,7 @@ def find_preset(attack: str, norm: str = "linf", eps: float | str | None = None)
 
 
 def _part(radius: float | str) -> str:
-    """The usual step in a ball of this radius, written as the radius is."""
+    """A quarter of the radius, as a fraction such as "2/255" if the radius is one and divides evenly."""
     length = parse_eps(radius)
     above, slash, below = str(radius).partition("/")
     if slash and above.strip().isdecimal() and int(above) % _STEP == 0:

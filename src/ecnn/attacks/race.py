@@ -1,4 +1,4 @@
-"""Wrong classes race for each image, and the effort goes to those that come nearest: AutoAttack's verdicts for less."""
+"""Race: targeted searches that spend most steps on the most promising wrong classes; nearly AutoAttack's verdicts."""
 
 from __future__ import annotations
 
@@ -17,31 +17,32 @@ from ecnn.attacks.views import Aim, Loss, View, find_score_view, find_view
 from ecnn.checks import check_count
 from ecnn.errors import InputError
 
-_FIRST_STEPS = 20  # away from the label, on the margin: enough for most that fall
-_ROUNDS = ((9, 10), (3, 30))  # how many wrong classes, and steps to each; the best of a round are in the next
+_FIRST_STEPS = 20  # away from the label, on the margin: enough for most images that can be broken
+_ROUNDS = ((9, 10), (3, 30))  # (wrong classes, steps towards each); the best of a round are in the next
 _LAST_CLASSES, _LAST_STEPS = 3, 100
-_NEAR = 0.25  # of the clean margin: an image of which more is left has no last round
+_NEAR = 0.25  # an image whose margin stays above this share of its clean margin has no last round
 _STREAM = 23
 
 
 @dataclass(frozen=True, kw_only=True)
 class Race(BallAttack):
-    """Short searches to many wrong classes, longer ones to the few that come nearest, the longest only near the border.
+    """APGD towards many wrong classes for a few steps, then towards fewer classes for more steps.
 
-    Each image is first moved away from its label. What stands is moved a few steps towards each of the nine best wrong
-    classes, then further towards the three that came nearest. Where the margin is by then down to a quarter of that of
-    the clean image, these get 100 steps each on the DLR loss; elsewhere the image is given up. On honest networks this
-    finds what AutoAttack finds for a small part of its passes; it has no answer to masked gradients.
+    Use it for AutoAttack's figure on honest networks at a small part of its passes. It cannot overcome masked
+    gradients. Each image is first moved away from its label. Images that are still classified correctly are moved 10
+    steps towards each of the nine best wrong classes, then 30 steps towards the three that came nearest. If the margin
+    is then below a quarter of the clean image's, these three classes get 100 steps each on the DLR loss; otherwise the
+    image is given up.
 
     After Liu et al. 2022, who give up hopeless images too. They also learn starts from earlier images; here, as in
-    every attack, an image's search depends on itself alone. Learnt starts would save less than 1 % (docs/log.md):
-    nearly all passes are spent on images that stand.
+    every attack, an image's search depends on that image alone. Learnt starts would save less than 1 % (docs/log.md):
+    nearly all passes are spent on images that do not break.
 
     Attributes:
         norm: of the ball, a name of `NORMS`.
         eps: radius on the [0, 1] scale, or a fraction such as "8/255".
-        on: where it looks, "scores", "linear", "tempered" or another `ScoreView`.
-        effort: factor of all steps; in L1 they are twice as many.
+        on: the view that is attacked: "scores", "linear", "tempered" or another `ScoreView`.
+        effort: factor on all numbers of steps; in L1 these are doubled besides.
     """
 
     has_last_iterate: ClassVar[bool] = False
@@ -58,11 +59,11 @@ class Race(BallAttack):
 
     @property
     def _factor(self) -> int:
-        """Of all steps: twice as many where APGD begins in wider balls."""
+        """Factor on all numbers of steps: twice `effort` in L1, where APGD begins in wider balls."""
         return self.effort * (2 if NORMS[self.norm].is_sparse else 1)
 
     def cost(self, num_classes: int) -> Cost:
-        """As for an image that comes near the border; most are given up before the last round."""
+        """The cost of an image that reaches the last round; most images are given up before."""
         most = num_classes - 1
         steps = [_FIRST_STEPS]
         for classes, length in (*_ROUNDS, (_LAST_CLASSES, _LAST_STEPS)):
@@ -98,11 +99,13 @@ class Race(BallAttack):
 
 
 class _Race:
-    """Where the race stands.
+    """State of the race.
 
     Attributes:
         points: the best point of each image so far.
-        losses: (batch,) the margin by which a wrong class leads at the best point, below zero while none does.
+        losses: (batch,) the margin loss at that point: the lead of the best wrong class, negative while none leads.
+        broken, given_up: (batch,) images that are misclassified, and images that get no more searches.
+        climbs: how many searches have been made.
     """
 
     def __init__(
@@ -116,7 +119,11 @@ class _Race:
         self.given_up = self.broken.clone()
 
     def climb(self, climber: APGD, goals: Tensor | None) -> Tensor:
-        """(batch,) the loss that one more search reached; minus infinity for images that have none."""
+        """Runs one more search and keeps better points.
+
+        Returns:
+            (batch,) the loss that it reached; -inf for images that were left out.
+        """
         self.climbs += 1
         reached = torch.full_like(self.losses, -torch.inf)
         left = ~self.given_up & ~self.broken if self.early_exit else ~self.given_up
@@ -145,11 +152,11 @@ class _Race:
         return reached
 
     def race(self, climber: APGD, classes: Tensor) -> Tensor:
-        """(batch, class) the wrong classes that were run to, the one that came nearest first."""
+        """Runs one search towards each of the classes (batch, class), and returns them sorted, highest loss first."""
         reached = [self.climb(climber, classes[:, place]) for place in range(classes.shape[1])]
         order = torch.stack(reached, dim=1).argsort(dim=1, descending=True, stable=True)
         return classes.gather(1, order)
 
     def give_up(self, hopeless: Tensor) -> None:
-        """No more effort for these images, a mask."""
+        """Makes no more searches for the images of this mask (batch,)."""
         self.given_up |= hopeless

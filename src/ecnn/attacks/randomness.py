@@ -1,4 +1,4 @@
-"""Random numbers that belong to an image, not to a batch."""
+"""Random numbers per image, which do not depend on the batch that the image is in."""
 
 from __future__ import annotations
 
@@ -14,38 +14,38 @@ import torch
 from torch import Tensor
 
 _FORKED: ContextVar[bool] = ContextVar("forked", default=False)
-# Constants of SplitMix64 (Steele, Lea & Flood 2014), written as the signed numbers that torch has.
+# Constants of SplitMix64 (Steele, Lea & Flood 2014), as signed numbers: torch's int64 has a sign.
 _GOLDEN = 0x9E3779B97F4A7C15 - 2**64
 _FIRST = 0xBF58476D1CE4E5B9 - 2**64
 _SECOND = 0x94D049BB133111EB - 2**64
-_AT_ONCE = 2**20  # numbers that are mixed together: what that takes on the way is many times as large
+_AT_ONCE = 2**20  # numbers computed at a time: intermediate results take many times their memory
 
 
 @dataclass(frozen=True)
 class Draws:
-    """Streams of random numbers, one per image, each a function of its key alone.
+    """Streams of random numbers, one per image. Each is a function of its key alone.
 
-    Batch size, order, dropped rows, a resumed run and the number of processes therefore change no number, and the CPU
-    draws what the GPU draws: only whole-number arithmetic is involved, up to the last cast.
+    So batch size, order, dropped rows, a resumed run and the number of processes change no number. CPU and GPU draw the
+    same: the arithmetic is on integers, up to the last cast.
 
     Attributes:
-        keys: (batch,) int64, one per image; make them with `of` or `from_generator`.
+        keys: (batch,) int64, one per image; made by `of` or `from_generator`.
     """
 
     keys: Tensor
 
     @classmethod
     def of(cls, seed: int, index: Tensor) -> Draws:
-        """The streams of images with these positions in their dataset (batch,)."""
+        """The streams of the images at these positions (batch,) of their dataset."""
         return cls(_mix(_mix(index.to(torch.int64) + 1) ^ _mix_number(seed)))
 
     @classmethod
     def from_generator(cls, generator: torch.Generator, batch: int) -> Draws:
-        """Streams for images that have no position; the keys come from the generator, on its device."""
+        """New streams for images without a known position. The keys are drawn from the generator, on its device."""
         return cls(torch.randint(2**62, (batch,), generator=generator, device=generator.device))
 
     def fold(self, number: int) -> Draws:
-        """Other streams of the same images: one for each number, so that every step or restart has its own."""
+        """Different streams for the same images, by number, so that every step or restart has its own."""
         return Draws(_mix(self.keys ^ _mix_number(number)))
 
     def take(self, rows: Tensor) -> Draws:
@@ -53,7 +53,7 @@ class Draws:
         return Draws(self.keys[rows])
 
     def bits(self, *shape: int) -> Tensor:
-        """(batch, *shape) int64, all 64 bits random. Asking twice gives the same; `fold` first for others."""
+        """(batch, *shape) int64, all 64 bits random. A second call gives the same numbers; `fold` first for others."""
         return self._bits(0, math.prod(shape)).view(len(self.keys), *shape)
 
     def _bits(self, first: int, end: int) -> Tensor:
@@ -61,7 +61,7 @@ class Draws:
         return _mix(self.keys[:, None] + counters)
 
     def uniform(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        """(batch, *shape) in [0, 1), multiples of 2^-24, so that every dtype from float32 up has the same."""
+        """(batch, *shape) uniform in [0, 1), in multiples of 2^-24: the same numbers in float32 and float64."""
         count, batch = math.prod(shape), len(self.keys)
         most = max(1, _AT_ONCE // max(1, batch))
         if count <= most:
@@ -73,22 +73,26 @@ class Draws:
         return values.mul_(2.0**-24).view(batch, *shape)
 
     def normal(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        """(batch, *shape) standard normal, by Box and Muller's method."""
+        """(batch, *shape) standard normal numbers, by the Box-Muller method."""
         radius = (1 - self.fold(1).uniform(*shape, dtype=dtype)).log_().mul_(-2).sqrt_()
         return radius.mul_(self.fold(2).uniform(*shape, dtype=dtype).mul_(2 * math.pi).cos_())
 
     def integers(self, high: int | Tensor, *shape: int) -> Tensor:
-        """(batch, *shape) int64 from 0 to high - 1."""
+        """(batch, *shape) int64, uniform from 0 to high - 1."""
         whole: Tensor = (self.uniform(*shape, dtype=torch.float64) * high).to(torch.int64)
         return whole
 
 
 @contextmanager
 def forked_generators(device: torch.device, seed: int | None = None) -> Iterator[None]:
-    """Torch's, NumPy's and Python's own generators are in the end what they were; meanwhile seeded, if a seed is given.
+    """Restores the states of torch's, NumPy's and Python's global generators afterwards; seeds them first if asked.
 
-    Random models draw from them; attacks have `Draws`. Without a seed it does nothing inside of another: their stream
-    goes on, and whoever began it puts it back.
+    Random models draw from these generators; attacks use `Draws`. Without a seed, a context inside another one does
+    nothing: the stream goes on, and the outer context restores the states.
+
+    Args:
+        device: whose generator is restored too, if it is a CUDA device.
+        seed: None leaves the current states.
     """
     if seed is None and _FORKED.get():
         yield
@@ -109,7 +113,7 @@ def forked_generators(device: torch.device, seed: int | None = None) -> Iterator
 
 
 def _seed_torch(seed: int, device: torch.device) -> None:
-    """As `torch.manual_seed`, which also notes the seed for GPUs that nobody uses: half a millisecond each time."""
+    """Like `torch.manual_seed`, but skips GPUs while CUDA is not in use, which saves half a millisecond each time."""
     if device.type == "cpu" and not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         torch.default_generator.manual_seed(seed)
     else:
@@ -117,7 +121,7 @@ def _seed_torch(seed: int, device: torch.device) -> None:
 
 
 def _shift(values: Tensor, count: int) -> Tensor:
-    """Right shift that fills with zeros; torch's keeps the sign."""
+    """Right shift that fills with zeros; torch's `>>` keeps the sign."""
     shifted: Tensor = (values >> count) & (2 ** (64 - count) - 1)
     return shifted
 
@@ -129,7 +133,7 @@ def _mix(values: Tensor) -> Tensor:
 
 
 def _mix_number(number: int) -> int:
-    """A well spread 64-bit number, signed; small numbers in a row give unrelated ones."""
+    """A hash of the number as a signed 64-bit integer: consecutive numbers give unrelated results."""
     value = (number * 0x9E3779B97F4A7C15 + 0x632BE59BD9B4E019) % 2**64
     value = (value ^ (value >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
     value = (value ^ (value >> 27)) * 0x94D049BB133111EB % 2**64

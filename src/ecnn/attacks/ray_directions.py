@@ -1,4 +1,4 @@
-"""Directions that a search by classes tries: first ones, blocks of pixels to change, and noise to probe with."""
+"""Directions for `RaySearch`: where it starts, which blocks of pixels it changes, and noise for its probes."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from ecnn.attacks.norms import NORMS, Norm
 from ecnn.attacks.randomness import Draws
 from ecnn.errors import InputError
 
-#: Directions that are tried together, a fixed number, so that the size of a batch changes no result.
+#: How many directions are tried together. It is fixed, so that the batch size changes no result.
 _WIDTH = 16
-_ROUNDS = 4  # of blocks between two looks at which way the border faces
-_NEIGHBOURS, _OTHERS = 4, 8  # neighbours of the class, and of other classes, that give directions
-LARGE = 1e3  # a direction times this is longer than any ball
+_ROUNDS = 4  # rounds of blocks between two estimates of the border's normal
+_NEIGHBOURS, _OTHERS = 4, 8  # neighbours of the image's class, and of other classes, that give directions
+LARGE = 1e3  # a direction whose largest entry is this leaves every ball
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Neighbours:
-    """Images whose fate is known: what broke them may break an image that is near.
+    """Images with known adversarial moves: a move that breaks one image may break a similar one.
 
     Attributes:
         images: (neighbour, channel, height, width).
         labels: (neighbour,) their classes.
-        moves: (neighbour, channel, height, width) to a misclassified point; zero if none is known.
+        moves: (neighbour, channel, height, width) move of each image to a misclassified point; zero if none is known.
     """
 
     images: Tensor
@@ -44,10 +44,12 @@ class Neighbours:
             )
 
     def directions(self, norm: Norm, images: Tensor, labels: Tensor, draws: Draws | None) -> Tensor:
-        """(batch, direction, ...): what broke the nearest neighbours of the class, and the way to those of others.
+        """(batch, direction, ...) moves of the nearest broken images of the same class, and moves to other classes.
+
+        The latter lead to the nearest image of each other class, for up to eight classes.
 
         Args:
-            draws: by which others than the nearest are chosen now and then; None takes the nearest.
+            draws: perturb the distances, so that images other than the nearest are chosen too; None takes the nearest.
         """
         known, own = self.images.to(images), self.labels.to(labels.device)
         apart = torch.cdist(images.flatten(1).double(), known.flatten(1).double())
@@ -67,14 +69,14 @@ class Neighbours:
 
 @dataclass(frozen=True)
 class Step:
-    """What a search does next.
+    """The next action of a search.
 
     Attributes:
-        kind: look which way the border "faces", change "blocks", or take stock at the end of a "tour".
-        number: how often that was done before; of blocks, the first one to change.
-        side: of the blocks.
-        apart: whether each channel has blocks of its own.
-        tour: how many tours went before.
+        kind: "faces" estimates the border's normal, "blocks" changes blocks of pixels, "tour" ends a tour of blocks.
+        number: for "faces", how often it was done before; for "blocks", the number of the first block to change.
+        side: side of the blocks, in pixels.
+        apart: whether a block covers one channel; otherwise it covers all channels.
+        tour: number of the tour, from 0.
     """
 
     kind: Literal["faces", "blocks", "tour"]
@@ -85,14 +87,14 @@ class Step:
 
 
 def tours(shape: torch.Size) -> Iterator[Step]:
-    """Tours of all blocks, from those of half the image to single pixels, without an end."""
+    """Yields steps without end: tours of all blocks, from blocks of half the image's side down to single pixels."""
     channels, height, width = layout(shape)
     looks = 0
     for tour in itertools.count():
         rounds = 0
         for side in _sides(max(height, width)):
             across = math.ceil(height / side) * math.ceil(width / side)
-            # Single pixels of all channels together cost as much as one channel and say little that these do not.
+            # In colour images single pixels are changed per channel only: changing all channels adds little to it.
             for apart in (False, True) if channels > 1 and side > 1 else (channels > 1,):
                 for first in range(0, across * (channels if apart else 1), _WIDTH):
                     if rounds % _ROUNDS == 0:
@@ -104,7 +106,7 @@ def tours(shape: torch.Size) -> Iterator[Step]:
 
 
 def layout(shape: torch.Size) -> tuple[int, int, int]:
-    """Channels, height and width; what is no picture is one row of pixels."""
+    """(channels, height, width) of an image of this shape; inputs that are not 3-dimensional count as one row."""
     return (shape[0], shape[1], shape[2]) if len(shape) == 3 else (1, 1, shape.numel())
 
 
@@ -118,7 +120,7 @@ def _sides(longest: int) -> Iterator[int]:
 
 
 def next_blocks(images: Tensor, keys: Tensor, step: Step) -> Tensor:
-    """(batch, block, channel, height, width) which pixels belong to each of the next blocks, in an order by chance."""
+    """(batch, block, channel, height, width) masks of the next blocks, in a random order for each image."""
     shape = images.shape[1:]
     channels, height, width = layout(shape)
     down, across = math.ceil(height / step.side), math.ceil(width / step.side)
@@ -138,7 +140,7 @@ def next_blocks(images: Tensor, keys: Tensor, step: Step) -> Tensor:
 
 
 def first_patterns(norm: Norm, images: Tensor, draws: Draws) -> Tensor:
-    """(batch, direction, ...) brighter, darker, more and less contrast, and random signs in blocks of any size."""
+    """(batch, direction, ...) first directions: brighter, darker, more contrast, less contrast, and noise in blocks."""
     shape = images.shape[1:]
     _, height, width = layout(shape)
     sides = [1, *_sides(max(height, width))][: _WIDTH - 4]
@@ -151,7 +153,11 @@ def first_patterns(norm: Norm, images: Tensor, draws: Draws) -> Tensor:
 
 
 def probe_noise(points: Tensor, count: int, draws: Draws, number: int) -> Tensor:
-    """(batch, count, ...) normal numbers; of large images in turn smooth ones, which tell more with few questions."""
+    """(batch, count, ...) normal noise, constant in blocks: coarse noise gives better estimates with few queries.
+
+    Args:
+        number: of the estimate; it selects blocks of 1/8 or 1/16 of the image's side, or single pixels, in turn.
+    """
     noise = draws.normal(count, *points.shape[1:], dtype=points.dtype)
     _, height, width = layout(points.shape[1:])
     side = max(1, max(height, width) // (8, 16, max(height, width))[number % 3])
@@ -159,7 +165,7 @@ def probe_noise(points: Tensor, count: int, draws: Draws, number: int) -> Tensor
 
 
 def _coarse(noise: Tensor, side: int) -> Tensor:
-    """The noise with the same number in every block of that side."""
+    """The noise made constant within blocks of this side; unchanged if it is not (batch, channel, height, width)."""
     if side == 1 or noise.ndim != 4:
         return noise
     rows = torch.arange(noise.shape[2], device=noise.device) // side * side
@@ -168,23 +174,23 @@ def _coarse(noise: Tensor, side: int) -> Tensor:
 
 
 def stretch(norm: Norm, directions: Tensor) -> Tensor:
-    """The directions (batch, n, ...), so long that they leave every ball."""
+    """The directions (batch, n, ...) scaled to leave every ball; in a box their signs, scaled."""
     if NORMS[norm].is_box:
         return directions.sign() * LARGE
     return directions / largest_entry(directions).clamp_min(1e-30) * LARGE
 
 
 def largest_entry(directions: Tensor) -> Tensor:
-    """(batch, n, 1, ...) the largest entry of each direction (batch, n, ...)."""
+    """(batch, n, 1, ...) the largest absolute entry of each direction (batch, n, ...)."""
     sizes = directions.flatten(2).abs().amax(dim=2)
     return sizes.view(*sizes.shape, *[1] * (directions.ndim - 2))
 
 
 def as_counted(norm: Norm, moves: Tensor, radii: Tensor) -> Tensor:
-    """The moves as far as they count at the radii."""
+    """The moves, in a box clipped to the radii (batch,): entries beyond a radius have no further effect there."""
     return NORMS[norm].shorten(moves, radii) if NORMS[norm].is_box else moves
 
 
 def unit(directions: Tensor) -> Tensor:
-    """The directions with length 1 in L2."""
+    """The directions scaled to length 1 in L2."""
     return NORMS["l2"].steepest(directions)

@@ -1,4 +1,4 @@
-"""A search of the ball by the model's classes alone: which directions leave the class soonest, in any norm."""
+"""RaySearch: an attack from the model's classes alone, in any norm: it searches the direction of the nearest border."""
 
 from __future__ import annotations
 
@@ -33,49 +33,49 @@ from ecnn.errors import InputError
 from ecnn.objectives import predicted_classes
 
 _STREAM = 31
-#: Points asked around the border to learn which way it faces, and how many of them at once.
+#: Points queried around the border for one estimate of its normal, and how many of them in one pass.
 _PROBES, _PROBES_AT_ONCE = 64, 32
-#: Numbers of one tensor, so that large images are searched in smaller groups; and where the caller bounds the batch.
+#: Most values in one tensor, which limits how many images are searched together; the second if `at_most` is set lower.
 _MOST_NUMBERS, _MOST_NUMBERS_IF_BOUNDED = 2**25, 2**23
-#: The least gain of a new direction, as a share of the radius; each further try asks for four times as much more.
+#: The least gain of a new direction, as a share of the radius; the increment grows fourfold with every further radius.
 _LEAST_GAIN, _GAIN_GROWTH = 1e-3, 4.0
 _HALVINGS = 2
-_ENTRIES = 7  # radii of a race
-#: A tour of all blocks that shortens the radius by less than this share ends in another start.
+_ENTRIES = 7  # how many radii a race tries
+#: If a tour of all blocks shortens the radius by less than this share, the search starts again elsewhere.
 _STALLED = 0.01
-#: Given up is what so many starts have brought no nearer than so many radii.
+#: An image is given up after this many further starts if its best radius is still above this many eps.
 _PATIENCE, _FAR = 4, 1.5
-_PROBE_LENGTHS = (0.1, 0.3, 0.03)  # of the probes, as shares of the move's length; in turn
-_TURNED = 0.15  # share of the pixels that a probe turns in a box
-_KICK = 0.2  # share of the pixels that another start from the best direction turns
-_DEEP = 0.5  # of the radius: where keep="last" looks, so that it ends deep on the wrong side
+_PROBE_LENGTHS = (0.1, 0.3, 0.03)  # lengths of the probes, as shares of the move's length, used in turn
+_TURNED = 0.15  # share of the pixels whose move a probe reverses in a box
+_KICK = 0.2  # share of the pixels that are changed when a new start begins at the best direction
+_DEEP = 0.5  # keep="last" searches this share of the radius, so that it ends far beyond the border
 
 
 @dataclass(frozen=True, kw_only=True)
 class RaySearch(BallAttack):
-    """A misclassified point of the ball, from the model's classes alone, in any norm.
+    """An attack from the model's classes alone, in any norm: it searches a direction in which the border is near.
 
-    What is searched is a direction; its worth is the radius at which the model leaves the class on the way there
-    (RayS, Chen & Gu 2020). Directions begin with the given starts, what broke the nearest neighbours, images of other
-    classes and random patterns. The best one is changed block by block, from large blocks to single pixels, and turned
-    to where the border faces, which points asked around it tell (HopSkipJump, Chen, Jordan & Wainwright 2020). A search
-    that stalls begins again elsewhere, and ends early if several starts came no nearer than one and a half radii.
-    Scores are never read, so that neither scores nor gradients that lie can mislead it.
+    Of two directions the better one has the smaller radius at which the class changes (RayS, Chen & Gu 2020). The first
+    directions come from the given starts, from neighbours' adversarial moves, from images of other classes and from
+    random patterns. The best one is changed block by block, from large blocks to single pixels, and rotated towards the
+    border's normal, estimated from points around it (HopSkipJump, Chen, Jordan & Wainwright 2020). A search that stalls
+    starts again elsewhere. It ends early if the best radius is above 1.5 eps after several starts. Scores are never
+    read, so misleading scores or gradients have no effect.
 
-    keep="last" searches half of the ball and goes on in the direction that was found to its edge, as far beyond the
-    border as it can: for models that answer by chance near the border.
+    keep="last" searches half of the radius and then follows the direction found to the full radius, as far beyond the
+    border as it can. Use it for models that are random near the border.
 
     Attributes:
         norm: of the ball, a name of `NORMS`.
         eps: radius on the [0, 1] scale, or a fraction such as "8/255".
-        queries: points that are asked about for each image; what the starts ask comes on top.
+        queries: about how many points are queried for each image, without those of the starts.
         starts: attacks whose end points give the first directions.
-        neighbours: images whose fate is known.
-        share: of the images, chosen by chance, that are searched at all; the others come back as they are.
-        max_batch: points in one evaluation; it bounds the memory and changes no result.
+        neighbours: images with known adversarial moves, or None.
+        share: share of the images that are searched, chosen at random; the others are returned unchanged.
+        max_batch: largest number of points in one forward pass; it bounds the memory and changes no result.
 
-    Departs: RayS knows signs alone, and tries one block at a time, without the border; here sixteen directions are
-        tried together, and what helps by itself is also tried at once.
+    Departs: RayS uses signs only and tries one block at a time, without the border's normal. Here sixteen directions
+        are tried together, and the sum of the changes that help is tried too.
     """
 
     queries: int
@@ -136,7 +136,7 @@ class RaySearch(BallAttack):
     def _first_directions(
         self, target: Target, images: Tensor, labels: Tensor, draws: Draws
     ) -> Iterator[Tensor]:
-        """(batch, direction, channel, height, width) to begin with, in several portions."""
+        """Yields the first directions, as several tensors (batch, direction, channel, height, width)."""
         if self.starts:
             ends = [
                 start.search(target, images, labels, draws.fold(k)) for k, start in enumerate(self.starts)
@@ -150,17 +150,19 @@ class RaySearch(BallAttack):
 
 @dataclass(kw_only=True)
 class _Rays:
-    """Where the search stands: tensors whose first dimension is the image.
+    """State of the search: tensors whose first dimension is the image.
 
     Attributes:
-        directions: the one that is being improved.
-        radii: (batch,) at which it is misclassified; inf while no direction is.
-        best_directions, best_radii: the best of all starts.
-        earlier: (batch,) radii when the tour of the blocks began.
-        facing: which way the border faces, a mean over the looks so far.
-        points: misclassified ones in the ball, where one was found; else the images.
-        asked: (batch,) questions so far.
+        keys: (batch,) keys of the images' random numbers.
+        directions: the direction that is being improved.
+        radii: (batch,) radius at which it is misclassified; inf while no direction is.
+        best_directions, best_radii: the best direction of all starts, and its radius.
+        earlier: (batch,) `radii` at the end of the last tour of the blocks.
+        facing: the border's normal, as a running mean of the estimates so far.
+        points: misclassified points in the ball; the images where none was found.
+        asked: (batch,) queries so far.
         stalls: (batch,) how often another start was needed.
+        broken: (batch,) whether a misclassified point in the ball was found.
     """
 
     images: Tensor
@@ -178,7 +180,7 @@ class _Rays:
     broken: Tensor
 
     def may_fall(self, eps: float) -> Tensor:
-        """(batch,) not broken yet, and not hopeless: several starts have stalled at one and a half radii or more."""
+        """(batch,) whether the search goes on: not broken, and not still beyond 1.5 eps after several starts."""
         is_far = torch.isfinite(self.best_radii) & (self.best_radii > _FAR * eps)
         return ~self.broken & ~(is_far & (self.stalls >= _PATIENCE))
 
@@ -211,20 +213,20 @@ def _begin(images: Tensor, labels: Tensor, draws: Draws) -> _Rays:
 
 
 class _Field:
-    """The model as a search by classes asks it, for the images that are left."""
+    """The search's queries and moves, for the images that are left."""
 
     def __init__(self, attack: RaySearch, target: Target) -> None:
         self.attack, self.target = attack, target
         self.norm, self.eps = attack.norm, attack.radius * (_DEEP if attack.keep == "last" else 1)
 
     def narrow(self, rows: Tensor) -> _Field:
-        """The same for some of the images, by position."""
+        """The same for the images at these positions."""
         return _Field(self.attack, self.target.narrow(rows))
 
     def ask(self, rays: _Rays, directions: Tensor, radii: Tensor, asked: Tensor) -> tuple[Tensor, Tensor]:
-        """(batch, n) whether the points at the radii (batch,) on the way there are wrong, and these points.
+        """(batch, n) whether the points at the radii (batch,) along the directions are misclassified, and these points.
 
-        Only where `asked` (batch, n) says so; elsewhere they are not.
+        Only the points in the mask `asked` (batch, n) are queried. The others are False, and zero as points.
         """
         rows, columns = torch.nonzero(asked, as_tuple=True)
         images = rays.images[rows]
@@ -236,7 +238,7 @@ class _Field:
         return wrong, where
 
     def at(self, rays: _Rays, directions: Tensor, radii: Tensor) -> Tensor:
-        """The points at the radii (batch,) on the way to the directions."""
+        """The points at the radii (batch,) along the directions, one for each image."""
         return NORMS[self.norm].nearest_within(rays.images + directions, rays.images, radii)
 
     def count(self, rays: _Rays, numbers: Tensor) -> None:
@@ -244,9 +246,9 @@ class _Field:
         self.target.count(numbers)
 
     def wrong(self, points: Tensor, labels: Tensor) -> Tensor:
-        """(n,) whether each point is classified otherwise than its label; not where the model raises an error.
+        """(n,) whether each point is misclassified; False for points for which the model raises an error.
 
-        These points lie far from the image, where it may never have been asked: one refused question ends no search.
+        These points may lie far from any image, and a model may reject such inputs. That must not end the search.
         """
         if not len(points):
             return torch.zeros_like(labels, dtype=torch.bool)
@@ -259,7 +261,7 @@ class _Field:
     def _wrong_or_refused(self, points: Tensor, labels: Tensor) -> Tensor:
         try:
             return predicted_classes(self.target.model(points)) != labels
-        except torch.cuda.OutOfMemoryError:  # fewer images at a time are tried instead
+        except torch.cuda.OutOfMemoryError:  # handled by `Attack.run`, with fewer images at a time
             raise
         except Exception:  # whatever a model throws
             if len(points) == 1:
@@ -268,7 +270,7 @@ class _Field:
         return torch.cat([self._wrong_or_refused(*half) for half in halves])
 
     def advance(self, rays: _Rays, step: Step, draws: Draws) -> None:
-        """One step of the search. An image for which nothing is misclassified yet tries other directions."""
+        """One step of the search. An image without a misclassified direction, or whose search stalls, starts again."""
         lost = torch.isinf(rays.radii)
         if step.kind == "tour":
             lost = lost | ~(rays.radii < (1 - _STALLED) * rays.earlier)
@@ -293,7 +295,7 @@ class _Field:
         rays.put(rows, part)
 
     def enter(self, rays: _Rays, directions: Tensor) -> None:
-        """Takes the best of the directions (batch, n, ...) where it is better than the one at hand."""
+        """Adopts the best of the directions (batch, n, ...) for images where it beats the current direction."""
         rows = torch.nonzero(~rays.broken).squeeze(1)
         if not len(rows):
             return
@@ -308,7 +310,7 @@ class _Field:
         rays.put(rows, part)
 
     def enter_again(self, rays: _Rays, draws: Draws, tour: int) -> None:
-        """Another start: from new patterns, the best direction with some pixels turned, or other neighbours."""
+        """Another start: new patterns, the best direction with some pixels changed, or other neighbours, by `tour`."""
         rays.radii = torch.full_like(rays.radii, math.inf)
         rays.facing = torch.zeros_like(rays.facing)
         rays.stalls = rays.stalls + 1
@@ -326,12 +328,14 @@ class _Field:
         self.enter(rays, patterns)
 
     def race(self, rays: _Rays, directions: Tensor, radii: list[Tensor], running: Tensor) -> None:
-        """Takes the direction that is misclassified down to the least of the falling radii, if one is at the first.
+        """Adopts the direction that stays misclassified down to the smallest radius.
+
+        The radii are tried in order. A direction that is not misclassified at one of them drops out.
 
         Args:
             directions: (batch, n, ...).
-            radii: (batch,) each.
-            running: (batch, n) which take part.
+            radii: decreasing radii, (batch,) each.
+            running: (batch, n) mask of the directions that take part.
         """
         ahead, radius = rays.directions, rays.radii
         failed = torch.full_like(radius, self.eps)
@@ -349,7 +353,12 @@ class _Field:
         self._refine(rays, ahead, radius, failed)
 
     def _refine(self, rays: _Rays, directions: Tensor, radii: Tensor, low: Tensor) -> None:
-        """Takes over what a race found, after halving the gap between where it was wrong and where it was not."""
+        """Adopts a race's directions where they are better, after bisection for the radius where the class changes.
+
+        Args:
+            radii: (batch,) at which the directions are misclassified.
+            low: (batch,) at which they are not.
+        """
         better = (radii < rays.radii) | (
             (radii == rays.radii) & (directions != rays.directions).flatten(1).any(dim=1)
         )
@@ -372,17 +381,22 @@ class _Field:
         return min(_LEAST_GAIN, max(_LEAST_GAIN / 10, 0.3 / rays.images[0].numel()))
 
     def _fell(self, rays: _Rays, wrong: Tensor, points: Tensor) -> None:
-        """Keeps the first of the points (batch, n, ...) in the ball that are wrong (batch, n)."""
+        """Keeps the first of the points (batch, n, ...) that are misclassified, for images that were not broken before.
+
+        Args:
+            wrong: (batch, n) whether the points are misclassified.
+            points: within the ball.
+        """
         found = wrong.any(dim=1) & ~rays.broken
         first = points[torch.arange(len(wrong), device=wrong.device), wrong.int().argmax(dim=1)]
         rays.points = torch.where(per_image(found, first), first, rays.points)
         rays.broken = rays.broken | found
 
     def improve(self, rays: _Rays, directions: Tensor, *, together: bool = False) -> None:
-        """Takes the best of the directions (batch, n, ...) where it is misclassified at a smaller radius.
+        """Adopts the best of the directions (batch, n, ...) for images where it is misclassified at a smaller radius.
 
         Args:
-            together: tries also the sum of the changes that help by themselves.
+            together: also tries the sum of all changes that help by themselves.
         """
         gain = self._least_gain(rays)
         steps = [gain * (_GAIN_GROWTH ** (k + 1) - 1) / (_GAIN_GROWTH - 1) for k in range(_ENTRIES)]
@@ -395,11 +409,11 @@ class _Field:
             changes = (directions - rays.directions[:, None]) * weights
             union = rays.directions + add_up(changes)
             several = wrong.sum(dim=1) > 1
-            # The sum runs first, so that it wins over its parts where it is as good.
+            # The sum comes first, so that it wins over its parts in a tie.
             directions = torch.cat([union[:, None], directions], dim=1)
             one = wrong.clone()
             one[:, 1:] &= ~wrong.cumsum(dim=1)[:, :-1].bool()
-            # What is known to be wrong already is not asked again: it runs from the second radius on.
+            # The first radius is known for each single change already: the race starts at the second one.
             best = torch.where(wrong.any(dim=1), radii[0], rays.radii)
             first = (directions[:, 1:] * one.to(directions.dtype).view_as(weights)).sum(dim=1)
             rays.directions = torch.where(per_image(wrong.any(dim=1), first), first, rays.directions)
@@ -407,11 +421,11 @@ class _Field:
             running = torch.cat([several[:, None], wrong], dim=1) & ~rays.broken[:, None]
             self.race(rays, directions, radii[1:], running)
         else:
-            # On a plateau, as of a model that rounds, no radius is smaller, and it is crossed by going sideways.
+            # On a plateau, as in a model that rounds its input, no radius is smaller: also move at the same radius.
             self.race(rays, directions, [rays.radii, *radii], everyone)
 
     def turn(self, rays: _Rays, draws: Draws, number: int) -> None:
-        """Asks points around the border which way the wrong side lies, and turns the direction there."""
+        """Estimates the border's normal and rotates the direction towards it, if that helps."""
         points = self.at(rays, rays.directions, rays.radii)
         facing = unit(self._slope(rays, points, draws, number))
         rays.facing = rays.facing / 2 + facing
@@ -421,7 +435,7 @@ class _Field:
         self.improve(rays, stretch(self.norm, torch.stack(mixed, dim=1)))
 
     def _slope(self, rays: _Rays, points: Tensor, draws: Draws, number: int) -> Tensor:
-        """Which way the wrong side lies, from the classes of points around each point."""
+        """An estimate of the border's normal, towards the misclassified side, from the classes of points around."""
         signed, plain, balance = (
             torch.zeros_like(points),
             torch.zeros_like(points),
@@ -439,9 +453,9 @@ class _Field:
         return signed - per_image(balance / _PROBES, points) * plain
 
     def _around(self, rays: _Rays, points: Tensor, draws: Draws, number: int) -> Tensor:
-        """(batch, probe, ...) points around each point: some noise further, or with some of its pixels turned.
+        """(batch, probe, ...) points around each point: with noise added, or in a box with some pixels' moves reversed.
 
-        A box has corners, and in models that round pixels only moves from one side to the other say something.
+        The border may pass through a corner of the box, and a model that rounds its pixels reacts to large moves only.
         """
         images, count = rays.images[:, None], _PROBES_AT_ONCE
         length = _PROBE_LENGTHS[number % len(_PROBE_LENGTHS)]
@@ -455,7 +469,7 @@ class _Field:
         return (points[:, None] + moves.view(-1, count, *points.shape[1:])).clamp(0, 1)
 
     def change_blocks(self, rays: _Rays, draws: Draws, step: Step) -> None:
-        """Tries what some blocks can gain by another sign or weight."""
+        """Tries the direction with the next blocks changed, each to a random sign or weight."""
         inside = next_blocks(rays.images, rays.keys, step)
         moves = rays.directions[:, None]
         numbers = draws.uniform(inside.shape[1], 2, dtype=moves.dtype)

@@ -1,4 +1,4 @@
-"""Gradient steps that may change only some of an image's values, each as far as it goes."""
+"""PGD that may change only a limited number of an image's values, but those without a bound other than [0, 1]."""
 
 from __future__ import annotations
 
@@ -19,16 +19,17 @@ _SMALLEST = 1e-30
 
 @dataclass(frozen=True, kw_only=True)
 class SparsePGD(PGD):
-    """PGD that changes at most a share of an image's values, anywhere in [0, 1] (PGD0 of Croce & Hein 2019).
+    """PGD that changes at most a share of an image's values, each to any value in [0, 1] (PGD0 of Croce & Hein 2019).
 
-    Looks for the worst case within JSMA's budget: JSMA takes no move back, and stops where no feature is salient.
-    A feature is one value of the image, so a coloured pixel has three. Each step goes up the gradient with a length in
-    L1, then to the nearest point that changes no more features than allowed.
+    Use it to search JSMA's budget more thoroughly: JSMA never undoes a change and stops when no feature is salient. A
+    feature is one value of the image, so a coloured pixel has three. A step goes up the gradient by a given L1 length,
+    then to the nearest point that changes no more features than allowed.
 
     Attributes:
-        max_pixel_fraction: of the features that may differ from the image, rounded down; as in `JSMA`.
-        step_size: a step's length in L1 is this times the number of features that may be changed. 10 is usual: short
-            steps favour the features that are changed already, and stay with a poor choice of them.
+        max_pixel_fraction: largest share of the features that may differ from the image, rounded down to whole
+            features; as in `JSMA`.
+        step_size: the L1 length of a step, divided by the number of features that may be changed. 10 is usual: with
+            short steps the choice of features hardly changes after the first ones, even if it was poor.
     """
 
     max_pixel_fraction: float
@@ -50,9 +51,10 @@ class SparsePGD(PGD):
 
 
 def change_few(points: Tensor, images: Tensor, fraction: float) -> Tensor:
-    """The points in [0, 1] nearest to the given ones that differ from the images in no more than that share of values.
+    """The points in [0, 1] nearest to the given ones among those that change at most this share of the image's values.
 
-    A value that is kept ends at its own nearest place in [0, 1]; kept are those that bring the point nearest so.
+    Changed values are cut to [0, 1]; all others are the image's. The changed values are those that bring the result
+    nearest to the given point.
     """
     kept = count_features(images, fraction)
     wanted = (points - images).flatten(1)

@@ -1,4 +1,4 @@
-"""Square: random squares, kept when they raise the loss; scores are all it sees (Andriushchenko et al. 2020)."""
+"""Square Attack: random squares, kept if they raise the loss; it reads scores only (Andriushchenko et al. 2020)."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ from ecnn.attacks.views import Aim, Loss, View, find_score_view
 from ecnn.checks import check_choice, check_counts, check_number
 from ecnn.objectives import predicted_classes
 
-# After these queries of 10,000 the share of pixels in a square is halved.
+# After each of these numbers of queries, of 10,000, the share of pixels in a square is halved.
 _HALVINGS = (10, 50, 200, 500, 1000, 2000, 4000, 6000, 8000)
 _HALVINGS_BUDGET = 10_000
-_DRAWN_AT_ONCE = (
-    50  # steps whose random numbers are made together: the work is in starting it, not in doing it
-)
-_FALL, _SPARSE_FALL = 2, 4  # the power by which a bump falls off with the distance from its middle; in L1
-_TILES = 5  # a side of the first L2 perturbation has this many squares
-_WIDEST_TURN = math.pi / 4  # of an L2 perturbation, towards a square as large as the image
+_DRAWN_AT_ONCE = 50  # steps whose random numbers are drawn in one call: the cost is per call
+_FALL, _SPARSE_FALL = 2, 4  # exponents by which a bump decreases from its middle, in L2 and in L1
+_TILES = 5  # a side of the first L2 or L1 perturbation has this many squares
+_WIDEST_TURN = math.pi / 4  # largest angle of "turns", for a square as large as the image
 _STREAM = 13
 
 
 def square_share(step: int, queries: int, first: float, *, rescale: bool) -> float:
-    """The share of pixels that the square of a step covers (the paper's p): `first`, then halved nine times.
+    """The share of pixels that the square of a step covers (the paper's p): `first`, halved up to nine times.
 
     Args:
-        step: from 0 up, the first one after the starting point.
-        queries: of the whole search; the published schedule is for 10,000 and is stretched to these with `rescale`.
+        step: number of the step from 0 up; step 0 follows the starting point.
+        queries: of the whole search.
+        first: the share at the start.
+        rescale: stretches the schedule, published for 10,000 queries, to `queries`.
     """
     if rescale:
         step = step * _HALVINGS_BUDGET // queries
@@ -47,30 +47,30 @@ def square_share(step: int, queries: int, first: float, *, rescale: bool) -> flo
 class Square(BallAttack):
     """Square Attack (Andriushchenko et al. 2020): a random search without gradients, in Linf, L2 or L1.
 
-    In Linf a square of random place gets a random sign of eps per channel; in L2 one square gives its share of the
-    radius to another, which gets two bumps of opposite sign; in L1 (Croce & Hein 2021) likewise with sharper bumps, and
-    the whole is projected to the ball. A change stays when it raises the loss. Masked gradients do not stop it, so that
-    images it alone breaks speak against a model's gradients.
+    In Linf a square at a random place is moved by eps or -eps, with one random sign per channel. In L2 one square is
+    cleared, and another gets its share of the radius as two bumps of opposite sign. L1 (Croce & Hein 2021) is like L2
+    with sharper bumps, and the result is projected onto the ball. A change is kept if it raises the loss or if its
+    point is misclassified. Masked gradients do not stop this attack: images that it alone breaks are evidence of them.
 
-    The published moves in L2 only ever empty a square, and its smallest square is three pixels wide, so that even on a
-    linear model they end far from the optimum. `l2_moves="turns"`, our own, turns the whole perturbation towards a
-    square of one random colour instead: it comes as near to that optimum as the queries allow, and breaks more images
+    The published moves in L2 can only clear a square, and their smallest square is three pixels wide, so even on a
+    linear model they end far from the optimum. `l2_moves="turns"`, our own, rotates the whole perturbation towards a
+    square of one random colour instead. It comes as near to that optimum as the queries allow, and breaks more images
     (benchmarks/attacks.md).
 
     Attributes:
         norm: of the ball, a name of `NORMS`.
         eps: radius on the [0, 1] scale, or a fraction such as "8/255".
-        queries: passes of each start, the starting point included; 5,000 in AutoAttack.
+        queries: forward passes for each start, the starting point included; 5,000 in AutoAttack.
         loss: "margin" (published) or "cross_entropy".
-        first_share: of the pixels, what the first squares cover (the paper's p).
-        rescale: the halving schedule of that share, made for 10,000 queries, is stretched to `queries` as in the
-            paper; AutoAttack leaves it as it is.
-        l2_moves: "bumps" (published) or "turns" (ours, stronger); in other norms there is only one kind.
-        restarts: independent starts.
-        on: where it looks, "scores", "linear", "tempered" or another `ScoreView`.
+        first_share: share of the pixels that the first squares cover (the paper's p).
+        rescale: stretches the halving schedule of that share, made for 10,000 queries, to `queries` as in the paper;
+            AutoAttack does not stretch it.
+        l2_moves: "bumps" (published) or "turns" (ours, stronger); without effect in other norms.
+        restarts: how many starts, each with its own random numbers.
+        on: the view that is attacked: "scores", "linear", "tempered" or another `ScoreView`.
 
-    Departs: every image draws its own squares; in AutoAttack's program a batch shares their places, and the last row
-        and the last column of the image are never reached.
+    Departs: every image draws its own squares. In AutoAttack's program a batch shares their places, and the last row
+        and the last column of the image are never changed.
     """
 
     queries: int
@@ -105,7 +105,11 @@ class Square(BallAttack):
     def _wander(
         self, target: Target, images: Tensor, labels: Tensor, draws: Draws
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """One start: the point of the highest loss or the first broken one, whether it is broken, its loss."""
+        """One start: each image's best point, (batch,) whether it is broken, and its loss.
+
+        With early exit the best point is the first broken one, otherwise the broken one of the highest loss; for an
+        unbroken image it is the point of the highest loss.
+        """
         view, eps = find_score_view(self.on), self.radius
         first, propose = (
             (_first_stripes, _propose_square) if NORMS[self.norm].is_box else (_first_tiles, _propose_bumps)
@@ -122,10 +126,11 @@ class Square(BallAttack):
 
 @dataclass(kw_only=True)
 class _Walk(Rows):
-    """Where one start of Square stands: the point kept for each image and its loss.
+    """State of one search from one start.
 
     Attributes:
-        keys: (batch,) of the image's random numbers.
+        points, losses: the best point of each image so far, and its loss.
+        keys: (batch,) keys of the images' random numbers.
         numbers: (batch, step, number) in [0, 1), for the steps up to the next multiple of `_DRAWN_AT_ONCE`.
     """
 
@@ -138,18 +143,18 @@ class _Walk(Rows):
     numbers: Tensor
 
     def accept(self, target: Target, view: View, loss: Loss, proposals: Tensor) -> None:
-        """Keeps the proposals that raise the loss or that the model misclassifies."""
+        """Keeps the proposals that raise the loss or are the first misclassified ones."""
         look = target.look(view, proposals, Aim(self.labels, loss=loss))
         scores = target.scores(proposals) if look.scores is None else look.scores
         losses, broken = look.losses.to(self.losses.dtype), predicted_classes(scores) != self.labels
-        # Without early exit a broken point is left only for another broken one.
+        # Without early exit only another broken point may replace a broken one.
         better = (broken & ~self.broken) | ((broken == self.broken) & (losses > self.losses))
         self.points = torch.where(per_image(better, proposals), proposals, self.points)
         self.losses = torch.where(better, losses, self.losses)
         self.broken = self.broken | broken
 
     def next_numbers(self, step: int) -> Tensor:
-        """(batch, number) the random numbers of a step: four for places, one for a turn, one colour per channel."""
+        """(batch, number) the random numbers of a step: four for places, one for a rotation, one colour per channel."""
         if step % _DRAWN_AT_ONCE == 0:
             draws = Draws(self.keys).fold(1 + step // _DRAWN_AT_ONCE)
             self.numbers = draws.uniform(_DRAWN_AT_ONCE, 5 + self.images.shape[1], dtype=self.images.dtype)
@@ -174,7 +179,7 @@ def _signs(numbers: Tensor) -> Tensor:
 
 
 def _places(numbers: Tensor, count: int) -> Tensor:
-    """(batch,) whole numbers from 0 to count - 1."""
+    """(batch,) integers from 0 to count - 1, from numbers in [0, 1)."""
     return (numbers * count).to(torch.int64).clamp(max=count - 1)
 
 
@@ -203,9 +208,9 @@ def _propose_square(norm: Norm, walk: _Walk, eps: float, share: float, numbers: 
 
 
 def _bump(height: int, width: int, norm: Norm) -> Tensor:
-    """(height, width) a pyramid of rectangles around the middle, the k-th from within weighing 1 / k^2; length 1.
+    """(height, width) a sum of rectangles around the middle, the k-th smallest of weight 1 / k^2; of length 1.
 
-    In L1 they weigh 1 / k^4.
+    In L1 the weights are 1 / k^4.
     """
     bump = torch.zeros(height, width, dtype=torch.float64, device="cpu")
     fall = _SPARSE_FALL if NORMS[norm].is_sparse else _FALL
@@ -217,22 +222,22 @@ def _bump(height: int, width: int, norm: Norm) -> Tensor:
     return unit
 
 
-@lru_cache(maxsize=64)  # bringing it to the device at every step would make that wait
+@lru_cache(maxsize=64)  # a copy to the GPU at every step would stall
 def _two_bumps(side: int, norm: Norm, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """(side, side) one bump up and one down, side by side; length 1."""
+    """(side, side) a positive bump above a negative one; of length 1."""
     both = torch.cat([_bump(side // 2, side, norm), -_bump(side - side // 2, side, norm)])
     unit: Tensor = both / NORMS[norm].length(both[None])
     return unit.to(device, dtype)
 
 
 def _turned_bumps(side: int, norm: Norm, turns: Tensor, images: Tensor) -> Tensor:
-    """(batch, 1, side, side) the two bumps, lying or standing as each image's number says."""
+    """(batch, 1, side, side) the two bumps, transposed for images whose number in `turns` is 0.5 or more."""
     bumps = _two_bumps(side, norm, images.dtype, images.device)
     return torch.where((turns < 0.5)[:, None, None], bumps, bumps.T)[:, None]
 
 
 def _tile(images: Tensor, norm: Norm, draws: Draws) -> Tensor:
-    """Moves that are two bumps of random sign in each tile of a grid, each of length 1."""
+    """Moves with two bumps of random sign, of length 1, in each tile of a grid and each channel."""
     channels, height, width = images.shape[1:]
     side = max(1, min(height, width) // _TILES)
     down, across = height // side, width // side
@@ -249,7 +254,7 @@ def _tile(images: Tensor, norm: Norm, draws: Draws) -> Tensor:
 
 
 def _first_tiles(norm: Norm, images: Tensor, eps: float, draws: Draws) -> Tensor:
-    """Tiles of two bumps, of length eps altogether; in L1 each of length 1, of which the projection leaves eps."""
+    """Points moved by tiles of two bumps, of total length eps; in L1 each tile has length 1 before the projection."""
     moves = _tile(images, norm, draws)
     return NORMS[norm].project(
         images + (moves if NORMS[norm].is_sparse else _of_length(moves, eps)), images, eps
@@ -257,7 +262,7 @@ def _first_tiles(norm: Norm, images: Tensor, eps: float, draws: Draws) -> Tensor
 
 
 def _corner(numbers: Tensor, side: int, images: Tensor) -> tuple[Tensor, Tensor]:
-    """(batch,) top and left of a square, by the first two random numbers."""
+    """(batch,) top row and left column of a square, from the first two random numbers."""
     height, width = images.shape[-2:]
     return _places(numbers[:, 0], height - side + 1), _places(numbers[:, 1], width - side + 1)
 
@@ -281,9 +286,10 @@ def _two_windows(walk: _Walk, share: float, numbers: Tensor) -> tuple[int, Tenso
 
 
 def _propose_bumps(norm: Norm, walk: _Walk, eps: float, share: float, numbers: Tensor) -> Tensor:
-    """One square gets two new bumps and the radius of another, which is cleared, and of what is still unused.
+    """Clears one square and adds two bumps to another, which gets the cleared one's part of the radius and the unused.
 
-    In L1 every channel gets what would be due to all of them, and the projection takes the excess.
+    In L2 each channel gets its own share. In L1 these shares are multiplied by the number of channels, and the
+    projection removes the excess.
     """
     images, channels, power = walk.images, walk.images.shape[1], NORMS[norm].power
     due, all_due = (1, channels) if NORMS[norm].is_sparse else (channels, 1)
@@ -300,15 +306,15 @@ def _propose_bumps(norm: Norm, walk: _Walk, eps: float, share: float, numbers: T
 
 
 def _of_unit_length(norm: Norm, moves: Tensor) -> Tensor:
-    """The moves (batch, channel, n), those of each channel stretched or shrunk to length 1 of their own."""
+    """The moves (batch, channel, n), each channel scaled to length 1."""
     lengths = NORMS[norm].length(moves.flatten(0, 1)).view(*moves.shape[:2], 1)
     return moves / lengths.clamp_min(1e-12)
 
 
 def _propose_turn(norm: Norm, walk: _Walk, eps: float, share: float, numbers: Tensor) -> Tensor:
-    """The perturbation, as long as eps, turned by a random angle towards a square of one random colour.
+    """The perturbation, of length eps, rotated by a random angle towards a square of one random colour.
 
-    The smaller the square, the smaller the angle: what a square can add falls with its side.
+    The smaller the square, the smaller the angle: a small square can add little.
     """
     images, side = walk.images, _side(share, walk.images)
     colours = (2 * numbers[:, 5:] - 1)[:, :, None].expand(-1, -1, side * side)
@@ -320,5 +326,5 @@ def _propose_turn(norm: Norm, walk: _Walk, eps: float, share: float, numbers: Te
 
 
 def _of_length(moves: Tensor, length: float) -> Tensor:
-    """The moves stretched or shrunk to one length; those without any stay."""
+    """The moves scaled to this L2 length; moves of length 0 stay."""
     return moves * per_image(length / l2_norm(moves).clamp_min(1e-12), moves)

@@ -1,4 +1,4 @@
-"""PGD whose images still fool when they are turned, moved, scaled and lit otherwise (EOT): a sign seen from a car."""
+"""PGD for images that are still misclassified when rotated, scaled, shifted or lit differently (EOT)."""
 
 from __future__ import annotations
 
@@ -19,20 +19,22 @@ from ecnn.checks import check_count, check_number, parse_eps
 
 @dataclass(frozen=True, kw_only=True)
 class TransformedPGD(BallAttack):
-    """PGD up the mean loss over random transformations of the image (EOT, Athalye et al. 2018).
+    """PGD on the mean loss over random transformations of the image (EOT, Athalye et al. 2018).
 
-    Each step draws new transformations, each image its own: turned, scaled and moved about its middle, bilinearly and
-    with the edge repeated, then made brighter or darker. The last point counts; it need not fool the model that it was
-    crafted on, and transfers better than one that only just does.
+    Each step draws new transformations for each image: rotation about the centre, scaling and shift, with bilinear
+    interpolation and repeated edge pixels, then a change of brightness. The search returns its last point, without
+    regard to whether the untransformed point is misclassified; such points transfer better to other models.
 
     Attributes:
+        norm: of the ball and of the steps, a name of `NORMS`.
+        eps: radius on the [0, 1] scale, or a fraction such as "8/255".
         steps: gradient steps from a random point of the ball.
-        step_size: length of each, on the [0, 1] scale.
-        transformations: drawn for each step.
-        degrees: largest turn, either way.
-        scale: largest change of size, as a share.
-        shift: largest move in each direction, as a share of the side.
-        brightness: largest change of brightness, as a share.
+        step_size: length of a step, on the [0, 1] scale.
+        transformations: how many are drawn for each image in each step.
+        degrees: largest rotation in either direction.
+        scale: largest relative change of size.
+        shift: largest shift along each axis, as a share of the image's side.
+        brightness: largest relative change of brightness.
         loss, on: as in `PGD`.
     """
 
@@ -81,7 +83,7 @@ class TransformedPGD(BallAttack):
         return total / self.transformations
 
     def transform(self, images: Tensor, draws: Draws) -> Tensor:
-        """The images, each under a transformation of its own."""
+        """The images, each under its own random transformation, cut to [0, 1]."""
         drawn = 2 * draws.uniform(5, dtype=images.dtype) - 1
         angle, size = drawn[:, 0] * math.radians(self.degrees), 1 + self.scale * drawn[:, 1]
         cos, sin = angle.cos() / size, angle.sin() / size

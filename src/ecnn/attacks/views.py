@@ -1,7 +1,8 @@
-"""Where an attack looks: what it reads from the model, and the loss it raises there.
+"""Views: which part of the model an attack reads, and the loss that it raises there.
 
-An attack on the decoder's scores and one on the encoder's logits are different experiments: a saturated decoder can
-hide from the first and not from the second. Every attack takes `on=`, a name of `VIEWS`, a `View`, or a loss function.
+An attack on the decoder's scores and one on the encoder's logits are different experiments: a saturated decoder has no
+gradient for the first, but does not affect the second. Most attacks take a view as `on=`: a name of `VIEWS`, a `View`,
+or a loss function.
 """
 
 from __future__ import annotations
@@ -28,19 +29,19 @@ from ecnn.objectives import (
 )
 
 Loss = Literal["margin", "cross_entropy", "dlr"]
-#: A loss of your own: (model, images, labels) -> (batch,), to be raised.
+#: A loss of your own, which attacks raise: (model, images, labels) -> (batch,).
 LossFunction = Callable[[nn.Module, Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True, eq=False)
 class Aim:
-    """What an attack is after.
+    """The objective of an attack: the classes to leave or to reach, and the loss.
 
     Attributes:
         labels: (batch,) the classes to move away from.
         goals: (batch,) the classes to move to; None moves away from the labels only.
-        loss: which one; a view with a loss of its own takes no notice.
-        slack: the margin is not pushed beyond this.
+        loss: name of the loss; views with a loss of their own ignore it.
+        slack: a margin or DLR loss is clamped to this, so that it is not raised further.
     """
 
     labels: Tensor
@@ -51,11 +52,12 @@ class Aim:
 
 @dataclass(frozen=True)
 class Look:
-    """What an attack saw at some points.
+    """Losses and scores of a view at some points.
 
     Attributes:
         losses: (batch,) higher is worse for the model.
-        scores: (batch, class) what the model itself says there, without gradient; None when the view does not find out.
+        scores: (batch, class) the scores by which a point counts as misclassified, usually the model's own, without
+            gradient; None if the view's pass does not give them.
     """
 
     losses: Tensor
@@ -64,42 +66,42 @@ class Look:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class View:
-    """Where an attack looks and which loss it raises there. Derive from this, or from `ScoreView`, for one of your own.
+    """The part of a model that an attack reads, and its loss. Derive your own view from this or from `ScoreView`.
 
-    A view is a small frozen dataclass. Its fields are what records say of it. Two equal ones must look at the same
-    place: recorded passes are found again by that. One with tensors takes `eq=False`, and is equal to itself alone.
+    A view is a small frozen dataclass; records describe it by its fields. Two equal views must compute the same: with
+    `quick=True` a recorded pass is reused for an equal view. A view that holds tensors needs `eq=False`.
 
     Attributes:
-        name: of the place, for records.
+        name: of the view, for records.
     """
 
     name: str
 
     @property
     def has_goals(self) -> bool:
-        """Whether it can move to given classes, and not only away from the labels."""
+        """Whether its loss can move to given classes, and not only away from the labels."""
         return True
 
     @property
     def passes_per_look(self) -> int:
-        """How many passes through the model one look takes, for the count."""
+        """How many forward passes one look takes, for the cost."""
         return 1
 
     def check_loss(self, loss: str) -> None:
-        """Raises InputError unless this view can raise the loss."""
+        """Raises InputError unless this view has the loss of that name."""
         check_choice("loss", loss, get_args(Loss))
 
     def look(self, model: nn.Module, images: Tensor, aim: Aim) -> Look:
-        """What is to be seen at the images (batch, channel, height, width)."""
+        """The losses, and the scores if known, of images (batch, channel, height, width)."""
         raise NotImplementedError
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class ScoreView(View):
-    """A view that shows one score per class, as many attacks need; its losses are those of any scores."""
+    """A view with one score per class, as many attacks need. Its losses are those of `score_loss`."""
 
     def read(self, model: nn.Module, images: Tensor) -> tuple[Tensor, Tensor | None]:
-        """(batch, class) the scores to attack; and the model's own, without gradient, if the same pass gives them."""
+        """(batch, class) the scores to attack, and the model's own without gradient, or None if not in this pass."""
         raise NotImplementedError
 
     def look(self, model: nn.Module, images: Tensor, aim: Aim) -> Look:
@@ -110,9 +112,11 @@ class ScoreView(View):
 def score_loss(
     scores: Tensor, labels: Tensor, loss: Loss, slack: float = math.inf, goals: Tensor | None = None
 ) -> Tensor:
-    """(batch,) how far the scores are from the labels, or how near to the goals: cross-entropy, margin or DLR.
+    """(batch,) loss to raise: away from the labels, or with goals towards these.
 
-    The margin is not pushed further once a wrong class leads by `slack` (the paper's c).
+    The margin is the best wrong score minus the label's score; with goals it is the goal's score minus the label's.
+    DLR is the margin divided by a spread of the scores. Both are clamped to `slack` (the paper's c). Cross-entropy is
+    that of the label, or minus that of the goal.
 
     Departs: the printed hinge attack minimises minus a maximum, which helps the defender; this is its negative.
     """
@@ -142,14 +146,15 @@ def _spread(scores: Tensor, *, targeted: bool) -> Tensor:
 
 
 def has_code(model: nn.Module) -> bool:
-    """Whether it has members that write codewords."""
+    """Whether the model has members and a code: `member_logits`, and `code` or `code_symbols`."""
     return hasattr(model, "member_logits") and (hasattr(model, "code") or hasattr(model, "code_symbols"))
 
 
 def members_of(model: nn.Module, images: Tensor) -> tuple[Tensor, Tensor]:
-    """What the members say, (batch, member) or (batch, member, symbol), and the code (class, task) they speak.
+    """The members' logits, (batch, member) or (batch, member, symbol), and the code's symbols (class, task).
 
-    Any model with `member_logits(images)` and `code` (a CodeMatrix) has members; an ECNN has.
+    Works for any model with `member_logits(images)` and `code` (a CodeMatrix), such as an ECNN. Raises InputError for
+    others.
     """
     if not has_code(model):
         raise InputError(f'{type(model).__name__} has no members (member_logits and code): look on="scores".')
@@ -162,7 +167,7 @@ def members_of(model: nn.Module, images: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def decoded_scores(model: nn.Module, logits: Tensor) -> Tensor | None:
-    """(batch, class) the model's own scores of member logits, without gradient, if it can `decode` them."""
+    """(batch, class) the model's own scores of these member logits, without gradient; None if it has no `decode`."""
     anything: Any = model
     if not hasattr(model, "decode"):
         return None
@@ -171,13 +176,13 @@ def decoded_scores(model: nn.Module, logits: Tensor) -> Tensor | None:
 
 
 def member_margins(model: nn.Module, images: Tensor, labels: Tensor) -> Tensor:
-    """(batch, member) by how much each member prefers its right answer; a common level of its logits plays no part."""
+    """(batch, member) margin of each member: signed logit, or right symbol's logit minus the best other."""
     logits, symbols = members_of(model, images)
     return member_margin(logits, member_targets(symbols, labels))
 
 
 def decode_linearly(member_logits: Tensor, code_symbols: Tensor) -> Tensor:
-    """(batch, class) correlation of the member logits with the codewords, with nothing that saturates in between."""
+    """(batch, class) correlation of the member logits with the codewords: a decoder without saturation."""
     logits = full_precision(member_logits)
     if logits.ndim == 2:
         return torch.matmul(logits, (2 * code_symbols.T - 1).to(logits.dtype))
@@ -186,9 +191,10 @@ def decode_linearly(member_logits: Tensor, code_symbols: Tensor) -> Tensor:
 
 
 def temper(member_logits: Tensor) -> Tensor:
-    """The logits, scaled so that the largest of each image is 1 in size: no decoder saturates there.
+    """The logits divided by each image's largest absolute logit: so small that no decoder saturates.
 
-    The scale is held constant, so that its gradient does not enter. Symbols members lose their common level.
+    The divisor counts as a constant, without gradient. Of logits (batch, member, symbol) the mean over the symbols is
+    subtracted first.
     """
     logits = _centred(full_precision(member_logits))
     scale = logits.detach().flatten(1).abs().amax(dim=1).clamp_min(1e-30)
@@ -207,10 +213,11 @@ def member_loss(
     slack: float,
     goals: Tensor | None = None,
 ) -> Tensor:
-    """(batch,) all bits at once: how far the members are from the labels' codewords, or how near to the goals'.
+    """(batch,) sum over the members of a loss to raise: away from the labels' codewords, or towards the goals'.
 
-    "margin" pushes each member until it is wrong by `slack`; "cross_entropy" stops caring once it is wrong. With
-    goals only the members that must change their answer count.
+    "margin" pushes each member until it is wrong by `slack`. "cross_entropy" without goals pushes wrong members most;
+    with goals it stops pushing members that clearly give the goal's symbol. With goals only members whose symbol
+    differs between the two codewords count.
     """
     symbols = member_targets(code_symbols, labels)
     if goals is None:
@@ -227,7 +234,7 @@ def member_loss(
 
 @dataclass(frozen=True, kw_only=True)
 class Scores(ScoreView):
-    """What the model returns."""
+    """The scores that the model returns."""
 
     name: str = "scores"
 
@@ -238,7 +245,7 @@ class Scores(ScoreView):
 
 @dataclass(frozen=True, kw_only=True)
 class Linear(ScoreView):
-    """The linear decode of what the members say: nothing saturates, and no common level counts."""
+    """The linear decode of the member logits (`decode_linearly`), where no decoder saturates."""
 
     name: str = "linear"
 
@@ -249,7 +256,7 @@ class Linear(ScoreView):
 
 @dataclass(frozen=True, kw_only=True)
 class Tempered(ScoreView):
-    """The model's own decoder, fed with member logits so small that it does not saturate."""
+    """The model's own decoder on member logits scaled down by `temper`, so that it does not saturate."""
 
     name: str = "tempered"
 
@@ -263,7 +270,7 @@ class Tempered(ScoreView):
 
 @dataclass(frozen=True, kw_only=True)
 class Members(View):
-    """All members at once: how much each prefers its right symbol."""
+    """The loss of all members at once (`member_loss`)."""
 
     name: str = "members"
 
@@ -282,11 +289,11 @@ class Members(View):
 
 @dataclass(frozen=True, kw_only=True)
 class WeakestBit(View):
-    """How far the member that is furthest from its bit of the goal's codeword is on the right side.
+    """The smallest margin of any member for its bit of the goal's codeword.
 
-    The loss of Zhang et al. (2020), min_n 2 t_n z_n on logits before any tanh: once it is positive every bit is the
-    goal's, whatever the decoder. Members with symbols have their margin in place of 2 t_n z_n. Without goals it is the
-    loss for the class that is nearest to it.
+    The loss of Zhang et al. (2020), min_n 2 t_n z_n on logits before any tanh. Once it is positive every bit is the
+    goal's, whatever the decoder. Members with logits per symbol have their margin in place of 2 t_n z_n. Without goals
+    it is the largest such loss of any wrong class.
     """
 
     name: str = "weakest bit"
@@ -306,14 +313,14 @@ class WeakestBit(View):
 
 @dataclass(frozen=True, kw_only=True)
 class Accepted(View):
-    """A wrong class and members that agree on it: what fools a model that rejects images far from every codeword.
+    """A view for models that reject images far from every codeword: it seeks misclassified points that are accepted.
 
-    The loss is the logarithm of the probability that the members write the codeword of the goal; without goals that of
-    the wrong class for which it is largest. It never saturates where members are wrong. A point is broken only if it is
-    misclassified and not rejected; elsewhere the scores that this view shows are those of the label.
+    The loss is the log probability that the members output the goal's codeword; without goals, the largest one of any
+    wrong class. It does not saturate while members are wrong. A point is broken only if it is misclassified and not
+    rejected: for rejected points this view replaces the scores by a one-hot vector of the label.
 
     Attributes:
-        reject: expected number of members that may disagree with the nearest codeword.
+        reject: largest accepted distance to the nearest codeword, as the expected number of disagreeing members.
     """
 
     name: str = "accepted"
@@ -338,7 +345,7 @@ class Accepted(View):
 
 
 def _codeword_likelihood(member_logits: Tensor, code_symbols: Tensor) -> Tensor:
-    """(batch, class) logarithm of the probability that all members write the symbols of the class."""
+    """(batch, class) log probability that all members output the class's symbols, in nats."""
     if member_logits.ndim == 3:
         chosen = F.one_hot(code_symbols, member_logits.shape[2]).to(member_logits.dtype)
         return torch.einsum("bnk,cnk->bc", torch.log_softmax(member_logits, dim=2), chosen)
@@ -348,7 +355,7 @@ def _codeword_likelihood(member_logits: Tensor, code_symbols: Tensor) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class UntargetedView(View):
-    """A view whose loss only moves away from the labels."""
+    """A view without goals: its loss only moves away from the labels."""
 
     @property
     def has_goals(self) -> bool:
@@ -357,7 +364,7 @@ class UntargetedView(View):
 
 @dataclass(frozen=True, kw_only=True)
 class OwnLoss(UntargetedView):
-    """A loss function of your own, which says nothing of the model's scores and has no goals.
+    """A loss function of your own. It has no goals, and its looks have no scores.
 
     Attributes:
         function: (model, images, labels) -> (batch,) loss to raise.
@@ -372,10 +379,10 @@ class OwnLoss(UntargetedView):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class WrappedView(View):
-    """Another view, looked at in another way; it can do what that view can.
+    """Base of views that modify another view; goals, losses and passes are those of that view.
 
     Attributes:
-        view: that one, a name of `VIEWS` or a view.
+        view: the other view, or its name in `VIEWS`.
     """
 
     view: str | View
@@ -397,10 +404,10 @@ class WrappedView(View):
 
 @dataclass(frozen=True, kw_only=True)
 class Averaged(WrappedView):
-    """The mean of another view over several passes of a random model (EOT, Athalye et al. 2018).
+    """The mean losses and scores of another view over several passes of a random model (EOT, Athalye et al. 2018).
 
     Attributes:
-        passes: how many.
+        passes: how many looks at the other view the mean is taken over.
     """
 
     name: str = "averaged"
@@ -422,13 +429,13 @@ class Averaged(WrappedView):
         return Look(losses, torch.stack(scores).mean(dim=0) if scores else None)
 
 
-#: The views that can be asked for by name.
+#: The views that have a name.
 VIEWS: dict[str, View] = {view.name: view for view in (Scores(), Linear(), Tempered(), Members())}
 SCORES: ScoreView = Scores()
 
 
 def find_view(on: str | View | LossFunction) -> View:
-    """The view of that name, the one given, or one around a loss function."""
+    """The view of that name, the given view, or an `OwnLoss` around a loss function."""
     if isinstance(on, View):
         return on
     if callable(on):
@@ -438,7 +445,7 @@ def find_view(on: str | View | LossFunction) -> View:
 
 
 def find_score_view(on: str | View) -> ScoreView:
-    """The same, for attacks that need one score per class."""
+    """Like `find_view`, for attacks that need one score per class: raises InputError unless it is a `ScoreView`."""
     view = find_view(on)
     if not isinstance(view, ScoreView):
         names = ", ".join(name for name, known in VIEWS.items() if isinstance(known, ScoreView))

@@ -1,4 +1,4 @@
-"""The command `ecnn`: arguments in, rooms called, results on standard output, all else on standard error."""
+"""The command `ecnn`: parses arguments and calls the rooms; prints results to stdout, and everything else to stderr."""
 
 from __future__ import annotations
 
@@ -23,8 +23,9 @@ from ecnn.cli.serve_command import serve
 from ecnn.cli.statuses import STATUSES, CommandGroup, with_status
 from ecnn.cli.train_command import train
 
-# Threads that wait for each other sleep. By default they spin, and beside other processes on the same cores work all
-# but stops. Read when torch is loaded, so set before; whoever sets one of them decides for himself.
+# Makes OpenMP threads sleep while they wait for each other. By default they spin, and with other processes on the same
+# cores the work almost stops. OpenMP reads these when torch is loaded, so they are set before. If the user has set one
+# of them, nothing is changed.
 _WAITING = {"OMP_WAIT_POLICY": "PASSIVE", "KMP_BLOCKTIME": "0"}
 
 app = typer.Typer(
@@ -49,7 +50,7 @@ def main(
         raise typer.Exit
 
 
-# In the order in which the help lists them.
+# The help lists them in this order.
 _COMMANDS = (
     *(quickstart, code, train, predict, serve, evaluate, audit, report, export),
     *(reproduce, models, data, doctor),

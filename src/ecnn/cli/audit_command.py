@@ -1,4 +1,4 @@
-"""`ecnn audit`: say whether to believe a robustness number."""
+"""`ecnn audit`: measures the accuracy under attack, and judges a claimed one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`ecnn code`: design a code, or show one."""
+"""`ecnn code`: designs a code, or shows one."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def code(
 
 
 def _beside(path: Path | None) -> Path | None:
-    """Where a search that was cut short writes: what a longer one may have left there stays."""
+    """The path for the result of an interrupted search; another name if the file exists, perhaps from a longer one."""
     if path is None or not files.exists(path):
         return path
     return path.with_name(f"{path.stem}-interrupted{path.suffix}")
@@ -123,7 +123,7 @@ def _code_as_json(found: ecnn.CodeMatrix, elapsed: float | None) -> dict[str, An
     for key in ("objective", "seed", "steps", "proposals", "stopped_by"):
         values[key] = found.provenance.get(key)
     values.update(seconds=elapsed, hash=found.content_hash, symbols=found.symbols.tolist())
-    # JSON has no infinity: the energy of a code that asks a question twice, the column distance of a single column.
+    # JSON has no infinity: the energy of a code that repeats a row or column, the column distance of a single column.
     return {key: None if value in (math.inf, -math.inf) else value for key, value in values.items()}
 
 

@@ -1,4 +1,4 @@
-"""`ecnn data`: which dataset files are where, and what a folder of images holds."""
+"""`ecnn data`: lists the dataset files that are present or absent, or checks a folder of images."""
 
 from __future__ import annotations
 

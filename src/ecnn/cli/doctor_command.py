@@ -1,4 +1,4 @@
-"""`ecnn doctor`: versions, devices, threads, and what is missing."""
+"""`ecnn doctor`: prints versions, devices and threads, and which packages are missing."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ecnn.cli.statuses import FAULT
 
 #: Packages that ecnn does not work without.
 REQUIRED = ("torch", "numpy", "safetensors", "scikit-learn", "pillow", "pooch", "typer", "rich", "matplotlib")
-#: Others, and what they are for.
+#: Optional packages, and what they are for.
 OPTIONAL = {
     "numba": "designs codes 100 times faster",
     "onnx": "ecnn export to .onnx: pip install 'ecnn[export]'",
@@ -65,7 +65,7 @@ def _version(package: str) -> str | None:
 
 
 def _devices(torch: Any) -> list[str]:
-    """What --device takes here; each has added two numbers."""
+    """The values that --device takes on this machine, with names of GPUs; each device was tried with an addition."""
     names = ["cpu", *(f"cuda:{number}" for number in range(torch.cuda.device_count()))]
     if torch.backends.mps.is_available():
         names.append("mps")

@@ -1,4 +1,4 @@
-"""`ecnn evaluate`: attack a saved model."""
+"""`ecnn evaluate`: attacks a saved model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`ecnn export`: a trained model as a file that other programs run, or a folder for another collection of models."""
+"""`ecnn export`: writes a model as a file for other programs, or as a folder for a model hub."""
 
 from __future__ import annotations
 

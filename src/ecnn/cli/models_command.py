@@ -1,4 +1,4 @@
-"""`ecnn models`: list the shipped models."""
+"""`ecnn models`: lists the shipped models."""
 
 from __future__ import annotations
 

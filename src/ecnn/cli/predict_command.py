@@ -1,4 +1,4 @@
-"""`ecnn predict`: say what pictures show."""
+"""`ecnn predict`: classifies image files."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def _reject_distance(text: str, classifier: Classifier, model: str, root: Path) 
 
 
 def _as_text(found: list[Prediction]) -> str:
-    """A line per image: the best class, where the next ones stand, and how sure it is."""
+    """A line per image: the most probable classes, the margin, and the distance to the nearest codeword if any."""
     names = [printable(prediction.image) for prediction in found]
     width = max(map(len, names), default=0)
     lines = []

@@ -1,4 +1,4 @@
-"""`ecnn quickstart`: the whole story on the embedded digits."""
+"""`ecnn quickstart`: designs a code, trains, attacks, audits and reports on the embedded digits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`ecnn report`: one page on trained models for people."""
+"""`ecnn report`: writes one HTML page on trained models."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`ecnn reproduce`: run experiments and print their tables."""
+"""`ecnn reproduce`: runs experiments and prints their tables."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def reproduce(
 
 
 def _say_what_is_absent(tasks: list[pipeline.Task], root: Path) -> None:
-    """Names the files of datasets without which runs that are still to do could not begin."""
+    """Prints the missing dataset files that the unfinished runs need for training or attacks."""
     from ecnn.data.inventory import find_datasets
 
     specs = [task.spec for task in tasks if not task.is_done()]

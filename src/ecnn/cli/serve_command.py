@@ -1,4 +1,4 @@
-"""`ecnn serve`: a model behind HTTP, with a page for people."""
+"""`ecnn serve`: serves a model over HTTP, with a web page."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def _announce(model: str, address: str, is_local: bool) -> None:
 
 
 def _examples(model: str, root: Path) -> Split | None:
-    """Test images of the run, for the page; without them it is told why, and serves all the same."""
+    """Test images of the run, for the page; None if they cannot be loaded, with a message that says why."""
     from ecnn import pipeline, runs
 
     try:

@@ -1,4 +1,4 @@
-"""How every command ends: its exit status and, where something went wrong, one sentence on standard error."""
+"""Ends every command: with an exit status and, after an error, one sentence on standard error."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from typer.core import TyperGroup
 from ecnn import files
 from ecnn.errors import DiskError, InputError
 
-#: A mistake in the request; a fault of the machine or the model; Ctrl-C; nobody reads what is printed.
+#: A mistake in the request; a fault of the machine or the model; Ctrl-C; the reader of standard output has closed it.
 MISTAKE, FAULT, INTERRUPTED, UNREAD = 2, 4, 130, 141
 #: The end of every command's help.
 STATUSES = (
@@ -34,13 +34,13 @@ _DEBUG = inspect.Parameter(
     default=False,
     annotation=Annotated[bool, typer.Option("--debug", help="Show where an error comes from.")],
 )
-_LONGEST = 400  # characters of somebody else's message
+_LONGEST = 400  # characters that are printed of an error message that is not ours
 
 
 def with_status(command: Callable[..., int | None]) -> Callable[..., None]:
-    """The command with an option --debug; what it returns, or what it raises, decides its exit status.
+    """The command with an additional option --debug, and with an exit status from what it returns or raises.
 
-    Only a returned status is a verdict: whatever a model raises, SystemExit too, is a fault.
+    Only a returned status can be the verdict of an audit: anything that a model raises, SystemExit too, is a fault.
     """
 
     @functools.wraps(command)
@@ -55,9 +55,9 @@ def with_status(command: Callable[..., int | None]) -> Callable[..., None]:
 
 
 class CommandGroup(TyperGroup):
-    """All commands. What Typer prints by itself ends like a command: help, the version, a mistake on the command line.
+    """The group of all commands; gives our exit statuses also to help, the version and mistakes on the command line.
 
-    Left alone it ends with 1 where that cannot be written, the status of a model that is not believable.
+    Typer itself exits with 1 if it cannot write these, and 1 is our status for a claim that is not believable.
     """
 
     def main(self, *args: Any, **options: Any) -> Any:
@@ -71,25 +71,25 @@ class CommandGroup(TyperGroup):
             return super().main(*args, **options) or 0
         except typer.Abort:
             return INTERRUPTED
-        except SystemExit as end:  # of shell completion; or with 1, Typer's for an output that nobody reads
+        except SystemExit as end:  # from shell completion; or 1 from Typer, for an output that was closed
             return UNREAD if isinstance(end.__context__, BrokenPipeError) else int(end.code or 0)
         except BrokenPipeError:
             raise
         except OSError as error:
             raise DiskError(f"cannot write what was asked for: {error.strerror or error}.") from error
         except Exception as error:
-            # A mistake on the command line has it; some versions of Typer raise click's, some their own.
+            # Only errors on the command line have it. They are click's or Typer's own, depending on Typer's version.
             show = getattr(error, "show", None)
             if show is None:
                 raise
-            with contextlib.suppress(OSError):  # nobody reads; the status says it
+            with contextlib.suppress(OSError):  # standard error is closed; the status is enough
                 show()
             return MISTAKE
 
 
 @contextlib.contextmanager
 def telling_if_finished(out: Path | None, result: str) -> Iterator[None]:
-    """Says "already finished" if the work leaves the result in its folder as it found it: all was on the disk."""
+    """Prints "already finished" if the block leaves the file `result` in the folder as it was: no work was left."""
 
     def read() -> bytes | None:
         return files.read_bytes(out / result) if out is not None and files.is_file(out / result) else None
@@ -102,16 +102,16 @@ def telling_if_finished(out: Path | None, result: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def failing_alone(name: str, count: int) -> Iterator[list[int]]:
-    """One of several pieces of work: what goes wrong with it is said, and the others go on.
+    """Runs one of several pieces of work; if it fails, prints why and lets the others go on.
 
-    A full disk, Ctrl-C and what goes wrong with a single one end the command as usual.
+    A full disk, Ctrl-C, and an error in the only piece of work end the command as usual.
 
     Args:
-        name: of the piece.
-        count: of all.
+        name: of the piece of work.
+        count: how many pieces there are.
 
     Yields:
-        A list that holds its exit status afterwards, if it failed.
+        A list that holds the exit status afterwards, if this piece failed.
     """
     statuses: list[int] = []
     try:
@@ -128,13 +128,13 @@ def failing_alone(name: str, count: int) -> Iterator[list[int]]:
 
 @contextlib.contextmanager
 def prints_aside() -> Iterator[None]:
-    """What code of the user's prints goes to standard error, because standard output is for the result."""
+    """Sends what the user's code prints to standard error, because standard output is for the result."""
     with contextlib.redirect_stdout(sys.stderr):
         yield
 
 
 def _run(command: Callable[[], int | None], debug: bool) -> int:
-    """Runs the command, says what went wrong, and returns the exit status."""
+    """Runs the command, prints what went wrong, and returns the exit status."""
     is_own_process = signal.getsignal(signal.SIGINT) is signal.SIG_DFL  # as `ecnn.__main__` left it
     if is_own_process:
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -158,7 +158,7 @@ def _run(command: Callable[[], int | None], debug: bool) -> int:
 
 
 def _encode_anyway(error: UnicodeError) -> tuple[bytes, int]:
-    """What an output of another encoding cannot hold: bytes of names of files as they are, letters as \\u65e5."""
+    """Error handler for encoding standard output: bytes in file names stay as they are, letters become \\u65e5."""
     assert isinstance(error, UnicodeEncodeError)
     letters = error.object[error.start : error.end]
     coded = [
@@ -169,14 +169,14 @@ def _encode_anyway(error: UnicodeError) -> tuple[bytes, int]:
 
 
 def _explain(error: BaseException) -> tuple[int, str]:
-    """The exit status of an error, and a sentence for a person; notes on the error say what is kept."""
+    """The exit status of an error, and a sentence for the user with the notes on the error, such as what is kept."""
     text = (str(error).strip().splitlines() or [""])[0]
     notes = getattr(error, "__notes__", [])
     if isinstance(error, InputError):
         return MISTAKE, str(error)
     if isinstance(error, KeyboardInterrupt):
         return INTERRUPTED, " ".join(["interrupted.", *notes])
-    if not type(error).__module__.startswith("ecnn."):  # ours are sentences already
+    if not type(error).__module__.startswith("ecnn."):  # our own messages are sentences already
         text = f"{text[:_LONGEST]}..." if len(text) > _LONGEST else text.rstrip(".")
         text = f"{type(error).__name__}: {text}" if text else type(error).__name__
         text = f"the machine or the model failed: {text} (--debug shows where)."
@@ -184,12 +184,15 @@ def _explain(error: BaseException) -> tuple[int, str]:
 
 
 def _say(text: str) -> None:
-    with contextlib.suppress(OSError):  # nobody reads, or the disk is full; the status says it
+    with contextlib.suppress(OSError):  # standard error is closed, or the disk is full; the status is enough
         typer.echo(text, err=True)
 
 
 def _let_go_of_outputs() -> None:
-    """Points what can no longer be written at nothing: Python tries once more at its end, with a status of its own."""
+    """Redirects an output that can no longer be written to the null device.
+
+    Otherwise Python flushes it again at exit, fails, and replaces our exit status by its own.
+    """
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()

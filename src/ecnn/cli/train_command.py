@@ -1,4 +1,4 @@
-"""`ecnn train`: train a model into a run folder."""
+"""`ecnn train`: trains a model and writes its run folder."""
 
 from __future__ import annotations
 

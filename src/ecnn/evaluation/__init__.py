@@ -1,4 +1,4 @@
-"""Evaluation: per-image outcomes of attacks, and the accuracies, intervals, curves and matrices made of them."""
+"""Evaluation: per-image outcomes of attacks, and accuracies, intervals, curves and matrices computed from them."""
 
 from ecnn.evaluation.calibration import Calibration, calibration
 from ecnn.evaluation.flips import MemberFlips, member_flips

@@ -1,4 +1,4 @@
-"""One batch: how a model and an attack are asked, and what is written down of the answer."""
+"""One batch: checks of model and attack, running an attack, and measuring its result."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from ecnn.objectives import predicted_classes
 
 BATCH_SIZE = 256
 _FEW = 8
-#: An attack of other make: (model, images, labels) -> images.
+#: An attack that is not an `Attack` of this package: (model, images, labels) -> images.
 ForeignAttack = Callable[[nn.Module, Tensor, Tensor], Tensor]
 
 
 def check_request(model: nn.Module, split: Split, limit: int | None, batch_size: int) -> Split:
-    """The images to evaluate; InputError unless the model has a score for each of their labels."""
+    """The first `limit` images of the split; InputError unless the model takes them and has scores for their labels."""
     check_kind("model", model, nn.Module, "a torch module")
     check_kind("split", split, Split, "a Split such as data.test")
     check_count("batch_size", batch_size)
@@ -65,11 +65,12 @@ def check_request(model: nn.Module, split: Split, limit: int | None, batch_size:
 
 
 def check_attacks(model: nn.Module, images: Tensor, attacks: Mapping[str, Any]) -> None:
-    """Raises InputError unless the view of each attack finds in its model what it looks at, such as members.
+    """Raises InputError unless the model has what the view of each attack reads, such as members.
 
     Args:
-        images: of which the first is looked at.
-        attacks: by the names that sentences call them; those of other make are passed over.
+        model: the attacked model; for a `Transfer` its source is checked instead.
+        images: of which the first is used.
+        attacks: by name, for the error message; those that are not an `Attack` are skipped.
     """
     for name, attack in attacks.items():
         asked = model
@@ -84,7 +85,7 @@ def check_attacks(model: nn.Module, images: Tensor, attacks: Mapping[str, Any]) 
 
 
 def _try_view(model: nn.Module, view: View, attack: Any, images: Tensor) -> None:
-    """Looks once away from a class and, if the attack has targets, once towards another."""
+    """Evaluates the view once without goals and, if the attack has targets, once with a goal."""
     labels, loss = images.new_zeros(1, dtype=torch.int64), cast(Loss, getattr(attack, "loss", "margin"))
     goals = [None, labels + 1] if getattr(attack, "targets", 0) and view.has_goals else [None]
     with undisturbed(model), forked_generators(images.device), torch.no_grad():
@@ -93,12 +94,12 @@ def _try_view(model: nn.Module, view: View, attack: Any, images: Tensor) -> None
                 view.look(model, images, Aim(labels, goal, loss))
             except InputError:
                 raise
-            except Exception:  # such as a model that takes no single image: the attack asks otherwise
+            except Exception:  # such as from a model that takes no single image; the attack uses batches
                 return
 
 
 def fill_batches(model: nn.Module, split: Split) -> nn.Module:
-    """The model; `InFixedBatches` of it if it takes so many images, no more and no fewer."""
+    """The model, or `InFixedBatches` of it if it takes batches of one size only."""
     first = place(model, split[:_FEW][0])
     with suppress(Exception), undisturbed(model):
         _first_scores(model, first)
@@ -108,7 +109,7 @@ def fill_batches(model: nn.Module, split: Split) -> nn.Module:
 
 
 def _first_scores(model: nn.Module, images: Tensor) -> Tensor:
-    """Scores of the first image; or of a few, where a model such as one with batch statistics answers no single one."""
+    """Scores of the first image, or of all if the model raises an error for a single one, as with batch statistics."""
     try:
         return read_model(model, images[:1])
     except InputError:
@@ -120,7 +121,7 @@ def _first_scores(model: nn.Module, images: Tensor) -> Tensor:
 
 
 def _check_channel_order(model: nn.Module, images: Tensor) -> None:
-    """Raises InputError if the model, which cannot be asked about these images, takes them with the channels last."""
+    """Raises InputError if the model, which fails on these images, takes them with the channels last."""
     try:
         with undisturbed(model):
             read_model(model, images.permute(0, 2, 3, 1).contiguous())
@@ -141,26 +142,26 @@ def place(model: nn.Module, images: Tensor) -> Tensor:
 
 
 def predict(model: nn.Module, images: Tensor) -> Tensor:
-    """(batch,) the model's class for each image; -1 where its scores give no answer."""
+    """(batch,) the model's class for each image; -1 if its scores give no answer."""
     return predicted_classes(read_model(model, images))
 
 
 def batch_seed(seed: int, first: int) -> int:
-    """The seed of torch's generators for the batch that begins with the image at position `first`."""
+    """Seed of the global generators for the batch that begins with the image at position `first`."""
     return seed * 1_000_003 + first
 
 
 @dataclass(frozen=True)
 class Crafted:
-    """What an attack made of a batch, checked.
+    """The checked result of an attack on a batch.
 
     Attributes:
-        images: like the batch, in [0, 1].
-        forwards: (batch,) passes that each image cost; -1 where the attack does not say.
+        images: the attacked images, of the batch's shape and in [0, 1].
+        forwards: (batch,) forward passes spent on each image; -1 if the attack does not count them.
         backwards: (batch,) gradients, likewise.
-        predictions: (batch,) what the attack believes the model says of them; None if it does not say.
-        nan_gradients: gradients with entries that are not numbers.
-        outside: points of an attack of the user's that left the ball or [0, 1] and do not count.
+        predictions: (batch,) the model's classes according to the attack; None if it does not report them.
+        nan_gradients: how many gradients had NaN entries.
+        outside: how many points of an `OwnAttack` left the ball or [0, 1] and were replaced by the clean image.
     """
 
     images: Tensor
@@ -180,9 +181,10 @@ def run_attack(
     seed: int,
     index: Tensor,
 ) -> Crafted:
-    """What an attack makes of a batch; without an attack, the images as they are.
+    """Runs an attack on a batch; attack None returns the images unchanged.
 
-    Attacks of other make and random models draw from torch's generators: call it within `seeded`.
+    Random models, and attacks that are not an `Attack`, draw from global generators: call it inside
+    `forked_generators` with a seed.
     """
     if attack is None:
         return Crafted(images, np.ones(len(images), dtype=int), np.zeros(len(images), dtype=int), None)
@@ -199,13 +201,13 @@ def run_attack(
 
 
 def _run_foreign(model: nn.Module, attack: ForeignAttack, images: Tensor, labels: Tensor) -> Tensor:
-    """Calls an attack of other make on copies."""
+    """Calls an attack that is not an `Attack`, with copies of images and labels."""
     with undisturbed(model), torch.enable_grad():
         return attack(model, images.clone(), labels.clone())
 
 
 def check_form(attacked: Any, images: Tensor, name: str) -> Tensor:
-    """What an attack returned, in the images' dtype; InputError naming it unless it has the images' shape."""
+    """The tensor that an attack returned, in the images' dtype; InputError unless it is floating, of their shape."""
     if not isinstance(attacked, Tensor) or attacked.shape != images.shape or not attacked.is_floating_point():
         came = (
             f"{attacked.dtype} {tuple(attacked.shape)}"
@@ -220,7 +222,7 @@ def check_form(attacked: Any, images: Tensor, name: str) -> Tensor:
 
 
 def check_attacked(attacked: Any, images: Tensor, name: str) -> Tensor:
-    """What an attack returned, in the images' dtype; InputError naming it unless they are images like those it got."""
+    """The tensor that an attack returned, as by `check_form`; InputError too if pixels are outside [0, 1] or NaN."""
     checked = check_form(attacked, images, name)
     low, high = (float(bound) for bound in checked.aminmax())
     if not (low >= 0 and high <= 1):  # also catches nan
@@ -229,10 +231,13 @@ def check_attacked(attacked: Any, images: Tensor, name: str) -> Tensor:
 
 
 def measure_scores(scores: Tensor, labels: Tensor) -> dict[str, np.ndarray]:
-    """Prediction and calibration of each image; without an answer it is confidently wrong."""
+    """(batch,) prediction, NLL, confidence and Brier score of each image, by column name.
+
+    Scores without an answer have prediction -1 and the worst values: NLL inf, confidence 1, Brier score 2.
+    """
     predictions, scores = predicted_classes(scores), scores.double()
     valid, highest = predictions >= 0, scores.amax(dim=1, keepdim=True)
-    # An infinite score takes all of the probability, as in the limit; -inf beside a finite one rules a class out.
+    # An infinite score has probability 1, as in the limit; -inf beside finite scores has probability 0.
     certain = torch.where(scores == highest, 0.0, -math.inf)
     scores = torch.where(valid[:, None], torch.where(highest.isinf(), certain, scores), 0.0)
     logarithms = torch.log_softmax(scores, dim=1)
@@ -249,7 +254,7 @@ def measure_scores(scores: Tensor, labels: Tensor) -> dict[str, np.ndarray]:
 
 
 def measure_change(attacked: Tensor, images: Tensor) -> dict[str, np.ndarray]:
-    """How far each image was moved, in every norm, and how many values were."""
+    """(batch,) length of each image's change in every norm, and as "l0" the number of changed values."""
     changes = (attacked.double() - images.double()).flatten(1)
     columns = {name: norm.length(changes) for name, norm in NORMS.items()}
     columns["l0"] = (changes != 0).sum(dim=1)
@@ -257,13 +262,13 @@ def measure_change(attacked: Tensor, images: Tensor) -> dict[str, np.ndarray]:
 
 
 def check_ball(name: str, norm: str, eps: float, farthest: float, pixels: int) -> None:
-    """Raises InputError if an attack left a ball by more than rounding.
+    """Raises InputError if an attack left its ball by more than rounding error.
 
     Args:
         name: of the attack.
         norm, eps: of the ball.
-        farthest: how far it moved an image, in that norm.
-        pixels: values of an image.
+        farthest: largest distance by which it moved an image, in that norm.
+        pixels: number of values in an image.
     """
     if farthest > eps + NORMS[norm].rounding(pixels):
         raise InputError(

@@ -1,4 +1,4 @@
-"""Whether a model knows how sure it may be: NLL, ECE and Brier score."""
+"""Calibration: whether a model's probabilities match its accuracy, as NLL, ECE and Brier score."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ BINS = 15
 
 @dataclass(frozen=True)
 class Calibration:
-    """How well stated probabilities fit what happened; smaller is better in all three.
+    """Three measures of how well predicted probabilities match the true classes; smaller is better for all.
 
     Attributes:
-        nll: mean negative log probability of the true class, in nats; infinite if one true class was ruled out.
+        nll: mean negative log probability of the true class, in nats; infinite if one true class had probability 0.
         ece: expected calibration error: mean gap between confidence and accuracy, from 0 to 1.
-        brier: mean squared distance of the probabilities from the truth, summed over classes, from 0 to 2.
-        n: images.
+        brier: mean squared distance of the probabilities from the one-hot truth, summed over classes, from 0 to 2.
+        n: number of images.
     """
 
     nll: float
@@ -35,7 +35,7 @@ def calibration(probabilities: np.ndarray, labels: np.ndarray, *, bins: int = BI
     Args:
         probabilities: (image, class), each row summing to 1.
         labels: (image,) true classes.
-        bins: of equal width, for the ECE.
+        bins: number of bins of equal width, for the ECE.
     """
     probabilities, labels = np.asarray(probabilities, dtype=np.float64), np.asarray(labels)
     if probabilities.ndim != 2 or labels.shape != probabilities.shape[:1] or not len(labels):
@@ -60,7 +60,7 @@ def calibration(probabilities: np.ndarray, labels: np.ndarray, *, bins: int = BI
 def summarise(
     nll: np.ndarray, brier: np.ndarray, confidence: np.ndarray, right: np.ndarray, *, bins: int = BINS
 ) -> Calibration:
-    """The three means from per-image records (image,), as `Outcomes` keep them."""
+    """The three measures from per-image values (image,), as `Outcomes` hold them."""
     check_count("bins", bins)
     return Calibration(
         nll=float(nll.mean(dtype=np.float64)),
@@ -75,7 +75,7 @@ def expected_calibration_error(confidence: np.ndarray, right: np.ndarray, *, bin
 
     Args:
         confidence: (image,) probability of the predicted class.
-        right: (image,) whether that class was the true one.
+        right: (image,) whether that class is the true one.
     """
     confidence = confidence.astype(np.float64)
     places = np.clip(np.ceil(confidence * bins).astype(np.int64) - 1, 0, bins - 1)

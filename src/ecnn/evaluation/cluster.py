@@ -1,4 +1,4 @@
-"""Batches of an evaluation as tasks of a Ray cluster: the same batches, hence the outcomes of one process."""
+"""Batches of an evaluation as tasks of a Ray cluster; the batches, and so the outcomes, are those of one process."""
 
 from __future__ import annotations
 
@@ -13,14 +13,17 @@ from ecnn.checks import check_choice
 from ecnn.errors import InputError
 
 CLUSTERS = ("ray",)
-#: Modules of files that a user named on the command line: no worker could import them.
+#: Prefix of modules loaded from files that a user named on the command line; workers cannot import them.
 OWN_MODULES = "_audited_"
 Answer = TypeVar("Answer")
-_HELD: dict[str, Any] = {}  # in a worker: what was sent last, so that it is not read again for every batch
+_HELD: dict[str, Any] = {}  # in a worker: the value that was sent last, so that it is read only once
 
 
 def connect_ray(jobs: int | None = None) -> Any:
-    """The module ray, connected to the cluster that RAY_ADDRESS names, or to a local one with so many CPUs."""
+    """The module ray, connected to the cluster at RAY_ADDRESS, or without that to a local one with `jobs` CPUs.
+
+    Raises InputError if Ray is not installed. An existing connection is used as it is.
+    """
     try:
         import ray
     except ImportError as error:
@@ -33,10 +36,10 @@ def connect_ray(jobs: int | None = None) -> Any:
 
 
 class RayTasks:
-    """Calls of one function on a cluster, with something large that all of them need and that is sent once.
+    """Runs calls of a function on a cluster. A large value that all calls share is sent only once.
 
-    For a model on a GPU each task has one. Otherwise each has as many CPUs as this process has threads, and computes
-    with as many: another number could round otherwise.
+    For a model on a GPU each task gets one GPU. Otherwise each task gets as many CPUs as this process has threads (or
+    as the largest node has), and computes with as many threads: another number could round differently.
 
     Args:
         name: a name of `CLUSTERS`.
@@ -56,13 +59,15 @@ class RayTasks:
         self.task = self.ray.remote(**options)(_call)
 
     def send(self, value: Any) -> Any:
-        """A reference to a value that is kept by the cluster, to be given to `call`."""
+        """Stores a value in the cluster and returns a reference to it, for `call`."""
         return self.ray.put(value)
 
     def call(
         self, function: Callable[..., Answer], shared: Any, arguments: Sequence[tuple[Any, ...]]
     ) -> Iterator[Answer]:
-        """function(shared, *each) of all arguments at once; answers in their order. An error is raised in its turn.
+        """Runs function(shared, *each) for all arguments in parallel and yields the results in their order.
+
+        An error is raised when its result is due. Tasks whose results are not taken are cancelled.
 
         Args:
             shared: a reference from `send`.
@@ -85,7 +90,7 @@ class RayTasks:
 
 
 def _call(paths: Sequence[str], threads: int, held: list[Any], packed: bytes) -> Any:
-    """What a worker does; modules are looked for where the calling process does."""
+    """Runs one call in a worker, with the module search path and the number of threads of the calling process."""
     import ray
 
     sys.path += [path for path in paths if path not in sys.path]

@@ -1,4 +1,4 @@
-"""Which members an attack turns, class by class."""
+"""How often an attack makes each member wrong, by class."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from ecnn.evaluation.batch import BATCH_SIZE, place
 
 @dataclass(frozen=True, eq=False)
 class MemberFlips:
-    """Members that an attack turned from the right symbol to a wrong one, in counts of images.
+    """For each class and member, how many images an attack flipped from the right symbol to a wrong one.
 
     Attributes:
-        flipped: (class, member) images of the class on which the member was right before the attack and is wrong after.
-        right: (class, member) images of the class on which it was right before.
-        images: (class,) images of the class.
+        flipped: (class, member) number of images on which the member is right before the attack and wrong after.
+        right: (class, member) number of images on which it is right before.
+        images: (class,) number of images of the class.
     """
 
     flipped: np.ndarray
@@ -31,31 +31,31 @@ class MemberFlips:
 
     @property
     def share(self) -> np.ndarray:
-        """(class, member) flipped of those that were right; nan where none was."""
+        """(class, member) share of the right images that were flipped; NaN if none was right."""
         return np.where(self.right > 0, self.flipped / np.maximum(self.right, 1), np.nan)
 
     @property
     def n(self) -> int:
-        """Images of all classes."""
+        """Number of images of all classes."""
         return int(self.images.sum())
 
     @property
     def per_image(self) -> float:
-        """Members that were turned on an image, on average."""
+        """Mean number of members flipped per image."""
         return float(self.flipped.sum() / max(self.n, 1))
 
 
 @in_usual_state
 def member_flips(model: nn.Module, images: Tensor, attacked: Tensor, labels: Tensor) -> MemberFlips:
-    """Which members were right about the images and are wrong about what an attack made of them.
+    """Counts the members that are right on an image and wrong on its attacked version.
 
-    A member without a preference, its logits being equal, counts as wrong, as in `member_transfer`.
+    A member with equal logits counts as wrong, as in `member_transfer`.
 
     Args:
         model: with `member_logits` and a code.
         images: (image, channel, height, width) in [0, 1].
-        attacked: the same after an attack, as `attack(model, images, labels)` gives them.
-        labels: (image,) their classes.
+        attacked: the attacked images, as `attack(model, images, labels)` returns them.
+        labels: (image,) true classes.
     """
     for batch in (images, attacked):
         check_batch(model, batch, labels)

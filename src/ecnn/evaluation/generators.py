@@ -1,4 +1,4 @@
-"""Generators of random numbers that data bring along: seeded while the data are read, and as they were afterwards."""
+"""Random generators that datasets and loaders hold: seeded while the data are read, and restored afterwards."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ import torch
 from torch.utils.data import DataLoader, Sampler
 from torch.utils.data import Dataset as TorchDataset
 
-_MOST_PARTS = 1000  # datasets and samplers within each other that are looked through
+_MOST_PARTS = 1000  # most nested datasets, samplers and loaders that are searched
 
 
 @contextmanager
 def seeded_generators_of(data: Any) -> Iterator[None]:
-    """Seeds the generators that a loader, its samplers and its datasets hold, and puts their states back.
+    """Seeds the generators that a loader, its samplers and its datasets hold, and restores their states afterwards.
 
-    Two readings of such data, by whoever has drawn from the generators in between, then give the same images.
+    Two readings of the data then give the same images, even if other code draws from the generators in between.
     """
     with ExitStack() as stack:
         for number, generator in enumerate(_generators_in(data)):
@@ -28,7 +28,7 @@ def seeded_generators_of(data: Any) -> Iterator[None]:
 
 
 def _generators_in(data: Any) -> list[Any]:
-    """Those among the attributes of the data and of what they wrap, each once, always in the same order."""
+    """The generators among the attributes of the data and of the data they wrap: each once, in a fixed order."""
     parts, found, seen = [data], [], {id(data)}
     for part in parts:
         for held in _held_by(part):
@@ -45,7 +45,7 @@ def _generators_in(data: Any) -> list[Any]:
 
 
 def _held_by(part: Any) -> Iterator[Any]:
-    """Its attributes, and the elements of those that list datasets or samplers, as ConcatDataset's do."""
+    """Yields the attributes of an object; for a list of datasets or samplers, as in ConcatDataset, its elements."""
     for value in getattr(part, "__dict__", {}).values():
         is_list = (
             isinstance(value, list | tuple) and len(value) and isinstance(value[0], Sampler | TorchDataset)
@@ -54,7 +54,7 @@ def _held_by(part: Any) -> Iterator[Any]:
 
 
 def _seed(generator: Any, seed: int) -> Callable[[], object]:
-    """Seeds a generator of torch's, NumPy's or Python's; what comes back puts its state back."""
+    """Seeds a generator of torch, NumPy or Python. Returns a function that restores its state."""
     if isinstance(generator, torch.Generator):
         before = generator.get_state()
         generator.manual_seed(seed)

@@ -1,4 +1,4 @@
-"""Images as people have them, made a Split: tensors, arrays, torch datasets, loaders; read as far as is asked for."""
+"""Reads images and labels from tensors, arrays, torch datasets or loaders into a `Split`, no more than needed."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _KINDS = (
     "or a DataLoader"
 )
 _CHUNK = 256  # images converted at a time
-_ROUNDING = 1e-6  # beyond [0, 1], which resizing leaves behind
+_ROUNDING = 1e-6  # tolerance beyond [0, 1], for rounding errors of resized images
 _COLOURS = (1, 3, 4)
 
 
@@ -37,15 +37,15 @@ def read_images(
     classes: Sequence[int] | None = None,
     progress: Progress | None = None,
 ) -> Split:
-    """The first images of what a user has, and their labels, as a Split; InputError for what does not fit.
+    """The first images and labels of the data as a Split; InputError if they are not images with labels.
 
-    Bytes count as value / 255. Floating pixels must lie in [0, 1]; if all are whole multiples of 1/255 they are kept as
-    bytes, which are the same pixels. A dataset or loader is read no further than needed, with seeded generators, so
-    that one that shuffles or augments by torch's, NumPy's or Python's generator, or by one that it, its samplers or
-    datasets hold, gives the same images every time. All generators are then what they were.
+    Bytes count as value / 255. Floating pixels must lie in [0, 1]; if all are multiples of 1/255 they are stored as
+    bytes, which are the same pixels. A dataset or loader is read no further than needed. Meanwhile torch's, NumPy's and
+    Python's global generators, and those that the data hold themselves, are seeded, so that data which shuffle or
+    augment give the same images every time. Afterwards the states of all generators are restored.
 
     Args:
-        data: see `Images`; a Split is taken as it is.
+        data: see `Images`; a Split is not read again, and `limit` does not apply to it.
         limit: how many images to read at most; None for all.
         classes: only images of these classes; None for all.
         progress: called as progress(done, total, note).
@@ -89,7 +89,7 @@ def _check_classes(classes: Any) -> Tensor:
 
 
 def _chunks(data: Any, step: int) -> Iterator[tuple[Any, Any]]:
-    """Pairs of so many images and their labels, as they come; of a loader its own batches."""
+    """Yields (images, labels) with `step` images each, unchecked; from a loader its own batches."""
     if isinstance(data, Dataset):
         raise InputError("give one split of the dataset, such as data.test, and not all three.")
     if isinstance(data, TensorDataset):
@@ -118,7 +118,7 @@ def _chunks(data: Any, step: int) -> Iterator[tuple[Any, Any]]:
 
 
 def _ndim(values: Any) -> int:
-    """How many axes the values have as they stand; 1 of a list, 0 of a number."""
+    """Number of axes of a tensor or array; 1 for a list or tuple, 0 for anything else."""
     return int(getattr(values, "ndim", 1 if isinstance(values, list | tuple) else 0))
 
 
@@ -141,7 +141,7 @@ def _slices(images: Any, labels: Any, step: int) -> Iterator[tuple[Any, Any]]:
 
 
 def _samples(data: Any, step: int) -> Iterator[tuple[Any, Any]]:
-    """The items of a map-style dataset, some at a time."""
+    """Yields (images, labels) from a map-style dataset, `step` items at a time."""
     for start in range(0, len(data), step):
         items = (data[number] for number in range(start, min(start + step, len(data))))
         images, labels = zip(*(_pair(item, "an item", "(image, label)") for item in items), strict=True)
@@ -164,19 +164,19 @@ def _pair(item: Any, owner: str, form: str) -> tuple[Any, Any]:
 
 
 def _named(value: Any) -> str:
-    """The kind of a thing and, of a table, what it has."""
+    """The kind of a value, with the keys if it is a mapping, for error messages."""
     entries = f" of {', '.join(map(str, value))}" if isinstance(value, Mapping) else ""
     return f"{kind_of(value)}{entries}"
 
 
 def _tensor(image: Any) -> Tensor:
-    """An image, or several, as a tensor on the CPU: the only way in for pixels."""
+    """An image, or several, as a tensor on the CPU. All pixels pass through here."""
     check_dense("images", image)
     if isinstance(image, Tensor):
         return image.detach().cpu()
     image = _unmasked("images", image)
     if isinstance(image, np.ndarray) and image.dtype.kind in "uif":
-        # As this machine has its bytes, and writable: files that are mapped into memory need be neither.
+        # torch needs the machine's byte order and a writable array; memory-mapped files may have neither.
         dtype = (
             np.float64
             if image.dtype.kind == "f" and image.dtype.itemsize > 8
@@ -191,7 +191,7 @@ def _tensor(image: Any) -> Tensor:
 
 
 def _unmasked(name: str, values: Any) -> Any:
-    """The values, of a masked array without its mask; InputError if that hides some."""
+    """The values; a masked array without its mask. InputError if the mask hides any."""
     if not isinstance(values, np.ma.MaskedArray):
         return values
     if hidden := int(np.ma.getmaskarray(values).sum()):
@@ -203,7 +203,7 @@ def _unmasked(name: str, values: Any) -> Any:
 
 
 def _label_array(raw: Any) -> np.ndarray:
-    """Labels as an array, whatever they are of: the only way in for them."""
+    """Labels of any kind as an array. All labels pass through here."""
     check_dense("labels", raw)
     if isinstance(raw, Tensor):
         is_known = not raw.is_floating_point() or raw.dtype in (torch.float16, torch.float32, torch.float64)
@@ -225,7 +225,7 @@ def _check_images(raw: Any, before: Split | None) -> tuple[Tensor, bool]:
     """(image, channel, height, width) bytes, or float32 in [0, 1], on the CPU; and whether they came as bytes.
 
     Args:
-        before: images of the same data, whose form these must have.
+        before: earlier images of the same data, whose shape these must have; None for the first.
     """
     images = _tensor(raw)
     if images.ndim != 4:
@@ -256,7 +256,7 @@ def _check_images(raw: Any, before: Split | None) -> tuple[Tensor, bool]:
 
 
 def _check_bytes(found: Split) -> None:
-    """Raises InputError for bytes that can hardly be pixels: those of [0, 1] cast to whole numbers."""
+    """Raises InputError for bytes whose maximum is 1: they are probably pixels of [0, 1] cast to integers."""
     if not found.is_float and int(found.images.max()) == 1:
         raise InputError(
             "the images are bytes that reach from 0 to 1 where 255 is white: give pixels of [0, 1] as floats."
@@ -289,7 +289,7 @@ def _check_labels(raw: Any, count: int) -> Tensor:
 
 
 def _as_split(images: Tensor, labels: Tensor) -> Split:
-    """Pixels that are all whole multiples of 1/255 are kept as bytes: a quarter of the memory, the same pixels."""
+    """A Split. Pixels that are all multiples of 1/255 are stored as bytes: a quarter of the memory, the same pixels."""
     if images.dtype == torch.float32:
         rounded = (images * 255).round().to(torch.uint8)
         images = rounded if torch.equal(rounded.to(torch.float32) / 255, images) else images

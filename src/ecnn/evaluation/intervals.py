@@ -1,4 +1,4 @@
-"""How sure a share of images can be: intervals for one accuracy, and for two over the same images."""
+"""Confidence intervals for the accuracy on some images, and for the difference of two accuracies on the same images."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Interval = tuple[float, float]
 def wilson_interval(successes: int, n: int, confidence: float = CONFIDENCE) -> Interval:
     """Lower and upper end of Wilson's score interval for a share (Wilson 1927), both in [0, 1].
 
-    Unlike the normal approximation it is not of width zero when nothing, or everything, survives.
+    Unlike the normal approximation it has a width above zero even if none or all of the images pass.
     """
     _check_counts(successes=successes, failures=n - successes)
     z = _quantile(confidence)
@@ -24,17 +24,17 @@ def wilson_interval(successes: int, n: int, confidence: float = CONFIDENCE) -> I
     centre = share + z * z / (2 * n)
     reach = z * math.sqrt(share * (1 - share) / n + z * z / (4 * n * n))
     low, high = ((centre + side * reach) / (1 + z * z / n) for side in (-1, 1))
-    # The ends are exact there; rounding would leave 1e-17 beside them.
+    # These ends are exactly 0 and 1; rounding would miss them by 1e-17.
     return (0.0 if successes == 0 else low, 1.0 if successes == n else high)
 
 
 @dataclass(frozen=True)
 class Rate:
-    """A share of images that passed, with what is needed to doubt it.
+    """A share of images, with the counts from which its interval follows.
 
     Attributes:
-        successes: how many passed.
-        n: of how many.
+        successes: number of images that passed.
+        n: number of all images.
     """
 
     successes: int
@@ -42,12 +42,12 @@ class Rate:
 
     @property
     def accuracy(self) -> float:
-        """Between 0 and 1."""
+        """The share, between 0 and 1."""
         return self.successes / self.n
 
     @property
     def interval(self) -> Interval:
-        """Wilson's, at 95 %."""
+        """Wilson's 95 % interval."""
         return wilson_interval(self.successes, self.n)
 
     def __float__(self) -> float:
@@ -60,15 +60,15 @@ class Rate:
 
 @dataclass(frozen=True)
 class PairedComparison:
-    """Two models, or two attacks, over the same images.
+    """A comparison of two models, or two attacks, on the same images.
 
     Attributes:
         difference: share of a minus share of b.
-        interval: for the difference, by Newcombe's method 10.
-        p_value: of the exact two-sided McNemar test that neither is better.
-        only_a: images that only a got right.
-        only_b: images that only b got right.
-        n: images.
+        interval: of the difference, by Newcombe's method 10.
+        p_value: of the exact two-sided McNemar test; the null hypothesis is that neither is better.
+        only_a: number of images that only a got right.
+        only_b: number of images that only b got right.
+        n: number of images.
     """
 
     difference: float
@@ -82,7 +82,7 @@ class PairedComparison:
 def compare_counts(
     both: int, only_a: int, only_b: int, neither: int, confidence: float = CONFIDENCE
 ) -> PairedComparison:
-    """The comparison of two shares from how often both, one and none of them got an image right."""
+    """The comparison of two shares, from the numbers of images that both, one or neither got right."""
     _check_counts(both=both, only_a=only_a, only_b=only_b, neither=neither)
     n = both + only_a + only_b + neither
     interval = _newcombe_interval(both, only_a, only_b, neither, confidence)
@@ -92,7 +92,7 @@ def compare_counts(
 
 
 def mcnemar_p_value(only_a: int, only_b: int) -> float:
-    """Chance of a split at least this uneven if each image on which they differ were a toss of a fair coin."""
+    """Probability of a split at least this uneven if each image on which the two differ were a fair coin toss."""
     _check_counts(only_a=only_a, only_b=only_b, may_be_empty=True)
     tosses = only_a + only_b
     term = total = 1
@@ -103,9 +103,9 @@ def mcnemar_p_value(only_a: int, only_b: int) -> float:
 
 
 def _newcombe_interval(both: int, only_a: int, only_b: int, neither: int, confidence: float) -> Interval:
-    """Method 10 of Newcombe (1998, Stat. Med. 17:2635): Wilson's two intervals, squared and added with correlation.
+    """Method 10 of Newcombe (1998, Stat. Med. 17:2635): combines two Wilson intervals with the shares' correlation.
 
-    It stays within [-1, 1] and has no width zero where Wald's has, for instance when the two never differ.
+    It stays within [-1, 1]. Its width is above zero even where Wald's is zero, for instance when the two never differ.
     """
     n = both + only_a + only_b + neither
     count_a, count_b = both + only_a, both + only_b

@@ -1,4 +1,4 @@
-"""What is to be evaluated: every attack at every radius, as a list."""
+"""The jobs of an evaluation: every attack at every radius."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ecnn.evaluation.records import check_names
 
 @dataclass(frozen=True)
 class Job:
-    """One attack at one radius; attack None is the images as they are."""
+    """One attack at one radius; with attack None, the clean images."""
 
     name: str
     base: str | None
@@ -28,7 +28,7 @@ class Job:
 def plan_jobs(
     attacks: Mapping[str, Attack | ForeignAttack], eps: Sequence[float | str] | None, seed: int
 ) -> list[Job]:
-    """One job for each attack, or for each of the radii where the attack has one; `evaluate` says what these mean."""
+    """One job for each attack, or for each radius in `eps` if the attack has a radius. Arguments as in `evaluate`."""
     check_count("seed", seed, least=0)
     check_kind("attacks", attacks, Mapping, 'a table of attacks by name, such as {"pgd": attack}')
     if isinstance(eps, str) or (eps is not None and not len(eps)):

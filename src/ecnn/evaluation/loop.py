@@ -1,4 +1,4 @@
-"""evaluate(): every image under every attack, or each attack on what the others left; batch by batch, resumable."""
+"""evaluate(): runs attacks on a model, batch by batch and resumable, and records the outcome of every image."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ from ecnn.evaluation.records import Records, check_names, prepare_folder, write_
 from ecnn.evaluation.results import CLEAN, Evaluation
 from ecnn.progress import Milestone, Progress
 
-#: Single images on which an attack fails before it is given up.
+#: An attack is given up if it has failed on this many single images and has succeeded on none.
 _HOPELESS = 8
 #: Called with the outcomes of a finished attack and the attacked images (image, channel, height, width), on the CPU.
 Watcher = Callable[[Outcomes, Tensor], None]
@@ -72,44 +72,44 @@ def evaluate(
     cluster: str | None = None,
     progress: Progress | None = None,
 ) -> Evaluation:
-    """What becomes of each of the first images of a split under each attack, and of the same images left alone.
+    """The outcomes of the first images of a split, clean and under each attack.
 
-    The model is switched to eval mode and restored, part by part. Every verdict is a pass of our own, in float32
-    without TF32, over what the attack returned; that must have the shape it came in and pixels in [0, 1], and lie in
-    the ball that the attack declares.
+    The model runs in eval mode; the mode of each of its modules is restored afterwards. Verdicts come from a separate
+    forward pass, in float32 (or float64) without TF32, over the images that the attack returned. These must have the
+    shape of the originals and pixels in [0, 1], and lie in the ball of the attack if it is an `Attack`.
 
     Args:
         model: pixels in [0, 1] to scores (batch, class), on any device.
         split: a Split such as `data.test`; a pair (images, labels) of tensors or arrays, bytes or floats in [0, 1]; a
             torch Dataset of (image, label); or a DataLoader. See `ecnn.evaluation.inputs`.
-        attacks: by name, an `Attack`, an `OwnAttack` or any callable (model, images, labels) -> images. Ours draw
-            random numbers by seed and position, so that batch size, order and resumption change nothing. The generators
-            of torch, NumPy and Python, from which others and random models draw, are seeded for each batch and restored
-            after it.
-        limit: how many images, the first of the data, or all of them for None; positions are those in the data.
-        classes: only images of these classes, the first `limit` of them; positions are those among them. The model may
-            answer with any of its classes.
-        seed: of all randomness.
-        eps: repeats each attack that has an `eps` at each of these radii, named like "pgd@8/255"; its other settings,
-            step sizes too, stay as they are.
-        cascade: runs each attack only on the images that are right when clean and that the attacks before it left.
-            The other images come back as they are, cost nothing and count as right in that attack's outcomes;
-            `Evaluation.accuracy` counts what stands after an attack and all before it.
-        keep_going: where an attack or the model raises an error, the batch is tried in halves, down to single images.
-            What remains is named in `Evaluation.failures` and `undone`; an attack that could be made on no image has
-            no outcomes; and the others go on. Otherwise the error is raised.
-        batch_size: images attacked at a time; a batch too large for the GPU's memory is halved by our attacks.
-        run_dir: keeps outcomes there (see `ecnn.evaluation.records`), batch by batch.
-        resume: goes on with what a killed, or shorter, evaluation left there, if it is of the same attack, seed, model
-            (its weights, and its answers to a few fixed images) and images; False discards what is there of these
-            attacks and computes them again.
-        save_images: keeps the attacked images too, under run_dir.
-        watch: called as watch(outcomes, attacked images) when an attack is finished; with a run_dir the images are
-            kept there as with save_images. In a cascade only those that it broke: the others come back as they are.
-        after: goes on from an earlier evaluation of the same model and images: what it found is taken over, and a
-            cascade begins with what its attacks left.
-        cluster: "ray" computes batches as tasks of the Ray cluster that RAY_ADDRESS names, or of a local one (extra
-            `cluster`). The batches are the same, and so are the outcomes; smaller ones keep more workers busy.
+        attacks: by name, an `Attack`, an `OwnAttack` or any callable (model, images, labels) -> images. The random
+            numbers of an `Attack` depend on seed and position only, so batch size, order and resumption do not change
+            them. Other attacks, and random models, draw from the generators of torch, NumPy and Python, which are
+            seeded for each batch and restored afterwards.
+        limit: how many images, counted from the first; None for all. Positions are those in the data.
+        classes: only images of these classes, the first `limit` of them; positions are then those among these images.
+            The model may still answer with any of its classes.
+        seed: random seed of all attacks.
+        eps: repeats each attack that has an `eps` at each of these radii, named like "pgd@8/255". Its other settings,
+            step sizes too, stay the same.
+        cascade: runs each attack only on images that are classified correctly when clean and after all earlier attacks.
+            In an attack's outcomes the other images are unchanged, cost nothing and have their clean prediction.
+            `Evaluation.accuracy` counts the images that are right after an attack and all before it.
+        keep_going: if an attack or the model raises an error, the batch is tried in halves, down to single images, and
+            the other attacks go on. `Evaluation.failures` and `undone` name what could not be run; an attack that could
+            be run on no image has no outcomes. With False the error is raised.
+        batch_size: images attacked at a time; an `Attack` halves a batch that is too large for the GPU's memory.
+        run_dir: folder in which outcomes are kept, batch by batch (see `ecnn.evaluation.records`).
+        resume: goes on from the outcomes of a killed or shorter evaluation in `run_dir`, which must be of the same
+            attack, seed, model (its weights, and its scores of a few fixed images) and images. False discards the
+            outcomes of these attacks there and computes them again.
+        save_images: also keeps the attacked images in `run_dir`.
+        watch: called as watch(outcomes, attacked images) when an attack is finished. With a `run_dir` the attacked
+            images are kept there as with `save_images`, in a cascade only those that the attack broke.
+        after: an earlier evaluation of the same model and images to go on from. The result includes its outcomes, and a
+            cascade begins with the images that its attacks did not break.
+        cluster: "ray" computes batches as tasks of the Ray cluster at RAY_ADDRESS, or of a local one (extra `cluster`).
+            The batches and the outcomes are the same; smaller batches keep more workers busy.
         progress: called as progress(done, total, note).
     """
     jobs = plan_jobs(attacks, eps, seed)
@@ -151,19 +151,19 @@ def evaluate(
     return found
 
 
-#: Of what was evaluated last: whoever goes on `after` it need not describe the model and hash the images again.
+#: Fingerprints of earlier evaluations, by their clean outcomes: `after` need not hash model and images again.
 _LAST: WeakKeyDictionary[Outcomes, Fingerprint] = WeakKeyDictionary()
 
 
 def _fingerprint(model: nn.Module, split: Split, after: Evaluation | None) -> Fingerprint:
-    """Of the model and the images; that of the evaluation before if it is of the same objects."""
+    """The fingerprint of the model and the images; that of `after` if it is of the same objects."""
     known = None if after is None else _LAST.get(after.clean)
     return known if known is not None and known.is_of(model, split) else Fingerprint(model, split)
 
 
 @dataclass(frozen=True)
 class _Answer:
-    """What a task of a cluster found on a batch; `undone`, `made` and `reason` are those of `_Evaluator`."""
+    """The result of a cluster task for one batch; `memory`, `undone`, `made` and `reason` are as in `_Evaluator`."""
 
     parts: list[Outcomes]
     memory: list[tuple[np.ndarray, np.ndarray]]
@@ -175,7 +175,7 @@ class _Answer:
 def _attempt_there(
     evaluator: _Evaluator, job: Job, positions: np.ndarray, about: dict[str, Any], made: int
 ) -> _Answer:
-    """Computes a batch in another process, by an evaluator that was sent there."""
+    """Computes a batch in a cluster task, with the evaluator that was sent there."""
     evaluator.environment = describe_environment(place(evaluator.model, evaluator.chosen[:1][0]).device)
     evaluator.memory, evaluator.undone, evaluator.made, evaluator.reason = [], [], made, ""
     with undisturbed(evaluator.model), without_tf32():
@@ -184,7 +184,7 @@ def _attempt_there(
 
 
 class _NotMadeError(Exception):
-    """An attack could not be made on a batch; the text is the first line of the reason."""
+    """An attack could not be run on a batch; the text is the first line of the error."""
 
 
 @dataclass(kw_only=True)
@@ -195,13 +195,13 @@ class _Evaluator:
         chosen: the images that are evaluated.
         fingerprint: of the model and of all images of the split.
         kept: which attacked images are kept.
-        total: images times jobs, of which `done` are done.
-        clean: outcomes of the images as they are, once they are known.
-        memory: positions and attacked images of the job under way, where no run_dir keeps them.
-        tasks: of a cluster, which compute batches; None computes them here.
-        sent: what the tasks know, and for which clean outcomes.
-        undone, made, reason: of the job under way: positions that it could not be made on, how many images it was, and
-            why not.
+        total, done: images times jobs (the clean ones count as a job), and how many of these are done.
+        clean: outcomes of the clean images, once they are known.
+        memory: positions and attacked images of the current job, if there is no `run_dir` to keep them in.
+        tasks: cluster tasks that compute batches; None computes them in this process.
+        sent: the clean outcomes with which the evaluator was last sent to the cluster, and the reference to it.
+        undone, made, reason: of the current job: positions on which it could not be run, on how many images it could,
+            and the last error.
     """
 
     model: nn.Module
@@ -228,7 +228,11 @@ class _Evaluator:
         self.environment = describe_environment(place(self.model, self.chosen[:1][0]).device)
 
     def run(self, jobs: Sequence[Job], before: Evaluation | None) -> Evaluation:
-        """The clean images once, then every job; in a cascade each on what the ones before it left."""
+        """Evaluates the clean images, then every job; in a cascade each job on the images that are still right.
+
+        Args:
+            before: an evaluation to go on from, whose clean outcomes are used; None starts with the clean images.
+        """
         everything = np.ones(len(self.chosen), dtype=bool)
         if before is None:
             before = Evaluation(self._finish(Job(CLEAN, None, None, None, 0), everything, ()), {})
@@ -252,9 +256,9 @@ class _Evaluator:
         return Evaluation(clean, outcomes, failures, undone)
 
     def _finish(self, job: Job, wanted: np.ndarray, after: tuple[str, ...]) -> Outcomes:
-        """The outcomes of a job on the wanted images: what is on the disk, and the rest computed now.
+        """The outcomes of a job: those on the disk, and the rest of the wanted images (image,) computed now.
 
-        Raises _NotMadeError if it could be made on none of them.
+        Images that are not wanted get their clean outcomes. Raises _NotMadeError if the job could be run on no image.
         """
         about, records = self._describe(job, after), self._records(job)
         found = [] if records is None else records.read(about, self.fingerprint)
@@ -267,7 +271,7 @@ class _Evaluator:
         ]
         attempts = self._attempt_here if self.tasks is None or len(batches) < 2 else self._attempt_elsewhere
         for positions, parts in zip(batches, attempts(job, batches, about), strict=True):
-            # Later parts come first: of an image in two parts the first is kept.
+            # New parts go first: `join` keeps the first of several outcomes of an image.
             found = [*parts, *found]
             self.done += len(positions)
             self._report(job, wanted, found)
@@ -301,7 +305,7 @@ class _Evaluator:
         }
 
     def _missing(self, job: Job, wanted: np.ndarray, found: Sequence[Outcomes]) -> np.ndarray:
-        """(n,) positions of the wanted images on which no record says that the attack was run."""
+        """(n,) positions of the wanted images without a record of this attack, or without a needed attacked image."""
         known = np.concatenate([np.zeros(0, dtype=int), *(part.index[part.attacked] for part in found)])
         records = self._records(job)
         if self.kept != "none" and job.attack is not None and records is not None:
@@ -311,7 +315,7 @@ class _Evaluator:
         return np.setdiff1d(np.flatnonzero(wanted), known)
 
     def _leave_alone(self, job: Job, about: dict[str, Any], found: Sequence[Outcomes]) -> list[Outcomes]:
-        """Outcomes of the images that the attack was not run on, if there are any: as they were when clean."""
+        """The clean outcomes, under the attack's name and at cost 0, of images that the attack was not run on."""
         known = np.concatenate([np.zeros(0, dtype=int), *(part.index for part in found)])
         rest = np.setdiff1d(np.arange(len(self.chosen)), known)
         if self.clean is None or not len(rest):
@@ -329,10 +333,10 @@ class _Evaluator:
     def _attempt_elsewhere(
         self, job: Job, batches: Sequence[np.ndarray], about: dict[str, Any]
     ) -> Iterator[list[Outcomes]]:
-        """The same by tasks of the cluster, all batches at once; what is kept is kept here.
+        """Like `_attempt_here`, but all batches run in parallel as cluster tasks. Outcomes are written by this process.
 
-        When an attack is given up depends on the batches before. A task knows of none, so that a batch on which it
-        could not make the attack is tried again here, unless it is the first.
+        Whether an attack is given up depends on earlier batches, which a task does not know. So a batch on which a task
+        failed is tried again here, unless it is the first.
         """
         assert self.tasks is not None
         if self.sent is None or self.sent[0] is not self.clean:
@@ -354,7 +358,7 @@ class _Evaluator:
             yield answer.parts
 
     def _keep_answer(self, job: Job, answer: _Answer) -> None:
-        """Keeps what a task found, as `_keep` does with what is found here."""
+        """Keeps the outcomes and images of a cluster task, as `_keep` does for those of this process."""
         records = self._records(job)
         if records is None:
             self.memory += answer.memory
@@ -367,10 +371,10 @@ class _Evaluator:
             records.add_part(part)
 
     def _attempt(self, job: Job, positions: np.ndarray, about: dict[str, Any]) -> list[Outcomes]:
-        """The outcomes of a batch; where the attack cannot be made on all of it, those of its halves.
+        """The outcomes of a batch, or of its halves if the attack cannot be run on all of it.
 
-        An attack that fails on the first few single images, and has never been made, is not tried on the others; nor is
-        one for which there is no time left.
+        An attack that has failed on several single images and has never succeeded is not tried on further images. With
+        `keep_going` none is tried after the deadline.
         """
         if job.attack is not None and self.keep_going and time_is_over():
             self.undone += positions.tolist()
@@ -393,15 +397,15 @@ class _Evaluator:
         return [part for half in halves for part in self._attempt(job, half, about)]
 
     def _craft(self, job: Job, images: Tensor, labels: Tensor, index: Tensor) -> tuple[Crafted, Tensor]:
-        """What the attack makes of a batch, and the scores of that; _NotMadeError if that fails and may."""
+        """The attacked images of a batch and their scores. If this fails and `keep_going` is set: _NotMadeError."""
         try:
             crafted = run_attack(self.model, job.attack, job.name, images, labels, job.seed, index)
             return crafted, read_model(self.model, crafted.images)
-        except (Exception, OutOfTimeError) as error:  # whatever a model throws
+        except (Exception, OutOfTimeError) as error:  # a model may raise anything
             if not self.keep_going or job.attack is None:
                 raise
             reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise _NotMadeError(reason)  # outside of the handler, which keeps the tensors of the failure alive
+        raise _NotMadeError(reason)  # outside the handler, whose traceback would keep tensors alive
 
     def _batch(self, job: Job, positions: np.ndarray, about: dict[str, Any]) -> Outcomes:
         started, clock = now(), time.monotonic()
@@ -420,7 +424,7 @@ class _Evaluator:
         if crafted.predictions is not None:
             disagreements = int((crafted.predictions.cpu().numpy() != columns["prediction"]).sum())
         if self.clean is not None:
-            # An image that was left alone has the outcome it had: rounding in another batch must not break it.
+            # An unchanged image keeps its clean outcome: rounding in another batch must not break it.
             alone = columns["l0"] == 0
             for column in ("prediction", "nll", "confidence", "brier"):
                 columns[column] = np.where(alone, getattr(self.clean, column)[positions], columns[column])
@@ -450,7 +454,7 @@ class _Evaluator:
         return part
 
     def _keep(self, job: Job, part: Outcomes, images: Tensor) -> None:
-        """Keeps a finished batch on the disk, and its images, if they are asked for, there or in memory."""
+        """Writes the outcomes of a finished batch, if there is a run_dir; keeps its images there or in memory."""
         records = self._records(job)
         rows = np.flatnonzero(part.broken) if self.kept == "broken" else np.arange(len(part))
         if self.kept != "none" and job.attack is not None and len(rows):
@@ -463,7 +467,7 @@ class _Evaluator:
             records.add_part(part)
 
     def _attacked_images(self, job: Job) -> Tensor:
-        """(image, channel, height, width) float32, on the CPU: what the attack made of every chosen image."""
+        """(image, channel, height, width) float32, on the CPU: all chosen images, those with kept points attacked."""
         images, records = self.chosen[:][0].cpu().clone(), self._records(job)
         for index, part in self.memory if records is None else records.image_batches():
             inside = index < len(images)
@@ -479,11 +483,11 @@ class _Evaluator:
         is_end: bool = False,
         is_known: bool = False,
     ) -> None:
-        """Tells the accuracies so far: of this attack, or in a cascade what stands after it and all before it.
+        """Reports the robust accuracy so far: under this attack, or in a cascade under it and all before it.
 
         Args:
-            is_end: the attack is finished.
-            is_known: it was before.
+            is_end: whether the attack is finished.
+            is_known: whether it was already finished before this evaluation.
         """
         if self.progress is None:
             return

@@ -1,4 +1,4 @@
-"""What became of each image under one attack: the records that every accuracy is computed from."""
+"""Per-image outcomes of one attack: the records from which every accuracy is computed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ecnn.evaluation.calibration import BINS, Calibration, summarise
 from ecnn.evaluation.intervals import CONFIDENCE, PairedComparison, Rate, compare_counts
 
 FORMAT, VERSION = "ecnn-outcomes", "2"
-_WITHOUT_L1 = "1"  # the version of files whose attacks were not measured in L1
+_WITHOUT_L1 = "1"  # version of older files, without the L1 length of the changes
 COLUMNS: dict[str, str] = {
     "index": "int32",
     "image_hash": "uint64",
@@ -36,33 +36,33 @@ COLUMNS: dict[str, str] = {
     "confidence": "float32",
     "brier": "float32",
 }
-#: What must agree between records for them to be parts of one.
+#: Entries of `about` that must agree between records of the same attack.
 IDENTITY = ("attack", "seed", "model", "after")
-#: What an image must be to be counted: right before and after the attack, or right after it alone.
+#: Which images count: those right before and after the attack, or those right after it, even if wrong before.
 Criterion = Literal["robust", "correct_after"]
 
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class Outcomes:
-    """One attack on one model, image by image; arrays (image,), read-only.
+    """Outcomes of one attack on one model; read-only arrays (image,).
 
     Attributes:
         name: of the attack; "clean" for no attack.
-        index: position of the image in its split.
-        image_hash: checksum of its pixels, so that records of other images are recognised.
+        index: position of the image in its split, increasing.
+        image_hash: checksum of the image's pixels, by which records of other images are recognised.
         label: true class.
-        clean_prediction: class predicted for the image as it is; -1 where the scores were not numbers.
-        prediction: class predicted for what the attack returned.
+        clean_prediction: predicted class of the clean image; -1 if the scores give no answer.
+        prediction: predicted class of the attacked image; -1 likewise.
         linf: largest change of a value, on the [0, 1] scale.
         l2: Euclidean length of the change.
-        l1: sum of all changes of values; None if it is not known, in records of version 1.
+        l1: sum of the absolute changes of all values; None if unknown, in records of version 1.
         l0: number of values (channel, row, column) that changed.
-        forwards: passes that the attack asked for; -1 where an attack of other make does not say; 0 where it was not
-            run: in a cascade because another had broken the image, with keep_going because it could not be.
-        backwards: gradients that it asked for; -1 likewise.
+        forwards: forward passes of the attack; -1 if the attack does not count them; 0 if it was not run: in a cascade
+            because the image was wrong or broken already, with keep_going because it could not be run.
+        backwards: gradients that the attack computed; -1 likewise.
         nll: negative log probability of the true class after the attack, in nats, from a softmax of the scores.
         confidence: probability of the predicted class after the attack.
-        brier: squared distance of the probabilities from the truth, 0 to 2.
+        brier: squared distance of the probabilities from the one-hot truth after the attack, from 0 to 2.
         about: where the records come from: settings of the attack, seed, model, environment, time; in a cascade
             "after", the names of the attacks before this one.
     """
@@ -112,28 +112,28 @@ class Outcomes:
 
     @property
     def attacked(self) -> np.ndarray:
-        """(image,) whether the attack was run on it; False in a cascade, and where it could not be."""
+        """(image,) whether the attack was run on the image."""
         return np.asarray(self.forwards != 0)
 
     @property
     def columns(self) -> dict[str, np.ndarray]:
-        """All that is known of each image, by the names of `COLUMNS`."""
+        """The per-image arrays by the names of `COLUMNS`, without those that are None."""
         every = {column: getattr(self, column) for column in COLUMNS}
         return {column: values for column, values in every.items() if values is not None}
 
     @property
     def correct_clean(self) -> np.ndarray:
-        """(image,) right before the attack."""
+        """(image,) whether the clean image is classified correctly."""
         return np.asarray(self.clean_prediction == self.label)
 
     @property
     def correct_after(self) -> np.ndarray:
-        """(image,) right after the attack, whatever it was before: the paper's protocol counts these."""
+        """(image,) whether the attacked image is classified correctly; the paper's protocol counts these."""
         return np.asarray(self.prediction == self.label)
 
     @property
     def robust(self) -> np.ndarray:
-        """(image,) right before and after the attack."""
+        """(image,) whether the image is classified correctly before and after the attack."""
         return np.asarray(self.correct_clean & self.correct_after)
 
     @property
@@ -143,30 +143,30 @@ class Outcomes:
 
     @property
     def broken(self) -> np.ndarray:
-        """(image,) right before the attack and wrong after it."""
+        """(image,) whether the image is classified correctly before the attack and wrong after it."""
         return np.asarray(self.correct_clean & ~self.correct_after)
 
     def rate(self, criterion: Criterion = "robust") -> Rate:
-        """The share of images that are robust, or "correct_after"."""
+        """The share of images that meet the criterion: "robust" or "correct_after"."""
         return Rate(int(self.meets(criterion).sum()), len(self))
 
     def meets(self, criterion: Criterion) -> np.ndarray:
-        """(image,) whether each is robust, or "correct_after"."""
+        """(image,) whether each image meets the criterion: "robust" or "correct_after"."""
         check_choice("criterion", criterion, get_args(Criterion))
         column: np.ndarray = getattr(self, criterion)
         return column
 
     def calibration(self, *, bins: int = BINS) -> Calibration:
-        """NLL, ECE and Brier score on what the attack returned, all images included."""
+        """NLL, ECE and Brier score on the attacked images, over all images."""
         return summarise(self.nll, self.brier, self.confidence, self.correct_after, bins=bins)
 
     def take(self, rows: np.ndarray | slice) -> Outcomes:
-        """The records of some images, by position here or mask."""
+        """The records of some images, by rows of these arrays or a mask."""
         chosen: dict[str, Any] = {column: values[rows] for column, values in self.columns.items()}
         return dataclasses.replace(self, **chosen)
 
     def save(self, path: str | os.PathLike[str]) -> Path:
-        """Writes a .npz that NumPy reads without pickles; `robust` and `correct_after` are columns too, for others."""
+        """Writes a .npz file that NumPy reads without pickles, with `robust` and `correct_after` for other programs."""
         arrays = {**self.columns, "correct_after": self.correct_after, "robust": self.robust}
         version = _WITHOUT_L1 if self.l1 is None else VERSION
         header = {"format": FORMAT, "version": version, "name": self.name, "about": json.dumps(self.about)}
@@ -174,7 +174,7 @@ class Outcomes:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Outcomes:
-        """What `save` wrote; a truncated, altered or foreign file is an InputError."""
+        """The outcomes in a file that `save` wrote; InputError if it is truncated, altered or of another kind."""
         arrays, header = files.read_arrays(path)
         if header.get("format") != FORMAT or header.get("version") not in (VERSION, _WITHOUT_L1):
             raise InputError(f"{path} does not hold outcomes of this version of ecnn.")
@@ -197,9 +197,9 @@ class Outcomes:
 
 
 def join(parts: Sequence[Outcomes]) -> Outcomes:
-    """The records of all parts as one, in the order of their images; an image in several parts counts once.
+    """The records of all parts as one, by increasing position; of an image in several parts the first is kept.
 
-    Times are added up and environments collected, since a part may have been computed on another day and machine.
+    Seconds and counts are summed and environments collected, since parts may come from different days and machines.
     """
     first = parts[0]
     index, rows = np.unique(np.concatenate([part.index for part in parts]), return_index=True)
@@ -227,10 +227,10 @@ def join(parts: Sequence[Outcomes]) -> Outcomes:
 def compare(
     a: Outcomes, b: Outcomes, *, criterion: Criterion = "robust", confidence: float = CONFIDENCE
 ) -> PairedComparison:
-    """Whether a is better than b on the same images: difference, interval (Newcombe 1998, method 10), exact McNemar.
+    """The difference of a and b on the same images, with its interval (Newcombe 1998, method 10) and McNemar's test.
 
-    Two models on the same images err together, so the difference is surer than two separate intervals suggest.
-    Outcomes of other images, or of the same in another number, are refused.
+    Two models often err on the same images, so the interval of the difference is narrower than two separate intervals
+    suggest. Raises InputError if the images differ, or if one was run after other attacks in a cascade.
     """
     for column in ("index", "label", "image_hash"):
         if not np.array_equal(getattr(a, column), getattr(b, column)):

@@ -1,4 +1,4 @@
-"""An attack of the user's own: a function that is called as it asks, and whose points count only inside the ball."""
+"""`OwnAttack`: a user's function as an attack, whose points count only if they lie in the ball."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from ecnn.errors import InputError
 
 _KEYWORDS = ("norm", "eps", "seed")
 _FORM = "(model, images, labels, *, norm, eps, seed) -> images"
-_ROUNDING = 1e-6  # beyond [0, 1]
+_ROUNDING = 1e-6  # tolerance beyond [0, 1]
 
 
 @dataclass(frozen=True, kw_only=True)
 class OwnAttack:
-    """A function(model, images, labels, *, norm, eps, seed) -> images, in one ball.
+    """An attack from a user's function(model, images, labels, *, norm, eps, seed) -> images, within one ball.
 
-    It gets copies of the images (batch, channel, height, width) in [0, 1] and of the labels (batch,), and the model in
-    eval mode, gradients allowed. Of norm, eps and seed it is given those that it takes. Points that leave the ball or
-    [0, 1], or are no numbers, do not count: the clean image stands in their place, and they are counted.
+    In an evaluation the function gets copies of the images (batch, channel, height, width) in [0, 1] and of the labels
+    (batch,), and the model in eval mode with gradients enabled. It gets norm, eps and seed if its signature has them.
+    Points that leave the ball or [0, 1], or have NaN pixels, are replaced by the clean image; their number is recorded.
 
     Attributes:
-        function: what the user wrote.
+        function: the user's function.
         norm, eps: of the ball.
-        seed: given to the function.
-        source: what tells its code from another's, so that records of an older one are refused.
+        seed: passed to the function.
+        source: a hash of the function's code, by which records of an older version are refused; computed if empty.
     """
 
     function: Callable[..., Any]
@@ -51,11 +51,14 @@ class OwnAttack:
             object.__setattr__(self, "source", hash_code(self.function))
 
     def keywords(self) -> dict[str, Any]:
-        """What of norm, eps and seed the function takes; InputError if it cannot be called as an attack."""
+        """Those of norm, eps and seed that the function takes, by name; InputError if it cannot be called as an attack.
+
+        If the signature is unknown, all three.
+        """
         values = {"norm": self.norm, "eps": parse_eps(self.eps), "seed": self.seed}
         try:
             signature = inspect.signature(self.function)
-        except (TypeError, ValueError):  # made by C, which does not say
+        except (TypeError, ValueError):  # some functions written in C have no signature
             return values
         kinds = [parameter.kind for parameter in signature.parameters.values()]
         takes_all = inspect.Parameter.VAR_KEYWORD in kinds
@@ -69,7 +72,7 @@ class OwnAttack:
         return given
 
     def __call__(self, model: nn.Module, images: Tensor, labels: Tensor) -> Any:
-        """What the function returns, unchecked; the model's weights are put back if it changed them."""
+        """The function's result, unchecked. Restores the model's parameters if the function changed them."""
         kept = [
             (parameter, parameter._version, parameter.detach().clone()) for parameter in model.parameters()
         ]
@@ -89,7 +92,7 @@ class OwnAttack:
                         parameter.copy_(value)
 
     def judge(self, points: Tensor, images: Tensor) -> tuple[Tensor, int]:
-        """The points that count, clean images in place of the others; and how many those are."""
+        """The points, cut to [0, 1] and with the clean image for those outside the ball; and how many are outside."""
         flat = points.flatten(1)
         in_range = (flat >= -_ROUNDING).all(dim=1) & (flat <= 1 + _ROUNDING).all(dim=1)  # false for nan
         points = points.clamp(0, 1)
@@ -100,7 +103,10 @@ class OwnAttack:
 
 
 def hash_code(function: Any) -> str:
-    """SHA-256 of the source of a function, or of an object's class; of the bytecode where no source is known."""
+    """SHA-256 of the source code of a function or of an object's class.
+
+    Without source code it is that of a function's bytecode and names, without constants, or of an empty text.
+    """
     inner = getattr(function, "__code__", None)
     try:
         text = inspect.getsource(type(function) if inner is None else function)

@@ -1,4 +1,4 @@
-"""Where a number comes from: attack, model, images and machine, as plain values that JSON can hold."""
+"""Provenance: descriptions of attack, model, images and machine, as plain values that JSON can hold."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ from ecnn.errors import InputError
 from ecnn.evaluation.batch import place
 
 _DEPTH = 6
-_PROBES, _SHOWN = 8, 8  # images that a model is known by, and scores of each
-#: Of the spread of an image's scores, by how much a pass on another machine may change them.
+_PROBES, _SHOWN = 8, 8  # images whose scores identify a model, and how many scores of each are recorded
+#: How much scores may change on another machine, as a share of the spread of an image's scores.
 _SAME, _SAME_IN_HALF = 1e-3, 3e-2
 
 
 def describe(value: Any, depth: int = _DEPTH) -> Any:
-    """The value in JSON's terms, so that two attacks with other settings are written differently.
+    """A description of the value for JSON, which differs for attacks with different settings.
 
-    Settings of objects that are neither dataclasses nor plain values are written only as far as they are numbers and
-    strings; arrays and models by hash.
+    Arrays and models are described by hashes. Of objects that are neither plain values nor dataclasses only the public
+    attributes that are numbers, strings or None are included.
     """
     if value is None or isinstance(value, bool | int | str):
         return value
@@ -88,7 +88,7 @@ def _describe_callable(value: Any, depth: int) -> Any:
 def _describe_cell(cell: types.CellType, depth: int) -> Any:
     try:
         return describe(cell.cell_contents, depth)
-    except ValueError:  # a name that its function has not bound yet
+    except ValueError:  # the cell is still empty: the enclosing function has not bound the name yet
         return None
 
 
@@ -112,10 +112,10 @@ def _hash_tensors(tensors: Mapping[str, Tensor]) -> str:
 
 
 def describe_model(model: nn.Module) -> dict[str, Any]:
-    """What tells one model from another: its class, its size, and hashes of its state and of its structure.
+    """What identifies a model: its class, number of parameters, and hashes of its state and of its structure.
 
-    The state alone would not do: two ECNNs with other codes or decoders can have the same weights. Buffers that are
-    not saved, such as the code, therefore count as structure.
+    The state alone is not enough: two ECNNs with different codes or decoders can have the same weights. So buffers that
+    are not saved, such as the code, count as structure.
     """
     state = {name: value for name, value in model.state_dict().items() if isinstance(value, Tensor)}
     text = re.sub(r"0x[0-9a-f]+", "", repr(model))
@@ -129,10 +129,12 @@ def describe_model(model: nn.Module) -> dict[str, Any]:
 
 
 def check_is_of(path: Path, described: Mapping[str, Any], model: nn.Module) -> None:
-    """Raises InputError if what a file tells was found of another network than this.
+    """Raises InputError if a file's results are of a network with other weights than this model.
 
     Args:
-        described: the network as the file holds it, see `describe_model`; weights that it does not tell may be any.
+        path: of the file, for the message.
+        described: the network according to the file, see `describe_model`; without "sha256" any weights pass.
+        model: the network to compare with.
     """
     mine = describe_model(model)
     if described.get("sha256", mine["sha256"]) != mine["sha256"]:
@@ -143,7 +145,7 @@ def check_is_of(path: Path, described: Mapping[str, Any], model: nn.Module) -> N
 
 
 def hash_images(split: Split) -> np.ndarray:
-    """(image,) uint64, a checksum of each image's pixels and shape: outcomes of other images cannot be mixed in."""
+    """(image,) uint64 checksums of each image's pixels and shape, by which outcomes of other images are recognised."""
     images = split.images.cpu().numpy()
     shape = str(images.shape[1:]).encode()
     digests = [hashlib.blake2b(image.tobytes(), digest_size=8, key=shape).digest() for image in images]
@@ -151,17 +153,18 @@ def hash_images(split: Split) -> np.ndarray:
 
 
 def ask_probes(model: nn.Module, split: Split) -> dict[str, Any] | None:
-    """What the model does, as against what it is made of: scores of a few fixed images, of noisy copies and of noise.
+    """The model's scores of a few images of the split, of noisy copies and of noise: a fingerprint of what it computes.
 
-    Weights and structure say nothing of the code between them. A model that raises an error at noise is asked about the
-    images alone. None for one that cannot be held to its answers: it differs from pass to pass though all generators
-    are seeded, or always raises.
+    Weights and structure (`describe_model`) do not show changes in the model's program. A model that raises an error on
+    noise is probed with the images alone.
 
     Returns:
-        per_image: 3, or 1 if noise was not asked about.
-        scores: (probe, class) some of them, to six digits.
-        tolerance: by what share of their spread other machines and batches may change them.
-        environment: where a random model was asked, since its draws depend on that; None if it is not random.
+        None if the scores differ from pass to pass although all generators are seeded, or if the model always raises an
+        error. Otherwise a dictionary:
+        per_image: number of probes per image: 3, or 1 without noise.
+        scores: (probe, class) up to eight scores of each probe, to six digits.
+        tolerance: how much other machines and batches may change them, as a share of their spread.
+        environment: for a random model the environment of the passes, on which its draws depend; None otherwise.
     """
     images = place(model, split[: min(_PROBES, len(split))][0])
     noise = Draws.of(0, torch.arange(len(images), device=images.device)).uniform(*images.shape[1:])
@@ -197,9 +200,10 @@ def ask_probes(model: nn.Module, split: Split) -> dict[str, Any] | None:
 
 
 def same_answers(kept: dict[str, Any] | None, now: dict[str, Any] | None) -> bool:
-    """Whether two results of `ask_probes` can be of one model; True where nothing was kept to compare with.
+    """Whether two results of `ask_probes` may be of the same model.
 
-    A single probe may differ: in a model that rounds, another order of summation can change much at one place.
+    True if nothing was kept to compare with, or if the recorded environments differ; False if only `now` is None. One
+    probe, or an eighth of them, may differ: in a model that rounds, another order of summation can change much.
     """
     if kept is None or now is None:
         return kept is None
@@ -220,11 +224,11 @@ def same_answers(kept: dict[str, Any] | None, now: dict[str, Any] | None) -> boo
 
 
 class Fingerprint:
-    """What is evaluated, told from anything else: the model described and its images hashed, each once.
+    """Identifies the model and the images of an evaluation. Each is described or hashed only once.
 
     Attributes:
-        model: as `describe_model` has it.
-        split: whose images are hashed when they are first asked for.
+        model: the description by `describe_model`.
+        split: the images; they are hashed when their hashes are first needed.
     """
 
     def __init__(self, model: nn.Module, split: Split) -> None:
@@ -232,16 +236,16 @@ class Fingerprint:
         self._hashes = np.zeros(0, dtype=np.uint64)
 
     def is_of(self, model: nn.Module, split: Split) -> bool:
-        """Whether it was made of these objects, which must not have changed since."""
+        """Whether it was made from these objects; that they have not changed since is not checked."""
         return self._asked is model and self.split is split
 
     @functools.cached_property
     def answers(self) -> dict[str, Any] | None:
-        """What the model says of fixed probes."""
+        """The model's scores of fixed probes, see `ask_probes`."""
         return ask_probes(self._asked, self.split)
 
     def image_hashes(self, count: int) -> np.ndarray:
-        """(count,) checksums of the first images of the split."""
+        """(count,) checksums of the first `count` images of the split."""
         if count > len(self._hashes):
             more = self.split.select(torch.arange(len(self._hashes), count, device="cpu"))
             self._hashes = np.concatenate([self._hashes, hash_images(more)])
@@ -255,5 +259,5 @@ def describe_environment(device: torch.device) -> str:
 
 
 def now() -> str:
-    """The time in UTC."""
+    """The current time in UTC, in ISO format with milliseconds."""
     return datetime.now(UTC).isoformat(timespec="milliseconds")

@@ -1,4 +1,4 @@
-"""Whether a model that does no better than chance was made for other pixels than those in [0, 1], and for which."""
+"""A check for models that expect other inputs than pixels in [0, 1], such as normalised ones or 0..255."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from ecnn.evaluation.batch import place
 from ecnn.evaluation.intervals import wilson_interval
 from ecnn.objectives import predicted_classes
 
-_ASKED = 128  # images, of which each reading is tried
-_ACCURATE = 0.5  # of the way from chance to 1, from where a reading is the one that was meant
-#: Mean and deviation that images of these datasets are usually normalised with.
+_ASKED = 128  # images on which each reading is tried
+_ACCURATE = 0.5  # a reading is accepted from this share of the way between chance and accuracy 1
+#: Usual mean and standard deviation for normalising the images of these datasets.
 STATISTICS: dict[str, tuple[tuple[float, ...], tuple[float, ...]]] = {
     "ImageNet": ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),
     "CIFAR-10": ((0.4914, 0.4822, 0.4465), (0.247, 0.2435, 0.2616)),
@@ -31,12 +31,12 @@ _CAFFE = (103.939, 116.779, 123.68)
 
 @dataclass(frozen=True)
 class Reading:
-    """Another way to give a model its images.
+    """Another input convention of a model.
 
     Attributes:
-        words: what it is given then, as a sentence names it.
-        wrap: how to write the model that takes pixels in [0, 1].
-        change: pixels in [0, 1] to what it is given.
+        words: the input in words, for the error message.
+        wrap: how to wrap the model so that it takes pixels in [0, 1], for the error message.
+        change: turns pixels in [0, 1] into that input.
     """
 
     words: str
@@ -45,7 +45,7 @@ class Reading:
 
 
 def other_readings(channels: int) -> Iterator[Reading]:
-    """The usual ones for images with so many channels; those of colours also in the order blue, green, red."""
+    """Yields the usual input conventions for images of this many channels; for three channels also in BGR order."""
     scaled = [
         _normalised("pixels of 0..255", (0.0,), (1 / 255,), "mean=0.0, std=1 / 255"),
         _normalised("pixels of -1..1", (0.5,), (0.5,), "mean=0.5, std=0.5"),
@@ -87,14 +87,15 @@ def _normalised(words: str, mean: Sequence[float], std: Sequence[float], values:
 def check_reading(
     model: nn.Module, split: Split, *, batch_size: int, right: np.ndarray | None = None
 ) -> None:
-    """Raises InputError if a model is near chance on pixels in [0, 1] and accurate when given them otherwise.
+    """Raises InputError if a model is no better than chance on pixels in [0, 1] but accurate on other inputs.
 
-    The sentence says how. The model is never changed, and one of ours, which takes [0, 1], is not asked.
+    The other inputs are those of `other_readings`. The message says how to wrap the model, which is not changed. Models
+    of this package are not checked: they take pixels in [0, 1].
 
     Args:
-        split: what it is asked about.
-        batch_size: images at a time.
-        right: (image,) which of them it classifies right, if that is known.
+        split: images and labels, of which the first 128 are used.
+        batch_size: images per forward pass.
+        right: (image,) whether the model classifies each image of the split correctly; None computes it.
     """
     if type(model).__module__.startswith("ecnn."):
         return
@@ -133,7 +134,7 @@ def _count_right(model: nn.Module, images: Tensor, labels: Tensor, batch_size: i
 def _try_reading(model: nn.Module, reading: Reading, images: Tensor, labels: Tensor, batch_size: int) -> int:
     try:
         return _count_right(model, reading.change(images), labels, batch_size)
-    except Exception:  # a model may refuse such pixels in any way
+    except Exception:  # a model may raise anything for such pixels
         return 0
 
 

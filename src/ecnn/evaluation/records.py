@@ -1,12 +1,12 @@
-"""Outcomes on the disk: finished batches as parts, finished attacks as one file, a summary in eval.json.
+"""Outcomes on the disk: a file per finished batch, then one per finished attack, and a summary in eval.json.
 
     eval.json                     figures and provenance of every finished attack; computed from the files below
     eval/clean.npz                outcomes without an attack
     eval/pgd@8-255.npz            outcomes of a finished attack
-    eval/pgd@8-255.parts/*.npz    finished batches of one under way; gone when it is finished
-    eval/pgd@8-255.images/*.npz   attacked images, where they were asked for
+    eval/pgd@8-255.parts/*.npz    finished batches of an attack under way; deleted when it is finished
+    eval/pgd@8-255.images/*.npz   attacked images, if they are kept
 
-Each file is written all or nothing, so a kill loses the batch under way and nothing else.
+Files are written atomically, so a kill loses only the batch under way.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9 _.,+=@/-]*")
 
 
 def file_stem(name: str) -> str:
-    """The name of an attack as a file can have it."""
+    """The attack's name as a file name, with "-" for "/"."""
     return name.replace("/", "-")
 
 
 def check_names(names: list[str]) -> None:
-    """Raises InputError unless each name can be a file's, and no two would be the same file."""
+    """Raises InputError unless each name can name a file, and all files differ, also if case is ignored."""
     for name in names:
         if not isinstance(name, str) or not _NAME.fullmatch(name) or len(name) > 100:
             raise InputError(
@@ -56,7 +56,8 @@ class Records:
     """The outcomes of one attack in a run folder.
 
     Attributes:
-        path: of the finished file.
+        name: of the attack.
+        path: of the file with the outcomes of the finished attack.
     """
 
     def __init__(self, run_dir: str | os.PathLike[str], name: str) -> None:
@@ -67,9 +68,9 @@ class Records:
         self._images = folder / f"{stem}.images"
 
     def read(self, about: dict[str, Any], fingerprint: Fingerprint) -> list[Outcomes]:
-        """Everything finished; InputError if it is damaged, or of another attack, model or image.
+        """All finished outcomes; InputError if a file is damaged, or is of another attack, seed, model or images.
 
-        What was made after fewer attacks than now is left out: it is made anew, on what the others leave.
+        In a cascade, outcomes made after fewer attacks than now are left out, so that the attack runs again.
         """
         found = []
         for path in (self.path, *_npz_files(self._parts)):
@@ -83,20 +84,20 @@ class Records:
         return found
 
     def add_part(self, part: Outcomes) -> None:
-        """Keeps a finished batch."""
+        """Writes the outcomes of a finished batch."""
         part.save(self._parts / f"{_span(part)}.npz")
 
     def add_images(self, part: Outcomes, images: Tensor) -> None:
-        """Keeps the attacked images of a batch, as float32: bytes would round the attack away."""
+        """Writes the attacked images of a batch, as float32: rounding to bytes could undo the attack."""
         arrays = {"index": part.index, "images": images.detach().cpu().numpy().astype(np.float32)}
         files.write_arrays(self._images / f"{_span(part)}.npz", arrays, {"name": self.name})
 
     def image_positions(self) -> np.ndarray:
-        """(image,) positions of the attacked images that are kept."""
+        """(image,) positions of the attacked images on the disk."""
         return np.array([position for index, _ in self.image_batches() for position in index], dtype=int)
 
     def read_images(self) -> tuple[Tensor, Tensor]:
-        """Positions (image,) and attacked images (image, channel, height, width) that were kept."""
+        """Positions (image,) and attacked images (image, channel, height, width), in order; InputError if none."""
         kept: dict[int, np.ndarray] = {}
         for index, images in self.image_batches():
             kept.update(zip(index.tolist(), images, strict=True))
@@ -110,7 +111,7 @@ class Records:
         )
 
     def image_batches(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """Positions (image,) and attacked images (image, channel, height, width), batch by batch."""
+        """Yields positions (image,) and attacked images (image, channel, height, width), batch by batch."""
         for path in _npz_files(self._images):
             arrays, _ = files.read_arrays(path)
             if set(arrays) != {"index", "images"} or len(arrays["index"]) != len(arrays["images"]):
@@ -118,22 +119,26 @@ class Records:
             yield arrays["index"], arrays["images"]
 
     def finish(self, outcomes: Outcomes, *, is_new: bool) -> None:
-        """Replaces the parts by one file of everything known; without parts or anything new the file stays."""
+        """Writes all outcomes to one file and removes the parts. Does nothing without parts and `is_new`."""
         if is_new or files.exists(self._parts):
             outcomes.save(self.path)
             _remove_folder(self._parts)
 
     def discard(self) -> None:
-        """Removes everything of this attack."""
+        """Removes all files of this attack."""
         files.remove(self.path)
         _remove_folder(self._parts)
         _remove_folder(self._images)
 
 
 def prepare_folder(run_dir: str | os.PathLike[str], fingerprint: Fingerprint, anew: Sequence[str]) -> None:
-    """Discards the attacks that are to be run anew; InputError if others there are of another model or other images.
+    """Prepares a folder for an evaluation: removes the outcomes of the attacks that are to be computed again.
 
-    To find that out at the end would be late. The clean outcomes stay as long as an attack does that refers to them.
+    Raises InputError, before any attack runs, if the remaining outcomes are of another model or other images. The clean
+    outcomes are removed too if no other attack remains that needs them.
+
+    Args:
+        anew: names of the attacks that are to be computed again.
     """
     folder = Path(run_dir) / FOLDER
     files.check_writable(folder / f"{CLEAN}.npz")
@@ -149,9 +154,9 @@ def prepare_folder(run_dir: str | os.PathLike[str], fingerprint: Fingerprint, an
 
 
 def load_evaluation(run_dir: str | os.PathLike[str]) -> Evaluation:
-    """The evaluation that a run folder holds, from its records alone: no model, no images, no GPU.
+    """The evaluation in a run folder, read from its records alone: no model, no images, no GPU.
 
-    Attacks that were run on different numbers of images are cut to the images that all of them share.
+    If attacks were run on different numbers of images, only the images that all of them share are included.
     """
     return _evaluation_of(run_dir, read_all(run_dir))
 
@@ -174,12 +179,12 @@ def _evaluation_of(run_dir: str | os.PathLike[str], every: Mapping[str, Outcomes
 
 
 def load_images(run_dir: str | os.PathLike[str], name: str) -> tuple[Tensor, Tensor]:
-    """Positions and attacked images that `evaluate(..., save_images=True)` kept for one attack."""
+    """Positions (image,) and attacked images that `evaluate(..., save_images=True)` kept for one attack."""
     return Records(run_dir, name).read_images()
 
 
 def read_all(run_dir: str | os.PathLike[str]) -> dict[str, Outcomes]:
-    """Every finished attack of a run folder by name, in the order in which they were begun."""
+    """Outcomes of every finished attack of a run folder, and the clean ones, by name, in the order of their start."""
     paths = list(_npz_files(Path(run_dir) / FOLDER))
     loaded = [_load(path) for path in paths]
     for path, outcomes in zip(paths, loaded, strict=True):
@@ -192,7 +197,7 @@ def read_all(run_dir: str | os.PathLike[str]) -> dict[str, Outcomes]:
 
 
 def write_summary(run_dir: str | os.PathLike[str]) -> None:
-    """Writes eval.json anew from the records; what others keep there stays."""
+    """Writes the "evaluation" entry of eval.json from the records; other entries stay."""
     path = Path(run_dir) / SUMMARY
     try:
         before = files.read_json(path) if files.exists(path) else {}
@@ -203,7 +208,7 @@ def write_summary(run_dir: str | os.PathLike[str]) -> None:
     every = read_all(run_dir)
     shared = _evaluation_of(run_dir, every)
     summary = shared.to_json()
-    # The worst case and a cascade need the same images for all; an attack's own figures do not.
+    # The worst case and a cascade need the same images for all attacks; an attack's own figures do not.
     summary[CLEAN] = summarise_outcomes(every[CLEAN])
     summary["attacks"] = {
         name: {
@@ -217,7 +222,7 @@ def write_summary(run_dir: str | os.PathLike[str]) -> None:
 
 
 def _npz_files(folder: Path) -> Iterator[Path]:
-    """The finished files of a folder in order; those being written begin with a dot."""
+    """The finished .npz files of a folder, sorted; names of unfinished files begin with a dot."""
     return iter(files.matching(folder, "[!.]*.npz"))
 
 
@@ -229,7 +234,7 @@ def _load(path: Path) -> Outcomes:
 
 
 def _has_grown(before: Any, after: Any) -> bool:
-    """Whether a list has everything of an earlier one in the same order, and more."""
+    """Whether both are lists, and `after` holds everything of `before` in the same order, and more."""
     if not isinstance(before, list) or not isinstance(after, list) or len(after) <= len(before):
         return False
     rest = iter(after)
@@ -237,11 +242,11 @@ def _has_grown(before: Any, after: Any) -> bool:
 
 
 def _check_origin(path: Path, outcomes: Outcomes, about: dict[str, Any], fingerprint: Fingerprint) -> None:
-    """Raises InputError unless the outcomes are of what `about` says and of the fingerprint's images."""
+    """Raises InputError unless the outcomes match the entries of `about`, and the fingerprint's images and answers."""
     answers = outcomes.about.get("answers")
     for key, wanted in about.items():
         kept = outcomes.about.get(key)
-        if key == "model" and answers is not None:  # what it answers is compared below
+        if key == "model" and answers is not None:  # answers, which are compared below, replace the structure
             kept, wanted = _told_apart(kept), _told_apart(wanted)
         if kept != wanted:
             what = "order of attacks" if key == "after" else key
@@ -251,7 +256,7 @@ def _check_origin(path: Path, outcomes: Outcomes, about: dict[str, Any], fingerp
                 f"(--out){anew}."
             )
     labels = fingerprint.split.labels.cpu().numpy()
-    known = outcomes.index < len(labels)  # the records may go further than this split
+    known = outcomes.index < len(labels)  # the records may hold more images than this split
     index = outcomes.index[known]
     hashes = fingerprint.image_hashes(int(index.max(initial=-1)) + 1)
     if not (
@@ -267,7 +272,7 @@ def _check_origin(path: Path, outcomes: Outcomes, about: dict[str, Any], fingerp
 
 
 def _told_apart(model: Any) -> Any:
-    """The description of a model without its structure: another torch may print the same layers otherwise."""
+    """The description of a model without its structure: another torch version may print the same layers differently."""
     return (
         {key: value for key, value in model.items() if key != "structure"}
         if isinstance(model, dict)

@@ -1,4 +1,4 @@
-"""What an evaluation found: accuracies with intervals, worst cases, curves and a table, all computed from records."""
+"""The result of an evaluation: accuracies with intervals, worst cases, curves and a table, computed from records."""
 
 from __future__ import annotations
 
@@ -17,21 +17,22 @@ from ecnn.evaluation.intervals import CONFIDENCE, Interval, Rate
 from ecnn.evaluation.outcomes import Criterion, Outcomes
 
 CLEAN = "clean"
-#: In place of the number of an attack: nothing broke the image, or it was wrong before any attack.
+#: In `broken_by`, instead of the number of an attack: nothing broke the image, or it was wrong when clean.
 STANDS, WRONG = -1, -2
-#: How far an attack moved an image, with the digits that a table shows: in every norm, and the number of values.
+#: Columns of the table that measure the change of an image, with the significant digits shown.
 _CHANGES: dict[str, int] = {**dict.fromkeys(NORMS, 3), "l0": 4}
 
 
 @dataclass(frozen=True)
 class Curve:
-    """Robust accuracy against the radius.
+    """Robust accuracy by radius.
 
     Attributes:
-        eps: rising, the first is 0: no attack.
-        robust: at each radius, images that its own attack left right. It can rise with eps where an attack fails.
-        cumulative: images that no attack up to this radius broke: never rises, and is the one to read, because what
-            broke an image within a small radius lies within the larger one too.
+        eps: increasing radii; the first is 0, without an attack.
+        robust: at each radius, the images that the attack at this radius did not break. It can rise with eps if an
+            attack fails.
+        cumulative: at each radius, the images that no attack up to this radius broke. It never rises. Read this one: a
+            point within a small radius lies within the larger ones too.
     """
 
     eps: tuple[float, ...]
@@ -41,17 +42,17 @@ class Curve:
 
 @dataclass(frozen=True, eq=False)
 class Evaluation:
-    """Outcomes of several attacks on one model over the same images; every figure is computed from them.
+    """Outcomes of several attacks on one model and the same images, and the figures computed from them.
 
-    An attack of a cascade was run only on what others had left. Its figures here are of the images that stand after it
-    and after all attacks before it, so that they can be read like any others.
+    An attack of a cascade was run only on images that earlier attacks did not break. Its accuracies here count the
+    images that are right after it and after all attacks before it, so that they compare with those of other attacks.
 
     Attributes:
         clean: outcomes without an attack.
-        outcomes: by attack, or attack and radius as in "pgd@8/255".
-        failures: by name, why an attack could not be run (`evaluate(..., keep_going=True)`): on any image, and then it
-            has no outcomes, or on some.
-        undone: by name, (n,) positions of the images that it could not be run on; they count as left alone by it.
+        outcomes: by name of the attack, or of attack and radius as in "pgd@8/255".
+        failures: by name, why an attack could not be run (`evaluate(..., keep_going=True)`) on any image, in which case
+            it has no outcomes, or on some.
+        undone: by name, (n,) positions of the images on which it could not be run; they keep their clean outcome.
     """
 
     clean: Outcomes
@@ -83,19 +84,19 @@ class Evaluation:
 
     @property
     def clean_accuracy(self) -> float:
-        """Share of images that are right without an attack."""
+        """Share of images that are classified correctly without an attack."""
         return self.clean.rate().accuracy
 
     @property
     def accuracy(self) -> dict[str, float]:
-        """Robust accuracy of each attack: right before and after it."""
+        """Robust accuracy under each attack: the share of images that are right before and after it."""
         return {name: self.rate_of(name).accuracy for name in self.outcomes}
 
     @property
     def accuracy_after(self) -> dict[str, float]:
-        """Share that is right after each attack, whatever it was before; can exceed clean accuracy.
+        """Share of images that are right after each attack, even if wrong before; it can exceed clean accuracy.
 
-        The paper's tables count this. Where keep="last" it tells of iterates that the model gets right again.
+        The paper's tables show this. With keep="last" it also counts last iterates that are classified correctly again.
         """
         return {name: self.rate_of(name, "correct_after").accuracy for name in self.outcomes}
 
@@ -108,11 +109,11 @@ class Evaluation:
         }
 
     def rate_of(self, name: str, criterion: Criterion = "robust") -> Rate:
-        """The share of images that are robust under an attack, or "correct_after" it."""
+        """The share of images that meet the criterion: "robust" under an attack, or "correct_after" it."""
         return Rate(int(self._standing(name, criterion).sum()), len(self))
 
     def _standing(self, name: str, criterion: Criterion = "robust") -> np.ndarray:
-        """(image,) right under the attack and, in a cascade, under those before it."""
+        """(image,) whether each meets the criterion under the attack and, in a cascade, under all before it."""
         outcomes = self._outcomes_of(name)
         standing = outcomes.meets(criterion)
         for earlier in outcomes.about.get("after", ()):
@@ -121,7 +122,7 @@ class Evaluation:
 
     @property
     def broken_by(self) -> np.ndarray:
-        """(image,) number of the first attack that broke it, in their order; -1 if it stands, -2 if it was wrong."""
+        """(image,) number of the first attack that broke it; -1 if none did, -2 if it was wrong when clean."""
         breaker = np.where(self.clean.robust, STANDS, WRONG)
         for number, outcomes in enumerate(self.outcomes.values()):
             breaker[(breaker == STANDS) & ~outcomes.robust] = number
@@ -129,18 +130,17 @@ class Evaluation:
 
     @property
     def worst_case(self) -> Rate:
-        """Share of images that are right when clean and survive every attack here, each of all its radii."""
+        """Share of images that are right when clean and after every attack, at every radius."""
         return self.worst_over()
 
     def worst_over(self, names: Sequence[str] | None = None) -> Rate:
-        """Share of images that are right when clean and survive all the attacks named."""
+        """Share of images that are right when clean and after each of the named attacks; None names all."""
         return Rate(int(self.survivors(names).sum()), len(self))
 
     def survivors(self, names: Sequence[str] | None = None) -> np.ndarray:
-        """(image,) right when clean and under each of the attacks named, or under all.
+        """(image,) whether each is right when clean and after each of the named attacks; None names all.
 
-        In a cascade an attack says nothing of images that it was not run on: only of all attacks together does this
-        tell which images stand.
+        In a cascade an attack was not run on all images, so a part of the attacks may miss broken images: use all.
         """
         alive = self.clean.robust
         for name in self.outcomes if names is None else names:
@@ -148,7 +148,11 @@ class Evaluation:
         return alive
 
     def curve(self, name: str) -> Curve:
-        """Robust accuracy against eps of an attack that was run at several radii, or at one."""
+        """Robust accuracy by eps of an attack that was run at one or more radii.
+
+        Args:
+            name: of the attack, without a radius.
+        """
         known: dict[str, list[tuple[float, np.ndarray]]] = {}
         for key, outcomes in self.outcomes.items():
             base, eps = outcomes.about.get("base"), outcomes.about.get("eps")
@@ -164,9 +168,10 @@ class Evaluation:
     def curve_by_distance(
         self, name: str, *, norm: Norm | Literal["l0"], eps: Sequence[float | str]
     ) -> Curve:
-        """The curve that an attack of smallest distance gives in one run: broken within eps are those it broke nearer.
+        """Robust accuracy by eps from one run: at each radius, images broken at a larger distance count as robust.
 
-        Of an attack with a radius of its own it is an upper bound only, and a loose one.
+        Use it for attacks that search the nearest misclassified point. For an attack with a radius it is only a loose
+        upper bound.
         """
         outcomes = self._outcomes_of(name)
         check_choice("norm", norm, _CHANGES)
@@ -180,17 +185,17 @@ class Evaluation:
             )
         distance = np.where(outcomes.robust, np.inf, outcomes.columns[norm])
         radii = sorted({0.0, *(parse_eps(radius) for radius in eps)})
-        # A point on the border is inside, whichever way its float32 distance was rounded.
+        # A point at distance eps counts as within it, however its float32 distance was rounded.
         steps = [
             (radius, outcomes.correct_clean & (distance > radius + 1e-6)) for radius in radii if radius > 0
         ]
         return _make_curve([(0.0, self.clean.robust), *steps])
 
     def curves(self) -> dict[str, dict[str, Curve]]:
-        """Robust accuracy against the radius, by norm and attack.
+        """Robust accuracy by radius: a curve for each norm and attack.
 
-        Of an attack of smallest distance by how near it broke images, in its norm or in L2; attacks of other make have
-        no curve.
+        Attacks without a radius get a `curve_by_distance`, in their norm or, for attacks of this package without one,
+        in L2. Other attacks without a norm have no curve.
         """
         found: dict[str, dict[str, Curve]] = {}
         for name, outcomes in self.outcomes.items():
@@ -207,7 +212,7 @@ class Evaluation:
         return found
 
     def table(self) -> str:
-        """The figures as text: robust and plain accuracy, what the attack changed where it broke, and its cost."""
+        """The figures as text: accuracies, median size of the changes that broke an image, and cost."""
         norms = [norm.capitalize() for norm in _CHANGES]
         head = ("attack", "robust", "95 % interval", "after", *norms, "passes", "gradients")
         rows = [_table_row(CLEAN, self.clean, self.clean.rate(), self.clean.rate())]
@@ -243,7 +248,7 @@ class Evaluation:
         return "\n".join([*lines, note])
 
     def to_json(self) -> dict[str, Any]:
-        """All figures and where they come from, in plain values."""
+        """All figures and their provenance, as plain values for JSON."""
         return {
             "images": len(self),
             "images_sha256": self.images_sha256,
@@ -256,7 +261,7 @@ class Evaluation:
         }
 
     def summarise(self, name: str) -> dict[str, Any]:
-        """The figures of one attack and its provenance, in plain values."""
+        """The figures of one attack and its provenance, as plain values for JSON."""
         own = summarise_outcomes(self._outcomes_of(name))
         after = self.rate_of(name, "correct_after").accuracy
         return {**own, **_rate_json(self.rate_of(name)), "accuracy_after": after}
@@ -273,7 +278,7 @@ class Evaluation:
 
 
 def summarise_outcomes(outcomes: Outcomes) -> dict[str, Any]:
-    """The figures of one attack by itself and its provenance, in plain values."""
+    """The figures of one attack by itself, without those before it in a cascade, and its provenance, for JSON."""
     found = outcomes.calibration()
     return {
         **_rate_json(outcomes.rate()),
@@ -293,9 +298,9 @@ def _rate_json(rate: Rate) -> dict[str, Any]:
 
 
 def _norm_of(attack: Any) -> Any:
-    """The norm of a described attack; of one that is crafted elsewhere, that of the one inside.
+    """The norm of a described attack (`describe`); for one that wraps another, such as `Transfer`, that of the other.
 
-    Ours that have none are measured in L2. None of an attack of other make: what it searches for is not known.
+    Attacks of this package without a norm count as L2. None for other attacks without one: their aim is not known.
     """
     if not isinstance(attack, Mapping):
         return None

@@ -1,4 +1,4 @@
-"""Transfer: what was crafted on one member, or one model, shown to the others."""
+"""Transfer matrices: images attacked on one member, or one model, are classified by the others."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ from ecnn.evaluation.batch import (
 from ecnn.evaluation.intervals import Rate
 from ecnn.progress import Progress
 
-#: The attack of the paper's fig:transfer, eps 0.04 and 200 iterations; the step is that of the authors' program.
+#: The attack of the paper's fig:transfer, with eps 0.04 and 200 iterations; the step size is from the authors' program.
 TRANSFER_PGD = PGD(norm="linf", eps=0.04, steps=200, step_size=0.02, loss="margin", keep="last")
 
 
 @dataclass(frozen=True, eq=False)
 class TransferMatrix:
-    """Who falls for what was crafted on whom, in counts of images.
+    """How many images each victim classifies correctly after an attack on each source.
 
     Attributes:
-        names: of the members or models; both axes.
-        counts: (source, victim) images that the victim gets right after the attack on the source.
-        clean_counts: (victim,) images that it gets right without one.
-        n: images.
+        names: of the members or models, for both axes.
+        counts: (source, victim) number of images that the victim gets right after the attack on the source.
+        clean_counts: (victim,) number of images that it gets right without an attack.
+        n: number of images.
     """
 
     names: tuple[str, ...]
@@ -51,20 +51,20 @@ class TransferMatrix:
 
     @property
     def accuracy(self) -> np.ndarray:
-        """(source, victim) between 0 and 1: the paper's matrix."""
+        """(source, victim) accuracy between 0 and 1: the paper's matrix."""
         return self.counts / self.n
 
     @property
     def clean_accuracy(self) -> np.ndarray:
-        """(victim,) between 0 and 1."""
+        """(victim,) accuracy without an attack, between 0 and 1."""
         return self.clean_counts / self.n
 
     def rate(self, source: int, victim: int) -> Rate:
-        """One entry with its interval."""
+        """One entry of the matrix, with its interval."""
         return Rate(int(self.counts[source, victim]), self.n)
 
     def table(self) -> str:
-        """The matrix in per cent: rows are crafted on, columns are shown to."""
+        """The matrix as text, in per cent: rows are sources, columns victims."""
         width = max(6, *(len(name) for name in self.names))
         rows = [("clean", self.clean_accuracy), *zip(self.names, self.accuracy, strict=True)]
         first = max(len(name) for name, _ in rows)
@@ -76,7 +76,7 @@ class TransferMatrix:
         return "\n".join([*lines, f"{self.n} images, per cent right; rows: crafted on, columns: shown to."])
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values."""
+        """The counts as plain values for JSON."""
         return {
             "names": list(self.names),
             "counts": self.counts.tolist(),
@@ -86,17 +86,17 @@ class TransferMatrix:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> TransferMatrix:
-        """What `to_json` gave; other entries are passed over."""
+        """The matrix from the values of `to_json`; other entries are ignored."""
         counts, clean_counts = np.array(values["counts"]), np.array(values["clean_counts"])
         return cls(tuple(values["names"]), counts, clean_counts, values["images"])
 
 
 class Member(nn.Module):
-    """One member as a classifier of its own: scores (batch, symbol) of its task, so that any attack can take it.
+    """One member as a classifier with scores (batch, symbol) of its task, so that any attack can be run on it.
 
     Args:
-        model: with `member_logits` and a code, as an ECNN.
-        member: its number.
+        model: with `member_logits` and a code, such as an ECNN.
+        member: number of the member, from 0.
     """
 
     def __init__(self, model: nn.Module, member: int) -> None:
@@ -106,7 +106,7 @@ class Member(nn.Module):
     def forward(self, images: Tensor) -> Tensor:
         logits, _ = members_of(self.model, images)
         logits = logits[:, self.member]
-        # One logit is how much symbol 1 leads; half of it each way keeps that difference.
+        # A binary logit is the lead of symbol 1: the scores -z/2 and z/2 have that difference.
         return logits if logits.ndim == 2 else torch.stack([-logits / 2, logits / 2], dim=1)
 
 
@@ -124,14 +124,14 @@ def member_transfer(
 ) -> TransferMatrix:
     """Binary accuracy of member j on images crafted against member i (fig:transfer).
 
-    A member is attacked as a classifier of its own task, with the bit of the true class as its label. A member without
-    a preference, its logits being equal, counts as wrong.
+    A member is attacked as a classifier of its own task; the label is the symbol of the true class. A member with equal
+    logits counts as wrong.
 
     Args:
         model: with `member_logits` and a code.
-        split: of which the first `limit` images are taken.
+        split: the images, of which the first `limit` are used.
         attack: on one member; `TRANSFER_PGD` is the paper's.
-        members: which ones, both ways; the paper shows the first four. None takes all.
+        members: numbers of the members that are sources and victims; the paper shows the first four. None takes all.
     """
     chosen = check_request(model, split, limit, batch_size)
     with undisturbed(model), without_tf32():
@@ -159,10 +159,10 @@ def model_transfer(
     batch_size: int = BATCH_SIZE,
     progress: Progress | None = None,
 ) -> TransferMatrix:
-    """Robust accuracy of model j on images crafted against model i: right when clean and on what was crafted.
+    """Robust accuracy of model j on images crafted against model i: right both when clean and when attacked.
 
-    An attack with keep="best" gives the clean image back where it fails, or where the source was wrong anyway, and
-    stops at the source's border: what it crafts transfers less than what keep="last" goes on to.
+    Prefer an attack with keep="last". With keep="best" it returns the clean image where it fails on the source, or
+    where the source was wrong anyway, and it stops just beyond the source's border: such images transfer less.
 
     Args:
         models: by name, all for the same classes.
@@ -199,11 +199,11 @@ def _fill(
     batch_size: int,
     progress: Progress | None,
 ) -> TransferMatrix:
-    """The matrix, batch by batch.
+    """Computes the matrix, batch by batch.
 
     Args:
-        tasks: for each source (class,) the label under which it knows a class; None if it knows the classes.
-        judge: (attacked, clean, labels) -> (victim,) how many of the batch each victim gets right.
+        tasks: for each source the label (class,) that it has for each class; None if its labels are the classes.
+        judge: (attacked, clean, labels) -> (victim,) how many images of the batch each victim gets right.
     """
     counts = np.zeros((len(sources), len(sources)), dtype=np.int64)
     clean_counts = np.zeros(len(sources), dtype=np.int64)

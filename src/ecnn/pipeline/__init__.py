@@ -1,4 +1,4 @@
-"""The only wiring: from a spec to a finished run folder, to outcomes, to a verdict."""
+"""Connects all other rooms: from a spec to a finished run folder, to attack outcomes, to an audit's verdict."""
 
 from ecnn.pipeline.auditing import AuditPlan, audit_run, plan_audit
 from ecnn.pipeline.cells import Cell, read_cells, table_text

@@ -1,4 +1,4 @@
-"""Tables share columns: a network that another arm has trained is taken over, with what is known of it."""
+"""Copies networks and results between arms: where tables share a column, its network is trained only once."""
 
 from __future__ import annotations
 
@@ -30,14 +30,17 @@ _NETWORK = (runs.SPEC, runs.CODE, runs.CLASSES, runs.ENVIRONMENT, runs.RESULTS, 
 
 
 def adopt(folder: Path, network: Spec, asked: Spec, out: Path, root: AnyPath) -> None:
-    """Copies a finished run of the same network from another arm, with those of its outcomes that this arm asks for.
+    """Copies a finished run of the same network from another arm, with the outcomes and the audit that this arm needs.
 
-    Where another arm left its record alone, and that holds all that is asked, the record will do.
+    If only the record of another arm is left, the record is copied, provided that it holds everything this arm asks
+    for. Does nothing if no other arm has such a network.
 
     Args:
-        network: what decides the network.
-        asked: what this arm asks for.
+        folder: the run folder of this arm.
+        network: its spec without attacks and audit, by which runs of the same network are recognised.
+        asked: its whole spec.
         out: the folder of all experiments.
+        root: where dataset files are.
     """
     twins = [path.parent for name in (runs.DONE, RECORD) for path in sorted(out.glob(f"*/*/*/{name}"))]
     if all(twin == folder for twin in twins):
@@ -63,7 +66,7 @@ def _copy_run(twin: Path, folder: Path, asked: Spec, data: Dataset) -> None:
 
 
 def _outcomes(twin: Path, asked: Spec) -> Iterator[Path]:
-    """Files of the twin's outcomes of attacks that are asked for."""
+    """The twin's files of outcomes: without an attack, and of the attacks that this arm asks for."""
     attacks = descriptions(asked)
     for path in files.matching(twin / FOLDER, "[!.]*.npz"):
         found = Outcomes.load(path)
@@ -72,7 +75,7 @@ def _outcomes(twin: Path, asked: Spec) -> Iterator[Path]:
 
 
 def _audit(twin: Path, asked: Spec, data: Dataset) -> Iterator[Path]:
-    """Files of the twin's audit, if it is the one that is asked for."""
+    """Files of the twin's audit, if it is the audit that this arm asks for."""
     path = twin / RESULT
     if (
         asked.audit is not None
@@ -83,7 +86,7 @@ def _audit(twin: Path, asked: Spec, data: Dataset) -> Iterator[Path]:
 
 
 def _copy_record(twin: Path, folder: Path, wanted: Mapping[str, Any], asked: Spec, data: Dataset) -> bool:
-    """Takes over what the record of another arm says of the same network, if that is all that is asked for."""
+    """Copies the part of another arm's record that this arm asks for; False if the record lacks any of it."""
     record = read_record(twin)
     if record is None or record.facts["spec"] != wanted:
         return False
@@ -115,6 +118,6 @@ def _copy_record(twin: Path, folder: Path, wanted: Mapping[str, Any], asked: Spe
 
 
 def _is_asked(found: Mapping[str, Any], table: AuditTable, data: Dataset) -> bool:
-    """Whether an audit, as its file or a record tells it, is the one asked for; never one on other images."""
+    """Whether a saved audit is the one that the table asks for; False for tables with other images or a claim."""
     limit = resolve_budget(table.budget).images if table.limit is None else table.limit
     return table.data is None and table.claim is None and answers(found, table, min(limit, len(data.test)))

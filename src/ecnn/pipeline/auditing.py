@@ -1,4 +1,4 @@
-"""From what is to be audited to a verdict."""
+"""Plans and runs the audit of one model."""
 
 from __future__ import annotations
 
@@ -29,13 +29,15 @@ PICTURE = "audit.png"
 
 @dataclass(frozen=True)
 class AuditPlan:
-    """An audit that is ready to run, and what it will ask at most.
+    """An audit whose settings are checked, and the cost of its attacks.
 
     Attributes:
-        table: what is audited.
-        images: how many, the first of the split.
-        classes: only images of these; None for all.
-        attacks: of the user's, by name.
+        table: settings of the audit.
+        split: the test images.
+        images: how many are audited, the first of the split (of the chosen classes).
+        cost: the most passes that the attacks of the suite can take; diagnostics come on top.
+        classes: numbers of the classes whose images are used; None for all.
+        attacks: the user's own, by name.
     """
 
     table: AuditTable
@@ -58,14 +60,14 @@ def plan_audit(
     cluster: str | None = None,
     minutes: float | None = None,
 ) -> AuditPlan:
-    """Checks what is asked for, tries the model on one image, and counts what the suite will ask.
+    """Checks the settings, tries the model on one image, and estimates the cost of the attacks.
 
     Args:
-        table: what is asked; its data were opened with the model.
+        table: settings of the audit; `table.data` is not read here, because `opened` has the images.
         opened: the model and its images, by `open_model`.
         classes: "3,5,7" or names: only images of these.
-        attacks: of the user's, each "file.py:function".
-        out, batch_size, cluster, minutes: as `audit_run` will be given them.
+        attacks: the user's own, each "file.py:function".
+        out, batch_size, cluster, minutes: the values that `audit_run` will get.
     """
     asked = asdict(table)
     del asked["data"]
@@ -90,15 +92,15 @@ def audit_run(
     minutes: float | None = None,
     progress: Progress | None = None,
 ) -> Audit:
-    """Audits what was planned.
+    """Runs a planned audit.
 
     Args:
-        out: where records, audit.json, audit.md and audit.png go; None keeps nothing.
+        out: folder for records, audit.json, audit.md and audit.png; None keeps nothing.
         resume: goes on with what an earlier audit left there.
-        batch_size, cluster, minutes: as `ecnn.audit` takes them.
+        batch_size, cluster, minutes: as in `ecnn.audit`.
     """
     options: dict[str, Any] = {**asdict(made.table), "limit": made.images, "run_dir": out, "resume": resume}
-    del options["data"]  # those are in made.split
+    del options["data"]  # made.split holds the images
     options |= {"classes": made.classes, "attacks": made.attacks, "batch_size": batch_size}
     options |= {"cluster": cluster, "minutes": minutes}
     if out is not None:

@@ -1,4 +1,4 @@
-"""The numbers of a table, from the records of runs alone."""
+"""The numbers of an experiment's table, read from the records of its runs."""
 
 from __future__ import annotations
 
@@ -15,19 +15,21 @@ from ecnn.pipeline.recording import NETWORK, Record, made_otherwise, read_record
 
 @dataclass(frozen=True)
 class Cell:
-    """One number of a table: ours, the paper's and the audited one.
+    """One cell of a table: our accuracy, the paper's and the audited one.
 
     Attributes:
         row: "clean" or the name of an attack.
         arm: name of the column.
-        rates: per seed, under the paper's protocol: right after the attack, whatever it was before.
+        rates: per seed, accuracy under the paper's protocol: images that are right after the attack, whether or not
+            they were right before.
         paper: the paper's value in per cent; None where it has none.
-        audited: per seed, robust accuracy found with care, 0 to 1; empty where it is not defined or not yet there.
-        verdicts: per seed, the audit's verdict, where the audited value is the audit's.
-        versions: of the audits behind `audited`, each once.
-        audited_images: how many images these saw, where that is another number than of the row's.
-        is_of_other_settings: a record was left out, because it was made otherwise than the experiment says now.
-        median_l2: how far C&W of our own moves an image to break it, in the middle, over seeds; None for other rows.
+        audited: per seed, robust accuracy from 0 to 1, by the audit or by the attacks that the experiment names for the
+            row, taken together; empty where it names none, or where they were not run yet.
+        verdicts: per seed, the audit's verdict; empty where the audited value does not come from an audit.
+        versions: of the audits behind `audited`, without repeats.
+        audited_images: their numbers of images, where these differ from the row's.
+        is_of_other_settings: whether a record was left out because its settings are not those of the experiment now.
+        median_l2: the median L2 distance at which our own C&W breaks an image (median over seeds); None for other rows.
     """
 
     row: str
@@ -43,7 +45,7 @@ class Cell:
 
     @property
     def flags(self) -> tuple[str, ...]:
-        """What to know of the audited value: the version of the audit that made it, and whether it is sure."""
+        """Remarks on the cell: versions of the audit, its number of images, an inconclusive verdict, other settings."""
         named = [f"audit {version}" for version in self.versions]
         named += [f"audited on {images:,}" for images in self.audited_images]
         named += ["inconclusive"] if "inconclusive" in self.verdicts else []
@@ -51,24 +53,24 @@ class Cell:
 
     @property
     def ours(self) -> float | None:
-        """Mean over seeds in per cent; None before anything was run."""
+        """Mean accuracy over seeds, in per cent; None before any run."""
         return 100 * float(np.mean([rate.accuracy for rate in self.rates])) if self.rates else None
 
     @property
     def differs(self) -> float | None:
-        """How many points ours lies above the paper's; None where one of them is not there."""
+        """Our value minus the paper's, in percentage points; None if either is missing."""
         return None if self.ours is None or self.paper is None else self.ours - self.paper
 
     @property
     def truth(self) -> float | None:
-        """The audited value, mean over seeds, in per cent."""
+        """Mean of the audited values over seeds, in per cent; None if there are none."""
         return 100 * float(np.mean(self.audited)) if self.audited else None
 
 
 def read_cells(experiment: Experiment, out: Path) -> list[Cell]:
-    """Every number of the table, from the records of the runs alone: no model, no images, no GPU.
+    """The cells of an experiment's table, read from the records of its runs: needs no model, no images and no GPU.
 
-    What was made otherwise than the experiment says now is left out.
+    Numbers whose settings are not those of the experiment now are left out.
     """
     cells = []
     for arm in experiment.arms:
@@ -84,7 +86,7 @@ def read_cells(experiment: Experiment, out: Path) -> list[Cell]:
 
 
 def _cell(experiment: Experiment, arm: Arm, row: str, found: Sequence[tuple[Record, Sequence[str]]]) -> Cell:
-    """One number, from records and what each of them holds that was made otherwise."""
+    """One cell; `found` has the record of each seed, with what `made_otherwise` says of it."""
     sources = experiment.audited_by(row, arm)
     records = [record for record, others in found if not {NETWORK, row} & set(others)]
     rates = [rate for record in records if (rate := record.rate(row)) is not None]
@@ -110,7 +112,7 @@ def _cell(experiment: Experiment, arm: Arm, row: str, found: Sequence[tuple[Reco
 
 
 def table_text(experiment: Experiment, cells: Sequence[Cell]) -> str:
-    """The table for a terminal: ours, the paper's, the difference, the audited value, images, flags."""
+    """The table as text for a terminal: our value, the paper's, the difference, the audited value, images, flags."""
     head = ("arm", "row", "ours", "seeds", "paper", "differs", "audited", "images", "flags")
     rows = [
         (
@@ -139,5 +141,5 @@ def table_text(experiment: Experiment, cells: Sequence[Cell]) -> str:
 
 
 def number(value: float | None, *, sign: bool = False) -> str:
-    """A value in per cent as tables print it; a dash for none."""
+    """A value in per cent as tables print it, with one decimal; a dash for None."""
     return "-" if value is None else f"{value:+.1f}" if sign else f"{value:.1f}"

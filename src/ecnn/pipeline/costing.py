@@ -1,4 +1,4 @@
-"""What runs will cost, before anything is run: images through the network, and minutes of one GPU."""
+"""Estimates the cost of runs before they start: images through the network, and minutes of one GPU."""
 
 from __future__ import annotations
 
@@ -27,27 +27,27 @@ from ecnn.pipeline.reproducing import Task
 from ecnn.pipeline.training import SIGNS, AnyPath, load_spec_data, recipe_for, training_attack
 from ecnn.spec import CodeTable, Spec, make_attack
 
-#: Operations a second on one H200, two to a multiplication, as measured for an ECNN of 30 members: 9 million training
-#: images (200 epochs) in 138 s, the 20 million passes of blind-spot in 110 s.
+#: Operations per second of one H200, where a multiplication with its addition counts as two. Measured for an ECNN of 30
+#: members: 9 million training images (200 epochs) took 138 s, the 20 million passes of blind-spot 110 s.
 OPERATIONS_PER_SECOND = 2e13
 ASSUMPTION = (
     f"Minutes assume {OPERATIONS_PER_SECOND:.0e} operations a second, as measured on one H200 with an ECNN of 30 "
     "members; larger networks are faster. Audits are counted in full, and end early on a network that falls."
 )
-_SIGNS = 392
-#: A training step on an image takes about three passes: forward, and backward to pixels and to weights.
+_SIGNS = 392  # images of `SIGNS`
+#: Training on an image costs about three forward passes: one forward, and the gradients in activations and weights.
 _PASSES_PER_STEP = 3
 
 
 @dataclass(frozen=True)
 class Part:
-    """One thing that a run does.
+    """The cost of one part of a run.
 
     Attributes:
         name: "train", the name of an attack, or "audit".
-        images: that are trained on or attacked, each as often as it is.
-        passes: of images through a network, a gradient in the pixels counted as another one.
-        operations: in all.
+        images: how many are attacked or audited; for training, images times epochs.
+        passes: of images through a network; a gradient in the pixels counts as another pass.
+        operations: floating-point operations of all passes.
     """
 
     name: str
@@ -62,10 +62,10 @@ class Part:
 
 @dataclass(frozen=True)
 class TaskCost:
-    """What one run will do.
+    """The cost of one run.
 
     Attributes:
-        parts: of it that are not done yet, in their order.
+        parts: training, attacks and audit in order, without those in `repeats`; empty if `is_done`.
         is_done: whether there is nothing left to do.
         repeats: names of the parts that an earlier run of the list does for it.
     """
@@ -87,14 +87,15 @@ class TaskCost:
 def estimate_tasks(
     tasks: Sequence[Task], root: AnyPath = "data", *, sizes: Sizes | None = None
 ) -> list[TaskCost]:
-    """What each run will cost; what is done, or shared with an earlier run of the list, costs nothing.
+    """The cost of each run, in the order given.
 
-    Each network is tried on one image, and so is where its attacks look: what is wrong is an InputError that names the
-    file and the arm.
+    Nothing is counted for a finished run, or for parts that an earlier run of the list does too. A run that is only
+    partly done counts in full. Each network and the views of its attacks are tried on one image; an InputError names
+    the file and the arm that do not work.
 
     Args:
-        root: where dataset files are, for data whose size is not known by its name.
-        sizes: those of an earlier estimate, so that a network is built once.
+        root: where dataset files are, for data whose size does not follow from their name.
+        sizes: those of an earlier estimate, so that no network is built twice.
     """
     known: set[str] = set()
     sizes = Sizes(root) if sizes is None else sizes
@@ -119,7 +120,7 @@ def estimate_tasks(
 
 
 def cost_text(costs: Sequence[TaskCost]) -> str:
-    """A line for each run and one for all: images trained on, passes of attacks and audit, minutes of one GPU."""
+    """One line per run and one for the total: images trained on, passes of attacks and audit, minutes of one GPU."""
     lines = []
     width = max((len(cost.task.name) for cost in costs), default=0)
     for cost in costs:
@@ -145,14 +146,14 @@ def _millions(count: int) -> str:
 
 
 def _key(task: Task, part: str) -> str:
-    """What a part does to a network, so that two arms which do the same are told."""
+    """Text that is the same for parts of two arms that do the same to their network."""
     table: Any = task.spec.attacks.get(part, task.spec.audit if part == AUDIT else None)
     return f"{part} {table} {task.spec.data.test_limit}"
 
 
 @dataclass
 class Sizes:
-    """Sizes of datasets and of networks, each found once."""
+    """A cache of the sizes of datasets, the networks with their operations, and the attacks that were tried."""
 
     root: AnyPath = "data"
     forms: dict[str, tuple[int, int, tuple[int, int], int, int]] = field(default_factory=dict)
@@ -160,7 +161,7 @@ class Sizes:
     tried: set[str] = field(default_factory=set)
 
     def form(self, spec: Spec) -> tuple[int, int, tuple[int, int], int, int]:
-        """Classes, channels, (height, width), training images without the validation part, test images."""
+        """Numbers of classes and channels, (height, width), numbers of training (less validation) and test images."""
         name = spec.data.name
         if name in FORMS and spec.data.image_size is None:
             train, test, classes, channels, side = FORMS[name]
@@ -172,7 +173,7 @@ class Sizes:
         return self.forms[name]
 
     def model(self, spec: Spec) -> tuple[nn.Module, float]:
-        """An untrained network of that kind and size, and the operations of one image through it."""
+        """An untrained network of the spec's kind and size, and the floating-point operations of a forward pass."""
         classes, channels, size, _, _ = self.form(spec)
         key = f"{classes} {channels} {size} {spec.model} {spec.code}"
         if key not in self.models:
@@ -195,7 +196,7 @@ class Sizes:
         return self.models[key]
 
     def try_attack(self, name: str, table: Mapping[str, Any], spec: Spec) -> None:
-        """Raises InputError unless a network of that kind has what the attack looks at, and as many members."""
+        """Raises InputError unless the spec's network has the part that the attack's view reads, and enough members."""
         (model, _), (_, channels, size, _, _) = self.model(spec), self.form(spec)
         key = f"{id(model)} {table}"
         if key in self.tried:
@@ -209,7 +210,7 @@ class Sizes:
 
 
 def _check_members(name: str, asked: int, model: nn.Module, images: Tensor) -> None:
-    """Raises InputError unless the model has so many members."""
+    """Raises InputError if the model has fewer members than `asked`, or none."""
     try:
         with torch.no_grad():
             there = members_of(model, images)[1].shape[1]
@@ -222,7 +223,7 @@ def _check_members(name: str, asked: int, model: nn.Module, images: Tensor) -> N
 
 
 def _try_attacks(task: Task, sizes: Sizes) -> None:
-    """Tries where each attack looks, those of the training too, on the network that it is crafted on."""
+    """Tries the view of each attack, those used in training included, on the network that it is crafted on."""
     spec = task.spec
     tables = {f"train.{name}": spec.train.get(name) for name in ("attack", "val_attack")}
     for name, table in tables.items():
@@ -234,7 +235,7 @@ def _try_attacks(task: Task, sizes: Sizes) -> None:
 
 
 def _check_other_data(name: str, spec: Spec, sizes: Sizes) -> None:
-    """Raises InputError unless the network takes the images of another dataset that it is attacked or audited on."""
+    """Raises InputError unless the network takes the images of that dataset; a folder of images is not checked."""
     known = [*NAMES, SIGNS]
     if name not in known and find_folder(name, resolve_root(sizes.root)) is not None:
         return
@@ -253,7 +254,7 @@ def _check_other_data(name: str, spec: Spec, sizes: Sizes) -> None:
 
 
 def _code(table: CodeTable | None, classes: int) -> CodeMatrix:
-    """A code of the right size; which one makes no difference to the cost."""
+    """A code of the size that the table asks for; its symbols make no difference to the cost."""
     if table is not None and table.name is not None:
         return load_code(table.name)
     length = 30 if table is None else (table.code_length or 0) * (2 if table.doubled else 1)

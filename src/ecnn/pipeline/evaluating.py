@@ -1,4 +1,4 @@
-"""From a spec's attacks to outcomes, image by image."""
+"""Plans and runs the attacks of a spec on one model, with outcomes per image."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ from ecnn.pipeline.training import AnyPath
 from ecnn.progress import Progress
 from ecnn.spec import DataTable, Spec, attack_options, make_attack, needed_options
 
-#: Options of attacks that are flags of `ecnn evaluate`; the others are given with --set.
+#: Options of attacks that are flags of `ecnn evaluate`; the others need --set.
 _FLAGS = ("norm", "eps", "steps", "step_size", "loss", "on", "keep")
 
 
 def presets_for(
     kinds: Sequence[str], options: Mapping[str, Any], eps: Sequence[str] = ()
 ) -> dict[str, Preset]:
-    """The presets that attacks are made with for which nothing is asked but, perhaps, a norm."""
+    """Presets by kind of attack, for the kinds to which no option but the norm applies, and no radius."""
     found = {}
     for kind in kinds:
         given = {name for name in attack_options(kind) if name in options} - {"norm"}
@@ -48,11 +48,17 @@ def presets_for(
 def attack_tables(
     kinds: Sequence[str], options: Mapping[str, Any], eps: Sequence[str] = (), *, with_own: bool = False
 ) -> dict[str, dict[str, Any]]:
-    """The [attacks] of a spec for several kinds with common options; each takes those it has.
+    """The [attacks] tables of a spec, for several kinds of attack that share options; each takes those that it has.
 
-    They search on a quick copy of the model, and in Linf, unless the options say otherwise. Several radii repeat each
-    attack that has one. An attack that gets no option takes its preset; one that gets too few is an InputError with the
-    usual values. Attacks of the user's beside them (`with_own`) take a norm too.
+    Attacks search on a quick copy of the model, and in Linf, unless the options say otherwise. With several radii each
+    attack that has a radius is repeated. An attack that gets no option takes its preset. One that gets some options,
+    but not all that it needs, is an InputError with the usual values.
+
+    Args:
+        kinds: names of attacks.
+        options: common options by name.
+        eps: radii.
+        with_own: there are attacks of the user's own beside these, so that a norm is allowed even if no kind takes one.
     """
     known = {kind: attack_options(kind) for kind in kinds}
     every = sorted({name for names in known.values() for name in names})
@@ -73,7 +79,7 @@ def attack_tables(
 
 
 def _check_complete(kind: str, table: Mapping[str, Any], eps: str | None) -> None:
-    """Raises InputError with the usual values if the table lacks options that have no default."""
+    """Raises InputError, with the usual values, if the table lacks an option that has no default."""
     missing = [name for name in needed_options(kind) if name not in table]
     if not missing:
         return
@@ -94,7 +100,7 @@ def _check_complete(kind: str, table: Mapping[str, Any], eps: str | None) -> Non
 def own_attacks(
     sources: Sequence[str], norm: str, eps: Sequence[float | str], seed: int
 ) -> dict[str, OwnAttack]:
-    """Attacks of the user's, each "file.py:function", in the first of these balls."""
+    """The user's own attacks by name, each given as "file.py:function", within the first radius; runs their files."""
     if sources and not eps:
         raise InputError(
             f"an attack of your own needs --eps, the radius of the ball: --eps {USUAL_EPS.get(norm, '8/255')} is usual."
@@ -108,7 +114,7 @@ def own_attacks(
 def evaluation_spec(
     source: str | None, attacks: Mapping[str, Mapping[str, Any]], *, data: str | None, limit: int | None
 ) -> Spec:
-    """The spec of a saved model, or of a module (source None) on these data, with the attacks to be made."""
+    """The spec of a saved model, or of a module (source None) and its dataset, with these attacks."""
     if source is None:
         return Spec(data=DataTable(name=data or "", test_limit=limit), attacks=attacks)
     return runs.read_spec(source).changed({"attacks": dict(attacks), "data.test_limit": limit})
@@ -116,14 +122,15 @@ def evaluation_spec(
 
 @dataclass(frozen=True, eq=False)
 class EvaluationPlan:
-    """An evaluation that is ready to run: the model has classified one image, and every attack is made.
+    """An evaluation that is ready to run: every attack is made, and was tried with the model on one image.
 
     Attributes:
         split: the test images.
-        attacks: by how many images they see and by the radii they are repeated at (None: their own).
-        cost: what the attacks ask at most, so far as they can say.
-        classes: only images of these; None for all.
-        presets: names of the presets that attacks were made with, by attack.
+        attacks: attacks by name, grouped by two things: how many images they get (None: all), and the radii at which
+            they are repeated (None: each at its own radius).
+        cost: the most passes that the attacks can take, without those of the user's own attacks.
+        classes: numbers of the classes whose images are used; None for all.
+        presets: name of the preset of each attack that was made from one.
     """
 
     model: nn.Module
@@ -143,15 +150,15 @@ def plan_evaluation(
     eps: Sequence[str] = (),
     presets: Mapping[str, Preset] | None = None,
 ) -> EvaluationPlan:
-    """Makes the spec's attacks, and tries the model, and where each attack looks, on one image.
+    """Makes the spec's attacks, and tries the model and the view of each attack on one image.
 
     Args:
-        spec: the run's own, or any for a module, with the attacks to be made; see `evaluation_spec`.
+        spec: of the run, or any for a module, with the attacks to make; see `evaluation_spec`.
         opened: the model and its images, by `open_model`.
         classes: "3,5,7" or names: only images of these.
-        own: attacks of the user's, by name.
-        eps: radii that these are repeated at, if there are several.
-        presets: those that attacks of the spec were made with.
+        own: the user's own attacks, by name.
+        eps: radii at which the user's own attacks are repeated; one or none leaves each at its own radius.
+        presets: those from which attacks of the spec were made, by kind.
     """
     groups, cost = _groups(spec, opened.device), Cost(0, 0)
     for name, attack in (own or {}).items():
@@ -180,12 +187,14 @@ def evaluate_run(
     cluster: str | None = None,
     progress: Progress | None = None,
 ) -> Evaluation:
-    """Makes the attacks that were planned, on the first `data.test_limit` test images.
+    """Runs the planned attacks, and returns their outcomes on the images that all of them got.
 
     Args:
-        out: where outcomes are kept, image by image; None keeps nothing.
+        seed: of the attacks.
+        out: folder for the outcomes per image; None keeps nothing.
         save_images: an .npz to write the attacked images to.
-        cluster: as `ecnn.evaluate` takes it.
+        resume: goes on with what an earlier evaluation left in the folder.
+        cluster: as in `ecnn.evaluate`.
     """
     if out is not None:
         runs.check_same_model(out, made.model)
@@ -223,7 +232,7 @@ def evaluate_run(
 def _groups(
     spec: Spec, device: torch.device
 ) -> dict[tuple[int | None, tuple[float | str, ...] | None], dict[str, Any]]:
-    """The spec's attacks by how many images they see and by the radii they are repeated at (None: their own)."""
+    """The spec's attacks, grouped as in `EvaluationPlan.attacks`."""
     groups: dict[Any, dict[str, Any]] = {}
     for name, table in spec.attacks.items():
         radii = table.get("eps")
@@ -235,7 +244,7 @@ def _groups(
 
 
 def _write_presets(folder: Path, presets: Mapping[str, str]) -> None:
-    """Writes the presets' names into eval.json, beside the settings that every record has."""
+    """Adds the names of the presets, by attack, to the folder's eval.json."""
     path = folder / SUMMARY
     kept = files.read_json(path)
     wanted = {**kept, "presets": {**kept.get("presets", {}), **presets}}
@@ -244,7 +253,7 @@ def _write_presets(folder: Path, presets: Mapping[str, str]) -> None:
 
 
 def _attack(table: Mapping[str, Any], device: torch.device) -> Attack:
-    """What a table asks for; with a source it is crafted on that model and shown to the one at hand."""
+    """The attack that a table describes; with a `source`, it is crafted on that model and tested on the other."""
     attack = make_attack(table)
     if "source" not in table:
         return attack
@@ -253,7 +262,7 @@ def _attack(table: Mapping[str, Any], device: torch.device) -> Attack:
 
 
 def _join(parts: Sequence[Evaluation]) -> Evaluation:
-    """One evaluation of the images that all parts share, the first ones of the fewest."""
+    """All attacks in one evaluation, on as many of the first images as the smallest part has."""
     rows = slice(min(len(part) for part in parts))
     outcomes = {name: found.take(rows) for part in parts for name, found in part.outcomes.items()}
     return Evaluation(parts[0].clean.take(rows), outcomes)
@@ -261,10 +270,10 @@ def _join(parts: Sequence[Evaluation]) -> Evaluation:
 
 @contextmanager
 def _folder_for(out: AnyPath | None, save_images: AnyPath | None) -> Iterator[Path | None]:
-    """Where outcomes go: the folder asked for, one for the moment if only images are wanted, or none."""
+    """The folder for outcomes: `out`, or a temporary one if only images are to be saved, or None."""
     if save_images is not None:
         files.check_writable(save_images)
-        if Path(os.path.realpath(save_images)).suffix.lower() != ".npz":  # of a link: what it leads to
+        if Path(os.path.realpath(save_images)).suffix.lower() != ".npz":  # for a link, its target's suffix
             raise InputError(
                 f"attacked images are written to an .npz, and {save_images} is none: name it images.npz."
             )
@@ -280,7 +289,7 @@ def _folder_for(out: AnyPath | None, save_images: AnyPath | None) -> Iterator[Pa
 
 
 def _write_images(path: AnyPath, folder: Path, found: Evaluation) -> None:
-    """One array of images per attack, with positions, labels and predictions beside them."""
+    """Writes an .npz with the images and predictions of each attack, and the positions and labels of the images."""
     arrays = {"index": found.clean.index, "label": found.clean.label}
     for name, outcomes in found.outcomes.items():
         position, images = load_images(folder, name)

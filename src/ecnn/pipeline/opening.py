@@ -1,4 +1,4 @@
-"""Models and attacks that are asked for on a command line: run folders, shipped models, and files of the user's."""
+"""Opens the models and attacks that a command line names: run folders, shipped models, and the user's own files."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ from ecnn.evaluation.batch import fill_batches
 from ecnn.pipeline.training import AnyPath, load_test_images
 from ecnn.spec import Spec
 
-#: Files of the user's that were run, by path and checksum.
+#: Modules made from the user's files, by path and checksum of the file.
 _RAN: dict[tuple[str, str], ModuleType] = {}
 
 
 @dataclass(frozen=True, eq=False)
 class Opened:
-    """A model in eval mode on its device, and what it is asked about.
+    """A model in eval mode on its device, and the images to evaluate it on.
 
     Attributes:
         split: the test images.
         class_names: in the order of the scores.
         device: where the model is.
-        note: what the user should know of the classes and the model, if anything.
+        note: a remark for the user on the order of classes or on batch sizes; None if there is none.
     """
 
     model: nn.Module
@@ -50,7 +50,7 @@ class Opened:
         return len(self.class_names)
 
     def find_classes(self, asked: str | None) -> list[int] | None:
-        """Numbers of the classes that a text such as "3,5,7" or "cat,dog" lists; None of None."""
+        """Sorted numbers of the classes in a text such as "3,5,7" or "cat,dog"; None for None."""
         if asked is None:
             return None
         found = []
@@ -77,15 +77,17 @@ def open_model(
     image_size: int | None = None,
     device: str = "auto",
 ) -> Opened:
-    """A saved model or one of the user's, and the test images it is asked about.
+    """A saved model, or one of the user's own, with the test images to evaluate it on.
 
     Args:
         source: a run folder or the name of a shipped model; None when a module is given.
-        module: "file.py:name", as `load_module` takes it.
-        spec: of the saved model, if it is to be read otherwise than its folder says.
-        data: None for what the model was trained on; a module needs one.
+        module: "file.py:name", as in `load_module`.
+        spec: tells which test images to load for a saved model; None for the spec in its folder.
+        data: name of a dataset or a folder of images; None for the data that a saved model was trained on. A module
+            needs one.
         root: where dataset files are.
-        image_size: of a folder of images, for a module; a saved model knows its own.
+        image_size: pixels per side to which a folder of images is resized for a module; a saved model knows its own.
+        device: auto, cpu, cuda, mps.
     """
     if (source is None) == (module is None):
         raise InputError("give either a run folder or the name of a model, or --module file.py:name.")
@@ -108,7 +110,7 @@ def open_model(
 
 
 class _Answers(nn.Module):
-    """A function of images, or an object that can be called with them, as a module; sentences call it by its name."""
+    """A torch module around a function, or another callable, from images to scores; error messages use its name."""
 
     def __init__(self, function: Callable[[Tensor], Any], name: str) -> None:
         super().__init__()
@@ -125,10 +127,10 @@ class _Answers(nn.Module):
 
 
 def load_module(source: str) -> nn.Module:
-    """The classifier that a Python file holds, given as "file.py:name"; runs the file's code.
+    """The classifier that "file.py:name" stands for, as a torch module; runs the file's code.
 
-    The name is that of a torch module; of something else that takes images; or of a function, or class, without
-    arguments that returns one of these.
+    The name is that of a torch module, of another callable from images to scores, or of a function or class that needs
+    no arguments and returns one of these.
     """
     path, name, found = _find(source, "--module", "model")
     if not isinstance(found, nn.Module):
@@ -145,10 +147,10 @@ def load_module(source: str) -> nn.Module:
 
 @dataclass(frozen=True)
 class OwnFunction:
-    """A function of a user's file.
+    """A function from a file of the user's.
 
     Attributes:
-        name: what results call it, such as "own-mine".
+        name: its name in results, such as "own-mine".
         source: SHA-256 of the file.
     """
 
@@ -158,12 +160,12 @@ class OwnFunction:
 
 
 def is_own(attack: str) -> bool:
-    """Whether an attack is asked for as "file.py:function", not by a name of ours."""
+    """Whether an attack is given as "file.py:function" instead of by a name of ours."""
     return ":" in attack or attack.endswith(".py")
 
 
 def load_attacks(sources: Sequence[str]) -> list[OwnFunction]:
-    """The functions that "file.py:function" name; runs the files' code."""
+    """The functions that the sources, each "file.py:function", name; runs the files' code."""
     found: list[OwnFunction] = []
     for source in sources:
         path, name, function = _find(source, "--attack", "attack")
@@ -175,7 +177,7 @@ def load_attacks(sources: Sequence[str]) -> list[OwnFunction]:
 
 
 def _find(source: str, option: str, what: str) -> tuple[str, str, Any]:
-    """The path and the name in "file.py:name", and what the file has by that name, which can be called."""
+    """The path and the name in "file.py:name", and the callable of that name in the file."""
     path, colon, name = source.rpartition(":")
     if not colon or not files.is_file(path):
         raise InputError(f"{option} takes file.py:name, the path of a file that exists, not {source!r}.")
@@ -188,9 +190,9 @@ def _find(source: str, option: str, what: str) -> tuple[str, str, Any]:
 
 
 def _run_file(path: str) -> ModuleType:
-    """A Python file as a module. It is run once, so that a model and an attack of one file share what is in it.
+    """The module made from a Python file, which is run only once: a model and an attack of one file share its state.
 
-    Files beside it can be imported, then and later, as if Python had been started with it.
+    Its folder is added to `sys.path` for good, so that the file can import the files beside it, also later.
     """
     key = (str(Path(path).resolve()), files.file_sum(path))
     if key not in _RAN:
@@ -198,7 +200,7 @@ def _run_file(path: str) -> ModuleType:
         if spec is None or spec.loader is None:
             raise InputError(f"{path} is not a Python file.")
         module = importlib.util.module_from_spec(spec)
-        sys.modules[spec.name] = module  # where dataclasses and pickle look for it
+        sys.modules[spec.name] = module  # dataclasses and pickle look it up there
         folder = str(Path(path).resolve().parent)
         if folder not in sys.path:
             sys.path.insert(0, folder)
@@ -208,11 +210,11 @@ def _run_file(path: str) -> ModuleType:
 
 
 def _needs_arguments(function: Callable[..., Any]) -> bool:
-    """Whether it cannot be called with nothing, as what takes images cannot."""
+    """Whether it cannot be called without arguments; a function of images cannot."""
     try:
         inspect.signature(function).bind()
     except TypeError:
         return True
-    except ValueError:  # made by C++, which does not say
+    except ValueError:  # written in C or C++, without a signature
         return not isinstance(function, type)
     return False

@@ -1,4 +1,4 @@
-"""From run folders to one page for people."""
+"""Writes an HTML report on one or several run folders."""
 
 from __future__ import annotations
 
@@ -39,16 +39,18 @@ def write_report(
     device: str = "auto",
     progress: Progress | None = None,
 ) -> Path:
-    """Writes one self-contained page on one or several runs.
+    """Writes one self-contained page on one or several runs, and returns its path.
 
     Args:
         sources: run folders, or names of shipped models.
         out: the file.
         format: "html".
-        images: test images that pictures and curves are computed on; 0 computes nothing.
-        norm, eps: within which they are attacked; None for what the run's audit or training says.
+        images: how many test images are attacked for pictures and curves; 0 leaves these out.
+        norm, eps: of the ball in which they are attacked; None for those of the run's audit, training or first recorded
+            attack, in this order. A norm needs eps.
         seed: of these attacks.
         root: where dataset files are.
+        device: auto, cpu, cuda, mps.
     """
     check_choice("format", format, FORMATS)
     check_choice(f"the suffix of {out}, which is HTML,", Path(out).suffix.lower(), (".html", ".htm"))
@@ -72,7 +74,7 @@ def write_report(
         if one.evaluation is not None:
             check_is_of(one.folder / FOLDER, one.evaluation.clean.about.get("model", {}), model)
         code = getattr(model, "code", None)
-        if one.code is None and isinstance(code, CodeMatrix):  # its kind has always the same
+        if one.code is None and isinstance(code, CodeMatrix):  # its kind has a fixed code, which no run saves
             one = dataclasses.replace(one, code=code)
         reports.append(_report(one, model, ball, images, seed, root, _naming(one.name, progress)))
     elsewhere = None if str(root) == "data" else root
@@ -92,10 +94,10 @@ def _report(
     root: AnyPath,
     progress: Progress | None,
 ) -> RunReport:
-    """What is known of a run, and what is computed on a few images, where there are any.
+    """The report on one run, with attacks on a few images if these can be loaded.
 
     Args:
-        ball: norm and radius within which these are attacked.
+        ball: norm and radius within which the images are attacked.
     """
     parameters = sum(parameter.numel() for parameter in model.parameters())
     split: Split | None = None
@@ -122,7 +124,7 @@ def _report(
 
 
 def _naming(name: str, progress: Progress | None) -> Progress | None:
-    """A progress that says of which run it tells."""
+    """A progress that puts the name of the run before each message; None for None."""
     if progress is None:
         return None
 

@@ -1,4 +1,4 @@
-"""The whole story on the embedded digits: design a code, train three networks, attack them, audit them, report."""
+"""The quickstart on the embedded digits: designs a code, trains three networks, attacks and audits them, reports."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from ecnn.plots import plot_code
 from ecnn.progress import Progress
 
 PAGE, PAPER = "report.html", "paper"
-_IMAGES, _QUICK_IMAGES = 64, 4  # that the report computes pictures and curves on
+_IMAGES, _QUICK_IMAGES = 64, 4  # that are attacked for the report's pictures and curves
 
 
 @dataclass(frozen=True)
@@ -31,8 +31,8 @@ class Step:
     """One part of the quickstart.
 
     Attributes:
-        title: what is being done, for a progress bar.
-        run: does it, or finds it done, and returns what to tell.
+        title: of the progress bar.
+        run: does the work, or finds that it was done before, and returns a message for the user.
     """
 
     title: str
@@ -41,11 +41,11 @@ class Step:
 
 @dataclass(frozen=True)
 class QuickstartRow:
-    """One line of the table.
+    """One network in the table at the end.
 
     Attributes:
         name: of the network and its folder.
-        claim: accuracy after the attack as papers make it.
+        claim: accuracy after an attack such as papers use, from 0 to 1.
         audit: of that claim.
     """
 
@@ -55,10 +55,10 @@ class QuickstartRow:
 
 
 def quickstart_steps(out: AnyPath, *, quick: bool = False, device: str = "auto") -> list[Step]:
-    """What is to be done, in order; what the folder holds already is not done again.
+    """The steps of the quickstart, in order; networks, attacks and audits that the folder has are not made again.
 
     Args:
-        out: gets code.json, a run folder for each network, and report.html.
+        out: folder for code.json, a run folder for each network, and report.html.
         quick: the quick form, whose numbers mean nothing (see `quick_form`).
     """
     folder, experiment = Path(out), _experiment(quick)
@@ -77,7 +77,7 @@ def quickstart_steps(out: AnyPath, *, quick: bool = False, device: str = "auto")
 
 
 def quickstart_rows(out: AnyPath) -> list[QuickstartRow]:
-    """What came of it, network by network, from their folders."""
+    """The claim and the audit of each network, read from the folders that the steps have filled."""
     found = []
     for arm in _experiment(quick=False).arms:
         folder = Path(out) / arm.name
@@ -118,7 +118,7 @@ def _attack(arm: Arm, folder: Path, device: str, progress: Progress | None) -> s
 
 
 def _claim(folder: Path) -> float:
-    """What a paper would print: right after the attack, rounded."""
+    """The accuracy that a paper would print: images right after the attack, rounded to whole per cent."""
     return round(load_evaluation(folder).accuracy_after[PAPER], 2)
 
 

@@ -1,11 +1,11 @@
-"""What is kept of a finished run of an experiment: two small files that a table, and a dispute, need.
+"""The record of a run of an experiment: two small files with all that a table, or a dispute about it, needs.
 
-    record.json    spec, parameters, accuracy on all test images, times, attacks, audits and transfer matrices, with
-                   their figures; and, once all is there, the hash of what the arm asked for
-    outcomes.npz   of each attack: labels, predictions before and after, and how far the image was moved (L2); what
-                   attacks on the same images have in common stands there once
+    record.json    spec, number of parameters, accuracy on all test images, times, settings of the attacks, results of
+                   the audits and transfer matrices; once all of it is there, also the hash of the spec that it answers
+    outcomes.npz   for each attack: labels, predictions before and after, and the L2 distance of each image from its
+                   attacked form; columns that attacks on the same images share are stored once
 
-An audit is added to those before it with its version, so that a stronger one replaces no number silently.
+A new audit is appended to the earlier ones with its version, so that a stronger one replaces no number silently.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from ecnn.training.loop import BEST
 RECORD, OUTCOMES = "record.json", "outcomes.npz"
 NETWORK = "network"
 FORMAT, VERSION = "ecnn-record", 1
-#: In a run folder: the audit, audits by later versions, transfer matrices, outcomes on other images.
+#: Folders in a run folder: audits by later versions, transfer matrices, outcomes on other images.
 AUDITS, TRANSFERS, ELSEWHERE = "audits", "transfers", "on"
 _COLUMNS = {"label": "uint16", "clean_prediction": "int16", "prediction": "int16", "l2": "float16"}
 _SHARED = ("label", "clean_prediction")
@@ -46,12 +46,19 @@ _AUDIT_KEYS = (
 
 
 def place_of(folder: Path, data: str | None) -> Path:
-    """Where outcomes on those images are kept: the run folder itself, unless they are other images than its own."""
+    """The folder for outcomes on the dataset `data`; for None, the run's own images, that is the run folder itself."""
     return folder if data is None else folder / ELSEWHERE / data
 
 
 def write_record(folder: Path, *, arm: str, asked: Spec, times: dict[str, float]) -> None:
-    """Writes both files from what the run folder holds; audits that an earlier record has stay in it."""
+    """Writes both files from the contents of the run folder, and keeps the audits of an earlier record.
+
+    Args:
+        folder: the run folder.
+        arm: its name.
+        asked: the arm's whole spec; the record gets its hash if it holds all that is asked for.
+        times: seconds by the name of what took them.
+    """
     tensors, facts = load_checkpoint(folder / BEST)
     summary = runs.read_results(folder)
     places = [folder, *(path.parent for path in files.matching(folder, f"{ELSEWHERE}/*/eval"))]
@@ -90,16 +97,17 @@ def write_record(folder: Path, *, arm: str, asked: Spec, times: dict[str, float]
 
 
 def save_record(folder: Path, record: Record) -> None:
-    """Writes both files, the one that is looked for last; it says which outcomes are its own."""
+    """Writes both files: record.json last, since it marks the record as there, with checksums of the outcomes."""
     arrays = _without_repeats(record.arrays)
     files.write_arrays(folder / OUTCOMES, arrays, {"what": "outcomes of attacks, image by image"})
     files.write_json(folder / RECORD, {**record.facts, "outcomes": _digests(record.arrays)})
 
 
 def _digests(arrays: Mapping[str, np.ndarray]) -> dict[str, str]:
-    """A checksum of the outcomes of every attack.
+    """Checksums of the outcomes, by attack.
 
-    One for each, so that a record still fits outcomes to which a kill before the next record has added others.
+    There is one per attack, so that an old record.json still matches an outcomes.npz with more attacks: a kill between
+    writing the two files leaves such a pair.
     """
     names = sorted({name.rpartition(".")[0] for name in arrays})
     return {
@@ -111,7 +119,7 @@ def _digests(arrays: Mapping[str, np.ndarray]) -> dict[str, str]:
 
 
 def _without_repeats(arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """The columns but those that the longest of their kind begins with; `_with_repeats` has them again."""
+    """The columns without those that only repeat the start of the longest of their kind; `_with_repeats` undoes it."""
     kept = dict(arrays)
     for column in _SHARED:
         longest = _longest(arrays, column)
@@ -123,7 +131,7 @@ def _without_repeats(arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
 
 
 def _with_repeats(arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """The columns of every attack; one that is not there is the beginning of the longest of its kind."""
+    """All columns of every attack: a missing one is the start of the longest of its kind."""
     whole = dict(arrays)
     for attack, _, column in (name.rpartition(".") for name in arrays):
         for shared in _SHARED if column == "prediction" else ():
@@ -133,13 +141,13 @@ def _with_repeats(arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
 
 
 def _longest(arrays: Mapping[str, np.ndarray], column: str) -> str:
-    """The name of the longest column of a kind, the first of equals; "" where there is none."""
+    """The name of the longest column of a kind, the first of equally long ones; "" if there is none."""
     names = [name for name in arrays if name.endswith(f".{column}")]
     return max(names, key=lambda name: len(arrays[name]), default="")
 
 
 def _audits(folder: Path) -> list[dict[str, Any]]:
-    """The audits of an earlier record in their order, then those in the folder that it does not have."""
+    """The audits of the earlier record in their order, then those in the folder that it lacks, oldest version first."""
     before = files.read_json(folder / RECORD) if files.exists(folder / RECORD) else {}
     audits = [{**entry, "version": version_of(entry)} for entry in before.get("audits", [])]
     later = sorted(files.matching(folder, f"{AUDITS}/*/{RESULT}"), key=lambda path: int(path.parent.name))
@@ -152,18 +160,18 @@ def _audits(folder: Path) -> list[dict[str, Any]]:
 
 
 def version_of(entry: Mapping[str, Any]) -> int:
-    """The version of the audit that made an entry; the first one was not written down."""
+    """The version of the audit that made an entry; version 1 did not write its number down."""
     return int(entry.get("version", 1))
 
 
 def answers(found: Mapping[str, Any], table: AuditTable, images: int) -> bool:
-    """Whether an audit, as its file or a record tells it, is of that ball and size."""
+    """Whether a saved audit has the norm, radius, budget and seed of the table, and so many images."""
     wanted = {"norm": table.norm, "eps": parse_eps(table.eps), "budget": table.budget, "seed": table.seed}
     return all(found[name] == value for name, value in {**wanted, "images": images}.items())
 
 
 def covers(record: Record, asked: Spec) -> bool:
-    """Whether the record was made for what is asked, and holds all of it."""
+    """Whether the record holds every attack and the audit that the spec asks for, made with its settings."""
     made = {*record.facts["attacks"], *record.transfers}
     if not made >= set(asked.attacks) or (asked.audit is not None and record.audit is None):
         return False
@@ -173,7 +181,7 @@ def covers(record: Record, asked: Spec) -> bool:
 
 
 def made_otherwise(record: Record, asked: Spec) -> list[str]:
-    """What the record holds that was made in another way than is asked: NETWORK, AUDIT, names of attacks."""
+    """The parts of the record that were made with other settings than the spec's: NETWORK, AUDIT, names of attacks."""
     if record.facts.get("asked") == asked.content_hash:
         return []
     attacks, images = descriptions(asked), record.facts["test"]["images"]
@@ -187,14 +195,15 @@ def made_otherwise(record: Record, asked: Spec) -> list[str]:
             found.append(name)
     audit = asked.audit
     if audit is not None and record.audit is not None:
-        limit = audit.limit if audit.data is None else None  # of other images the number is not known here
+        # How many images another dataset has is not known here.
+        limit = audit.limit if audit.data is None else None
         if not answers(record.audit, audit, record.audit["images"] if limit is None else min(limit, images)):
             found.append(AUDIT)
     return found
 
 
 def _network_of(asked: Spec) -> dict[str, Any]:
-    """What decides the network, as the spec of a run has it."""
+    """The tables of a spec that decide the network, in the form that the spec of a run has."""
     recipe = dataclasses.asdict(resolve_recipe(asked.train["recipe"])) if "recipe" in asked.train else {}
     train = {name: recipe[name] for name in ("epochs", "batch_size", "optimizer", "lr", "schedule") if recipe}
     given = asked.to_dict()
@@ -204,14 +213,14 @@ def _network_of(asked: Spec) -> dict[str, Any]:
 
 
 def _holds(found: Any, wanted: Any) -> bool:
-    """Whether all that is wanted is in tables that were found, whatever else they hold."""
+    """Whether the tables found have every wanted entry with the same value; they may have more."""
     if isinstance(wanted, Mapping):
         return isinstance(found, Mapping) and all(_holds(found.get(name), wanted[name]) for name in wanted)
     return bool(found == wanted)
 
 
 def descriptions(asked: Spec) -> dict[str, Any]:
-    """What records say of each attack; None where that depends on more than its table."""
+    """The settings of each attack as records store them; None if they depend on more than the attack's table."""
     return {
         name: None
         if {"source", "data", "members"} & set(table)
@@ -222,11 +231,11 @@ def descriptions(asked: Spec) -> dict[str, Any]:
 
 @dataclass(frozen=True, eq=False)
 class Record:
-    """A finished run as its two files tell it.
+    """The record of a run, as read from its two files.
 
     Attributes:
-        facts: what record.json holds.
-        arrays: what outcomes.npz holds.
+        facts: contents of record.json.
+        arrays: columns of outcomes.npz, named "attack.column", with those that are stored only once repeated.
     """
 
     facts: dict[str, Any]
@@ -234,18 +243,21 @@ class Record:
 
     @property
     def audit(self) -> dict[str, Any] | None:
-        """The latest audit."""
+        """The latest audit; None if there is none."""
         audits = self.facts["audits"]
         return audits[-1] if audits else None
 
     @property
     def transfers(self) -> dict[str, Any]:
-        """Matrices of transfer between members by the name of the attack, as `TransferMatrix.to_json` has them."""
+        """Transfer matrices between members by the name of the attack, as `TransferMatrix.to_json` writes them."""
         found: dict[str, Any] = self.facts.get("transfers", {})
         return found
 
     def rate(self, row: str) -> Rate | None:
-        """Under the paper's protocol: right after the attack, whatever it was before; None if it was not made."""
+        """Accuracy under the paper's protocol: images right after the attack, whether or not they were right before.
+
+        For CLEAN it is the accuracy on all test images. None if the record does not have the attack.
+        """
         if row == CLEAN:
             test = self.facts["test"]
             return Rate(round(test["accuracy"] * test["images"]), test["images"])
@@ -255,7 +267,10 @@ class Record:
         return Rate(int(right.sum()), len(right))
 
     def truth(self, sources: Sequence[str]) -> float | None:
-        """The share that is right when clean and survives all sources; None unless all of them are there."""
+        """The share of images that are right without an attack and after each of the sources; None if one is missing.
+
+        The images are those that all sources share. For the audit as the only source it is the audited accuracy.
+        """
         if tuple(sources) == (AUDIT,):
             return None if self.audit is None else float(self.audit["accuracy"])
         if not sources or any(f"{name}.label" not in self.arrays for name in sources):
@@ -269,7 +284,7 @@ class Record:
         return float(alive.mean())
 
     def median_l2(self, row: str) -> float | None:
-        """How far the attack moved the images that it broke, in the middle; None where there are none."""
+        """Median L2 distance by which the attack moved the images that it broke; None if there are none."""
         if f"{row}.label" not in self.arrays:
             return None
         label = self.arrays[f"{row}.label"].astype(int)
@@ -280,7 +295,7 @@ class Record:
 
 
 def read_record(folder: Path) -> Record | None:
-    """The record in a folder; None where there is none."""
+    """The record in a folder; None if there is none, and InputError if it is damaged."""
     if not files.exists(folder / RECORD):
         return None
     try:

@@ -1,4 +1,4 @@
-"""From the records of experiments to a page: every number beside the paper's and the audited one."""
+"""Makes the page of results from the records of experiments: our numbers beside the paper's and the audited ones."""
 
 from __future__ import annotations
 
@@ -16,12 +16,10 @@ from ecnn.pipeline.recording import read_record
 from ecnn.pipeline.reproducing import tasks_of
 from ecnn.plots import plot_bars, plot_transfers
 
-_NOWHERE = Path("/nonexistent")  # where nothing is done yet
+_NOWHERE = Path("/nonexistent")  # a folder without runs: cost estimates then count everything
 _CORNER = 4  # members that the paper's figure shows
-_CLEAN_POINTS, _POINTS = (
-    2.5,
-    5,
-)  # so far from the paper a clean accuracy, and one under attack, is called near
+# Percentage points from the paper up to which a clean accuracy, and one under attack, counts as close.
+_CLEAN_POINTS, _POINTS = 2.5, 5
 
 HEAD = """# Results: the paper's numbers, ours, and the audited ones
 
@@ -47,7 +45,7 @@ def results_page(out: Path, *, figures: str) -> str:
 
     Args:
         out: the folder of all records.
-        figures: where the page finds its figures, relative to itself.
+        figures: the folder of the figures, relative to the page.
     """
     found = {name: read_cells(load_experiment(name), out) for name in experiments()}
     parts, waiting, sizes = [HEAD, _overview(found)], [], Sizes()
@@ -66,7 +64,7 @@ def results_page(out: Path, *, figures: str) -> str:
 
 
 def _overview(found: Mapping[str, Sequence[Cell]]) -> str:
-    """How many of the paper's numbers are measured, and the best that an attack of its tables and of ours leave."""
+    """The overview: how many of the paper's numbers are measured, and the highest accuracy under attack per table."""
     printed = {name: [cell for cell in cells if cell.paper is not None] for name, cells in found.items()}
     every = [cell for cells in printed.values() for cell in cells]
     count = _measured(every)
@@ -96,7 +94,10 @@ def _overview(found: Mapping[str, Sequence[Cell]]) -> str:
 
 
 def _in_short(printed: Sequence[Cell]) -> list[str]:
-    """How many of the paper's numbers hold, and what the audit leaves of them: one sentence each."""
+    """Three counts: clean accuracies near the paper's, accuracies under attack far from it, audited values up to 1 %.
+
+    Empty while there are no numbers for one of them.
+    """
     clean = [cell.differs for cell in printed if cell.row == CLEAN and cell.differs is not None]
     attacked = [cell for cell in printed if cell.row != CLEAN]
     differs = [cell.differs for cell in attacked if cell.differs is not None]
@@ -116,7 +117,7 @@ def _in_short(printed: Sequence[Cell]) -> list[str]:
 
 
 def _older(found: Mapping[str, Sequence[Cell]]) -> list[str]:
-    """Which audited values a stronger audit may still lower: those above 0 that an older version has made."""
+    """A sentence on values above 0 by an older version of the audit, since a stronger audit may still lower these."""
     older = [
         f"{number(cell.truth)} % ({experiment.title}, {experiment.arm(cell.arm).title}, {cell.row})"
         for experiment, cells in ((load_experiment(name), cells) for name, cells in found.items())
@@ -135,13 +136,13 @@ def _measured(cells: Sequence[Cell]) -> int:
 
 
 def _anchor(title: str) -> str:
-    """As pages that are made from Markdown name their sections."""
+    """The anchor that Markdown renderers give to a heading."""
     kept = "".join(letter for letter in title.lower() if letter.isalnum() or letter in " -_")
     return kept.replace(" ", "-")
 
 
 def draw_results(out: Path, folder: Path) -> list[Path]:
-    """One figure per experiment that has numbers, in the folder."""
+    """Draws one figure per experiment that has numbers into the folder, and returns their paths."""
     drawn = []
     for name in experiments():
         experiment = load_experiment(name)
@@ -173,7 +174,7 @@ def _section(experiment: Experiment, cells: Sequence[Cell], out: Path, figures: 
     lines += [_row(head), "|---|---" + 6 * "|---:" + "|"]
     for arm in experiment.arms:
         own = [cell for cell in cells if cell.arm == arm.name and cell.rates]
-        # A network is named once; its other rows follow.
+        # Only the first row of a network has its name.
         lines += [_row((arm.title if cell is own[0] else "", *_figures(cell))) for cell in own]
     missing = [arm.title for arm in experiment.arms if not any(c.rates for c in cells if c.arm == arm.name)]
     versions = sorted({version for cell in cells for version in cell.versions})
@@ -187,7 +188,7 @@ def _section(experiment: Experiment, cells: Sequence[Cell], out: Path, figures: 
 
 
 def _transfers(experiment: Experiment, out: Path) -> dict[str, TransferMatrix]:
-    """Matrices of transfer between members, by the title of the arm; of its first seed."""
+    """Transfer matrices between members by the title of the arm, each of the arm's first seed."""
     found = {}
     for arm in experiment.arms:
         record = read_record(out / experiment.name / arm.name / str(arm.seeds[0]))
@@ -197,7 +198,7 @@ def _transfers(experiment: Experiment, out: Path) -> dict[str, TransferMatrix]:
 
 
 def _transfer_lines(matrices: Mapping[str, TransferMatrix]) -> list[str]:
-    """The corner that the paper shows, and what all members say together."""
+    """Markdown of the transfer matrices: means over all members, and the corner that the paper's figure shows."""
     lines = []
     for title, matrix in matrices.items():
         share = 100 * matrix.accuracy
@@ -233,7 +234,7 @@ def _row(cells: Sequence[str]) -> str:
 
 
 def _arm_notes(experiment: Experiment, out: Path, versions: Sequence[int], planned: float) -> list[str]:
-    """Counts of parameters, which audit it was, the time it took, and what the reader must know of single arms."""
+    """A Markdown list: parameters and note of each arm, versions of the audit, GPU time spent and planned."""
     lines, seconds = [], {"GPU": 0.0, "CPU": 0.0}
     for arm in experiment.arms:
         records = [read_record(out / experiment.name / arm.name / str(seed)) for seed in arm.seeds]

@@ -1,4 +1,4 @@
-"""From an experiment to its records: every arm, seed and attack, resumable, with the truth beside each number."""
+"""Runs experiments: trains, attacks and audits every arm and seed, resumes what was stopped, and writes the records."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Task:
 
     @property
     def name(self) -> str:
-        """As messages name it."""
+        """The name that messages give it."""
         return f"{self.experiment.name}/{self.arm.name} seed {self.seed}"
 
     @property
@@ -68,13 +68,13 @@ class Task:
 
     @property
     def network(self) -> Spec:
-        """What decides the network: the spec without attacks, audit and the number of images that they see."""
+        """The part of the spec that decides the network: without attacks, audit and their number of images."""
         bare = dataclasses.replace(self.spec, attacks={}, audit=None)
         return dataclasses.replace(bare, data=dataclasses.replace(bare.data, test_limit=None))
 
     @property
     def folder(self) -> Path:
-        """Where this run is kept."""
+        """The run folder."""
         return self.out / self.experiment.name / self.arm.name / str(self.seed)
 
     def is_done(self) -> bool:
@@ -83,17 +83,17 @@ class Task:
         return record is not None and covers(record, self.spec)
 
     def is_trained(self) -> bool:
-        """Whether its network is there."""
+        """Whether its folder holds the finished network."""
         return files.exists(self.folder / runs.DONE)
 
     def source(self, name: str) -> Task:
-        """The run of another arm, with its first seed, on whose network an attack of this one is crafted."""
+        """The run of the arm of that name with its first seed; attacks of this run can be crafted on its network."""
         arm = self.experiment.arm(name)
         return Task(self.experiment, arm, arm.seeds[0], self.out)
 
     @property
     def sources(self) -> list[Task]:
-        """All of these."""
+        """The runs on whose networks attacks of this run are crafted, each once."""
         names = {table["source"]: None for table in self.spec.attacks.values() if "source" in table}
         return [self.source(name) for name in names]
 
@@ -101,7 +101,7 @@ class Task:
 def tasks_of(
     experiment: Experiment, out: Path, *, arms: Sequence[str] = (), seeds: Sequence[int] = ()
 ) -> list[Task]:
-    """What is to be run, the first seed of every arm first; all arms and seeds, or those named."""
+    """The runs of an experiment, first those with the first seed of their arm; all arms and seeds, or those named."""
     chosen = [experiment.arm(name) for name in arms] or list(experiment.arms)
     found = [
         Task(experiment, arm, seed, out) for arm in chosen for seed in arm.seeds if not seeds or seed in seeds
@@ -117,7 +117,10 @@ def run_task(
     stages: Sequence[str] = STAGES,
     progress: Progress | None = None,
 ) -> None:
-    """Trains, attacks and audits one run; whatever its folder holds already is not done again."""
+    """Trains, attacks and audits one run and writes its record; skips what its folder already holds.
+
+    InputError if the folder has a record made with other settings.
+    """
     if task.is_done():
         files.tidy(task.folder)
         return
@@ -140,7 +143,7 @@ def _run_stages(
             if task.is_done():
                 return
         run = train_run(task.network, out=folder, root=root, device=device, progress=progress)
-        if not run.was_finished:  # else it took its time before, or in another arm
+        if not run.was_finished:  # otherwise nothing was trained now, and there is no time to note
             epochs = (json.loads(line) for line in files.read_bytes(folder / LOG).splitlines())
             _note_time(folder, "train", sum(epoch["seconds"] for epoch in epochs))
     if "attack" in stages:
@@ -159,7 +162,7 @@ def _run_stages(
 
 
 def _is_audited(folder: Path, table: AuditTable, images: int) -> bool:
-    """Whether the folder holds that audit, by whatever version: a later one is no reason to change a number."""
+    """Whether the folder holds that audit, by any version: a newer version is no reason to change a number."""
     path = folder / RESULT
     try:
         return files.exists(path) and answers(load_audit(path).to_dict(), table, images)
@@ -175,7 +178,7 @@ def _attack(
     device: str,
     progress: Progress | None,
 ) -> None:
-    """Makes one attack on the trained network, or goes on with it."""
+    """Makes or resumes one attack on the trained network; trains the network that it is crafted on if need be."""
     trained = runs.read_spec(task.folder)
     if "members" in table:
         _transfer(task, name, table, root, device, progress)
@@ -197,7 +200,7 @@ def _attack(
 def _transfer(
     task: Task, name: str, table: Mapping[str, Any], root: AnyPath, device: str, progress: Progress | None
 ) -> None:
-    """Measures who of the members falls for what was crafted on whom, and keeps the matrix."""
+    """Measures how each member classifies images crafted on each other member, and writes the matrix once."""
     path = task.folder / TRANSFERS / f"{name}.json"
     if files.exists(path):
         return
@@ -217,10 +220,10 @@ def _transfer(
 def audit_again(
     task: Task, *, root: AnyPath = "data", device: str = "auto", progress: Progress | None = None
 ) -> bool:
-    """Audits a finished run by the present version of the audit, unless its record has that; whether it did.
+    """Audits a finished run by the present version of the audit, if that can change anything; returns whether it did.
 
-    The record keeps the values of older versions, and nothing else of it changes. Where an older version left nothing,
-    a stronger one has nothing to find: that value stands.
+    It does nothing without a record, for an arm without an audit, if the record has this version already, or if the
+    latest audited accuracy is 0, which no stronger audit can lower. The record keeps the values of older versions.
     """
     record, table = read_record(task.folder), task.spec.audit
     if record is None or table is None:
@@ -245,7 +248,7 @@ def _write_record(task: Task) -> None:
 
 
 def _times(folder: Path) -> dict[str, float]:
-    """Seconds by the name of what took them; none from a file that is damaged, since no number hangs on them."""
+    """Seconds by the name of what took them; empty if the file is missing or damaged, since no result depends on it."""
     try:
         times: dict[str, float] = files.read_json(folder / TIMES)
         check_entries(TIMES, times, dict.fromkeys(times, float))
@@ -256,13 +259,13 @@ def _times(folder: Path) -> dict[str, float]:
 
 @contextmanager
 def _timed(folder: Path, name: str) -> Iterator[None]:
-    """Notes how long something took."""
+    """Notes how long the block took; nothing if it raises."""
     started = time.monotonic()
     yield
     _note_time(folder, name, time.monotonic() - started)
 
 
 def _note_time(folder: Path, name: str, seconds: float) -> None:
-    """Writes the seconds into the run's times.json; what is found finished takes a moment and hides nothing."""
+    """Writes the seconds into the run's times.json, unless it holds more: a repeated run finds the work done."""
     path, known = folder / TIMES, _times(folder)
     files.write_json(path, {**known, name: max(round(seconds, 1), known.get(name, 0.0))})

@@ -1,4 +1,4 @@
-"""Runs of experiments in several processes at a time: on one machine, one GPU each, or as tasks of a Ray cluster."""
+"""Runs experiments in several processes at once: on one machine, with a GPU each, or as tasks of a Ray cluster."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ecnn.evaluation.cluster import CLUSTERS as CLUSTERS
 from ecnn.evaluation.cluster import connect_ray
 from ecnn.pipeline.reproducing import Task
 
-#: Runs commands; each answers with its exit status and all that it wrote.
+#: Runs commands, and returns the exit status and the whole output of each.
 Runner = Callable[[Sequence[Sequence[str]]], list[tuple[int, str]]]
 
 
@@ -30,14 +30,15 @@ def run_tasks(
     arguments: Sequence[str],
     cluster: str | None = None,
 ) -> list[Task]:
-    """Runs tasks in processes of their own, each with a log in its folder; returns those that failed.
+    """Runs each task in a process of its own, with log.txt in its folder; returns the tasks that failed.
 
     Args:
-        sources: name or file of each experiment, by its name.
-        jobs: processes at a time on this machine; where there are several GPUs, each sees one.
-        arguments: of `ecnn reproduce`, beside the experiment, the arm and the seed.
-        cluster: "ray" makes each process a task of the Ray cluster that RAY_ADDRESS names, or of a local one with so
-            many jobs; where there are GPUs each task asks for one. All machines must see the same folders.
+        tasks: the runs.
+        sources: what `ecnn reproduce` is given for each experiment, a name or a file, by the experiment's name.
+        jobs: how many processes at a time on this machine; with several GPUs, each process sees one of them.
+        arguments: of `ecnn reproduce`, besides the experiment, the arm and the seed.
+        cluster: "ray" makes each process a task of the Ray cluster that RAY_ADDRESS names, or of a local one with
+            `jobs` CPUs. If the cluster has GPUs, each task asks for one. All machines must see the same folders.
     """
     start: Runner = _ray_runner(jobs) if cluster == "ray" else lambda commands: _run_here(commands, jobs)
     failed = []
@@ -63,8 +64,11 @@ def run_tasks(
 
 
 def waves(tasks: Sequence[Task]) -> list[tuple[list[Task], list[str]]]:
-    """Tasks in three waves, each with further arguments: networks that attacks are crafted on, the first arm of every
-    network, and the arms that repeat a network, which they then find trained."""
+    """Groups of tasks to run one after the other, each with further arguments for its commands; at most three groups.
+
+    The first group only trains the untrained networks that attacks are crafted on. The second has one task per network.
+    The third has the other tasks of these networks, and finds them trained.
+    """
     sources = {task.folder: task for one in tasks for task in one.sources if not task.is_trained()}
     known: set[str] = set()
     firsts: list[Task] = []
@@ -82,12 +86,12 @@ def waves(tasks: Sequence[Task]) -> list[tuple[list[Task], list[str]]]:
 
 
 def run_command(command: Sequence[str], gpu: int | None = None) -> tuple[int, str]:
-    """Exit status of a process, and all that it wrote; it sees that GPU alone, if one is given."""
+    """Runs a command, and returns its exit status and output; if `gpu` is given, it sees that GPU alone."""
     return _finish(_start(command, gpu))
 
 
 def _start(command: Sequence[str], gpu: int | None = None) -> subprocess.Popen[str]:
-    """A process that runs a command, and sees that GPU alone, if one is given."""
+    """Starts a command; if `gpu` is given, its process sees that GPU alone."""
     chosen = {} if gpu is None else {"CUDA_VISIBLE_DEVICES": str(gpu)}
     return subprocess.Popen(  # noqa: S603 our own command
         list(command),
@@ -105,7 +109,7 @@ def _finish(process: subprocess.Popen[str]) -> tuple[int, str]:
 
 
 def _run_here(commands: Sequence[Sequence[str]], jobs: int) -> list[tuple[int, str]]:
-    """Runs commands, so many at a time; whatever ends this process but a kill ends those that run."""
+    """Runs commands, `jobs` at a time; an exception here, as from Ctrl-C or SIGTERM, terminates those that run."""
     gpus = torch.cuda.device_count()
     running: list[subprocess.Popen[str]] = []
     guard = threading.Lock()
@@ -132,7 +136,10 @@ def _run_here(commands: Sequence[Sequence[str]], jobs: int) -> list[tuple[int, s
 
 @contextmanager
 def _ending_when_asked() -> Iterator[None]:
-    """SIGTERM ends this process as Ctrl-C does, so that it can end others first."""
+    """While the block runs, SIGTERM raises KeyboardInterrupt as Ctrl-C does, so that other processes are ended first.
+
+    Outside the main thread it changes nothing.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -1,4 +1,4 @@
-"""On how many threads a command runs."""
+"""Chooses the number of threads that torch computes on."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from torch import nn
 
 from ecnn.data import Split
 
-# Weights times pixels, which is at least the multiplications that an image takes. On 8x8 digits (31 million) two
-# threads gain nothing (measured); the limit lies between them and MNIST (384 million), where nothing was measured.
+# In weights times pixels, an upper bound of the multiplications per image. On 8x8 digits (31 million) two threads gain
+# nothing (measured). The limit lies between these and MNIST (384 million), where nothing was measured.
 _WORK_TO_SHARE = 100_000_000
 
 
 @contextmanager
 def suitable_threads(model: nn.Module, split: Split) -> Iterator[None]:
-    """One thread inside where the model's work on an image is too small to share; the user's OMP_NUM_THREADS wins."""
+    """Runs the block on one thread if the model is too small for more, unless the user has set OMP_NUM_THREADS."""
     weights = sum(parameter.numel() for parameter in model.parameters())
     is_small = weights * split.images[:1, 0].numel() < _WORK_TO_SHARE
     before = torch.get_num_threads()

@@ -1,4 +1,4 @@
-"""From a spec to a trained run folder."""
+"""Trains the model of a spec into a run folder, and loads the images that a spec names."""
 
 from __future__ import annotations
 
@@ -37,21 +37,24 @@ from ecnn.training.checkpoints import load_checkpoint, model_tensors, save_check
 from ecnn.training.loop import BEST, LOG, accuracy, fit
 
 AnyPath = files.AnyPath
-#: Images that are attacked already, to be evaluated and audited by this name.
+#: Name of a set of images that are already attacked, the adversarial traffic signs, for evaluations and audits.
 SIGNS = "optprojtran"
 
 _FALSE_POSITIVE_RATE = 0.05
-# What a training attack does unless it is told otherwise; of these it takes what it has.
+# Defaults of attacks that are used in training; each takes those of the options that it has.
 _ATTACK_STEPS = 10
 _ATTACK_DEFAULTS = {"norm": "linf", "loss": "cross_entropy", "on": "scores", "keep": "last"}
 
 
 @dataclass(frozen=True)
 class TrainedRun:
-    """Where the run is and what came of it; the test images were looked at once, after the epoch was chosen.
+    """The folder and the results of a run. The test images are used only once, after the best epoch was chosen.
 
     Attributes:
-        was_finished: nothing was trained, because the folder held this run already.
+        val_accuracy: of the best epoch.
+        seconds: that this call took; 0 if nothing was trained.
+        notes: remarks for the user.
+        was_finished: whether the folder held this run already, so that nothing was trained.
     """
 
     folder: Path
@@ -73,7 +76,7 @@ class Plan:
     Attributes:
         spec: every choice spelled out; planning it again gives the same plan.
         attack: on the training images, or None.
-        val_attack: on the validation images, where it is another one.
+        val_attack: on the validation images, if it differs from `attack`; otherwise None.
     """
 
     spec: Spec
@@ -85,7 +88,7 @@ class Plan:
 
 
 def plan(spec: Spec, data: Dataset) -> Plan:
-    """Chooses what the spec leaves open and builds the model from its seed."""
+    """Chooses everything that the spec leaves open, and builds the untrained model with the spec's random seed."""
     spec.data.check_shape(data)
     if spec.data.fingerprint not in (None, data.fingerprint):
         raise InputError(f"the images of {data.name} are not those that the spec was written for.")
@@ -130,7 +133,7 @@ def plan(spec: Spec, data: Dataset) -> Plan:
 
 
 def try_plan(spec: Spec, *, root: AnyPath = "data", device: str = "auto") -> Plan:
-    """The plan of a spec whose model has classified one training image, so that training can begin."""
+    """The plan of a spec, after its model and attacks were tried on one training image: training can start."""
     place, data = runs.find_device(device), load_spec_data(spec, root)
     made = plan(spec, data)
     check_request(made.model.to(place), data.train, 1, BATCH_SIZE)
@@ -139,7 +142,7 @@ def try_plan(spec: Spec, *, root: AnyPath = "data", device: str = "auto") -> Pla
 
 
 def _check_attacks(made: Plan, data: Dataset) -> None:
-    """Raises InputError unless the model has what the attacks on training and validation images look at."""
+    """Raises InputError unless the model has the parts that the views of the training and validation attacks read."""
     attacks = {"train.attack": made.attack, "train.val_attack": made.val_attack}
     check_attacks(made.model, data.train[0][0], attacks)
 
@@ -153,13 +156,13 @@ def recipe_for(
     is_own: bool,
     may_be_mirrored: bool,
 ) -> Recipe:
-    """The recipe with the objective that fits the model, every setting of which is spelled out.
+    """The recipe of a spec, with an objective that fits the model and with all settings of that objective.
 
     Args:
         in_channels, image_size: of the dataset.
-        num_images: that are trained on.
-        is_own: they are images of one's own, not a dataset with a name.
-        may_be_mirrored: whether an image mirrored is one of the same class.
+        num_images: how many are trained on.
+        is_own: whether they are the user's own images instead of a dataset with a name.
+        may_be_mirrored: whether an image keeps its class when it is mirrored.
     """
     kind = find_kind(spec.model.get("kind", "ecnn"))
     suited = kind.suited_to(in_channels, image_size)
@@ -197,22 +200,29 @@ def recipe_for(
 
 
 def _recipe_name(spec: Spec, kind: ModelKind, suited: str, *, is_own: bool) -> str:
-    """The recipe that the spec asks for; or its authors' one; or, for images of one's own, what suits their number."""
+    """The name of the recipe: the spec's, otherwise the published one of the kind of model.
+
+    For the user's own images, "auto" replaces the published recipe, unless the kind brings that recipe itself.
+    """
     untuned = is_own and suited not in kind.own_recipes
     return str(spec.train.get("recipe") or (AUTO if untuned else suited))
 
 
 def _own_image_options(spec: Spec, kind: ModelKind, data: Dataset) -> dict[str, Any]:
-    """With few images batch norm is worth five points (docs/own_images.md); the paper's network has none."""
+    """Options of the model where the recipe is "auto": batch norm, if the model has that option.
+
+    With few images it gains five points of accuracy (docs/own_images.md). The paper's network has none.
+    """
     suited = str(kind.suited_to(data.in_channels, data.image_size).recipe)
     is_auto = _recipe_name(spec, kind, suited, is_own=data.folder is not None) == AUTO
     return {"batch_norm": True} if is_auto and "batch_norm" in kind.options else {}
 
 
 def _attacks_for(spec: Spec, recipe: Recipe) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
-    """The tables of the attacks on training and on validation images.
+    """The tables of the attacks on training and on validation images; None for no attack.
 
-    TRADES attacks by itself: there the radius and steps are the objective's, and an attack like it chooses the epoch.
+    The TRADES objective makes its own attack on training images, so that the first is None. Unless the spec names an
+    attack on validation images, it is then one with the radius and steps of the objective, and it chooses the epoch.
     """
     asked, val_asked = (spec.train.get(name) or None for name in ("attack", "val_attack"))
     val_attack = None if val_asked is None else training_attack(val_asked)
@@ -225,10 +235,10 @@ def _attacks_for(spec: Spec, recipe: Recipe) -> tuple[dict[str, Any] | None, dic
 
 
 def training_attack(table: Mapping[str, Any]) -> dict[str, Any]:
-    """The table of an attack that trains, with what it leaves open filled in.
+    """The table of an attack that is used in training, with defaults for what it leaves open.
 
-    The last iterate of an attack on the scores' cross entropy counts, as Madry et al. (2018) train, and steps together
-    could cross the ball 2.5 times.
+    By default it maximises the cross-entropy of the scores, and its last iterate is trained on, as in Madry et al.
+    (2018). The default step size is 2.5 * eps / steps.
     """
     kind = table.get("kind", "pgd")
     known = attack_options(kind)
@@ -244,7 +254,7 @@ def training_attack(table: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _code_for(spec: Spec, kind: ModelKind, data: Dataset) -> tuple[CodeMatrix | None, CodeTable | None]:
-    """The code that the model is made for, and the table that says which it is."""
+    """The code of the model and the table that describes it; both None for a kind of model without a code."""
     if not kind.needs_code:
         if spec.code is not None:
             raise InputError(f"a model of kind {kind.name!r} takes no code: leave it out.")
@@ -268,7 +278,7 @@ def _code_for(spec: Spec, kind: ModelKind, data: Dataset) -> tuple[CodeMatrix | 
 def _designed(
     num_classes: int, code_length: int, arity: int, objective: str, steps: int | None, seed: int
 ) -> CodeMatrix:
-    # Here, and not above: numba takes a while to load, and most commands design no code.
+    # Imported here because numba is slow to load, and most commands design no code.
     from ecnn.annealing import design_code
 
     options: Any = {"arity": arity, "objective": objective, "steps": steps, "seed": seed}
@@ -279,7 +289,7 @@ def _designed(
 
 
 def _default_code(num_classes: int, seed: int) -> CodeTable:
-    """The longest shipped code for so many classes, or a design of our own."""
+    """The table of the longest binary code that is shipped for so many classes; if there is none, of a new design."""
     shipped = [name for name in codebook() if name.startswith(f"{num_classes}x") and "-q" not in name]
     if shipped:
         return CodeTable(name=shipped[-1])
@@ -296,7 +306,7 @@ def train_run(
     compile_parts: bool = False,
     progress: Progress | None = None,
 ) -> TrainedRun:
-    """Trains as the spec says and leaves a run folder; a finished run with the same spec is not trained again.
+    """Trains the model of a spec and writes its run folder; a finished run of the same spec is not trained again.
 
     Args:
         out: the run folder; None for runs/DATA/KIND/SEED.
@@ -320,7 +330,7 @@ def train_run(
 
 
 def _check_new(folder: Path) -> None:
-    """Raises InputError if a folder that is no run yet holds what was found out of some model."""
+    """Raises InputError if the folder holds an audit or outcomes of attacks, but not the run that they are of."""
     found = next((name for name in (RESULT, FOLDER) if files.exists(folder / name)), None)
     if found is not None and not files.exists(folder / runs.SPEC):
         raise InputError(
@@ -337,7 +347,7 @@ def _train(
     compile_parts: bool,
     progress: Progress | None,
 ) -> TrainedRun:
-    """Trains what was planned and completes the run folder, DONE last."""
+    """Trains the planned model and completes the run folder; DONE is written last."""
     model = made.model.to(place)
     damaged = runs.damaged_files(folder) if resume else ()
     if _is_first_process():
@@ -383,7 +393,7 @@ def _train(
 
 
 def _finished_run(folder: Path, model: nn.Module) -> TrainedRun:
-    """What came of a run that has ended, from its folder."""
+    """The results of a finished run, read from its folder."""
     _, facts = load_checkpoint(folder / BEST)
     result = runs.read_results(folder)
     return TrainedRun(
@@ -401,7 +411,10 @@ def _finished_run(folder: Path, model: nn.Module) -> TrainedRun:
 
 
 def load_spec_data(spec: Spec, root: AnyPath, other: str | None = None) -> Dataset:
-    """The images that the spec asks for; or those of another dataset, which keep their size if it has a name."""
+    """The dataset of the spec, or the one named `other`, where dataset files are in `root`.
+
+    Images are resized to the size in the spec, if it has one, except those of another dataset with a name.
+    """
     size = spec.data.image_size if other not in NAMES else None
     path = spec.data.path
     is_there = path is not None and not other and _may_be_read(path)
@@ -419,7 +432,7 @@ def load_spec_data(spec: Spec, root: AnyPath, other: str | None = None) -> Datas
 
 
 def _may_be_read(folder: str) -> bool:
-    """Whether a folder that a spec names is there; where the spec came from elsewhere, it may be somebody else's."""
+    """Whether the folder exists and can be read; a spec from another machine may name somebody else's folder."""
     try:
         return files.is_folder(folder)
     except InputError:
@@ -429,10 +442,12 @@ def _may_be_read(folder: str) -> bool:
 def load_test_images(
     spec: Spec, root: AnyPath, other: str | None = None, class_names: Sequence[str] | None = None
 ) -> Split:
-    """What a model of this spec is attacked on: its own test images, another dataset's, or the adversarial signs.
+    """The test images to attack a model of this spec on: of its own dataset, of `other`, or the adversarial signs.
 
     Args:
-        class_names: of the model; those of another dataset must be the same, or the numbers of the model's classes.
+        root: where dataset files are.
+        other: another dataset, or `SIGNS`; None for the dataset of the spec.
+        class_names: of the model; another dataset must name its classes the same way, or by the model's class numbers.
     """
     if other == SIGNS:
         return load_adversarial_signs(root).split
@@ -451,7 +466,7 @@ def load_test_images(
 
 
 def load_own_data(spec: Spec, root: AnyPath) -> Dataset:
-    """The images that a model of this spec was trained on; other images in the same folder are refused."""
+    """The dataset that a model of this spec was trained on; InputError if its folder now holds other images."""
     found = load_spec_data(spec, root)
     spec.data.check_shape(found)
     if found.folder and spec.data.fingerprint not in (None, found.fingerprint):
@@ -463,7 +478,10 @@ def load_own_data(spec: Spec, root: AnyPath) -> Dataset:
 
 
 def _set_threshold(model: nn.Module, val: Split, folder: Path) -> None:
-    """Gives a detector its threshold, which is no matter of training, and the run folder the weights with it."""
+    """Sets the threshold of a feature-squeezing detector on validation images, and saves it with the weights.
+
+    Training does not set it. Models of other kinds are left as they are.
+    """
     if not isinstance(model, FeatureSqueezing) or len(val) == 0:
         return
     model.fit_threshold(val[:][0], _FALSE_POSITIVE_RATE)
@@ -482,7 +500,7 @@ def join_processes() -> None:
 
 
 def leave_processes() -> None:
-    """The counterpart of `join_processes`."""
+    """Leaves the group of processes that `join_processes` has joined; otherwise does nothing."""
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
 

@@ -1,4 +1,4 @@
-"""A report on trained models for people: one HTML file with everything in it."""
+"""Reports on trained models: one HTML file that needs no other files."""
 
 from ecnn.report.contents import RunContents, Samples, radius_of, read_run, read_runs, take_samples
 from ecnn.report.page import RunReport, report_page

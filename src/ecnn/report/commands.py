@@ -22,7 +22,7 @@ _KIND_OF = {f"{made.__module__}.{made.__qualname__}": name for name, made in ATT
 
 
 def commands_of(contents: RunContents) -> list[str]:
-    """One line each, in the order in which they would be run; a comment where something was made in Python."""
+    """Commands that train, attack and audit as in the run, one line each; a comment for an attack made in Python."""
     spec = (
         f"{contents.source}/spec.toml"
         if files.is_folder(contents.source)
@@ -45,7 +45,7 @@ def commands_of(contents: RunContents) -> list[str]:
 
 
 def audit_command(contents: RunContents) -> str:
-    """What would audit a run that has not been."""
+    """The command that audits a run which was not audited yet."""
     norm, eps = radius_of(contents)
     place = contents.source if files.is_folder(contents.source) else f"runs/{contents.source}-audit"
     return _line("audit", contents.source, "--norm", norm, "--eps", eps_text(eps), "--out", place)
@@ -57,7 +57,7 @@ def _line(*words: Any) -> str:
 
 def _evaluate(source: str, found: Outcomes) -> str:
     attack, kind = found.about.get("attack"), _kind_of(found)
-    # A view or a loss of one's own has no name that a command could take.
+    # An attack, or a view, of the user's own has no name that a command could take.
     if kind is None or not isinstance(attack, Mapping) or isinstance(attack.get("on"), Mapping):
         return f"# {found.name}: was made in Python"
     words: list[Any] = ["evaluate", source, "--attack", kind]
@@ -65,14 +65,18 @@ def _evaluate(source: str, found: Outcomes) -> str:
         if name in _FLAGS:
             words += [f"--{name.replace('_', '-')}", eps_text(parse_eps(value)) if name == "eps" else value]
         else:
-            # TOML writes infinity without quotes, and so do records as text.
+            # Records hold infinity as the text inf, and TOML wants it without quotes.
             text = value if value in ("inf", "-inf") else json.dumps(value)
             words += ["--set", f"attack.{name}={text}"]
     return _line(*words, "--limit", len(found), "--seed", found.about.get("seed") or 0)
 
 
 def _kind_of(found: Outcomes) -> str | None:
-    """The name of the recorded attack; one that has a setting `kind` of its own is known by what it was called."""
+    """The name in `ATTACKS` of a recorded attack; None if it has none.
+
+    The record's `kind` is the attack's class. An attack with a setting called `kind` overwrites it, and is found by the
+    name under which it was run.
+    """
     attack, base = found.about.get("attack"), found.about.get("base")
     if not isinstance(attack, Mapping):
         return None
@@ -83,7 +87,7 @@ def _kind_of(found: Outcomes) -> str | None:
 
 
 def _settings(kind: str, attack: Mapping[str, Any]) -> dict[str, Any]:
-    """What the attack was told: all that is not its default; `quick` is the command's."""
+    """The settings that differ from the defaults of `ecnn evaluate`: those of the attack, but with `quick` on."""
     told = {}
     for entry in dataclasses.fields(ATTACKS[kind]):
         if not entry.init or attack.get(entry.name) is None:

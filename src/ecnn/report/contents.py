@@ -1,4 +1,4 @@
-"""What a run folder holds for a report, and what is computed for it on a few images."""
+"""The data of a report: what is read from a run folder, and what is computed on a few images."""
 
 from __future__ import annotations
 
@@ -41,27 +41,27 @@ from ecnn.progress import Progress
 from ecnn.spec import Spec
 from ecnn.training.loop import LOG
 
-#: Where nothing in a run says within which radius it should be looked at.
+#: Norm and radius of attacks on a run that names none.
 USUAL_RADIUS = ("linf", 8 / 255)
-#: Radii of the curve as multiples of that one, images in the strips, members in the matrix of transfer.
+#: Radii of the curve as multiples of the report's radius, images that are shown, members in the transfer matrix.
 _MULTIPLES, _SHOWN, _MEMBERS = (0.25, 0.5, 1, 2), 6, 8
-#: Of the attacks that are made for a report: APGD, and PGD on one member.
+#: Steps of the attacks that are made for a report: of APGD, and of PGD on one member.
 STEPS, TRANSFER_STEPS = 20, 10
 _EPOCH = {"epoch": int, "loss": float, "val_accuracy": float | None, "val_robust_accuracy": float | None}
 
 
 @dataclass(frozen=True, eq=False)
 class RunContents:
-    """What a run folder says of itself.
+    """The contents of a run folder; what it lacks is None or empty.
 
     Attributes:
-        name: as the report calls it.
+        name: of the run in the report.
         source: the folder as it was given, or the name of a shipped model.
-        folder: where it lies.
+        folder: the path of the folder.
         epochs: one entry per line of train.jsonl.
-        results: test_accuracy and images, of a finished run.
-        evaluation: attacks whose outcomes are kept there.
-        audit: the verdict that is kept there.
+        results: test_accuracy and images (how many), of a finished run.
+        evaluation: recorded outcomes of attacks.
+        audit: the recorded audit.
         environment: versions and hardware of the training.
     """
 
@@ -79,7 +79,7 @@ class RunContents:
 
 
 def read_runs(sources: Sequence[str | os.PathLike[str]]) -> list[RunContents]:
-    """What several runs hold; those with the same name are called by their whole path."""
+    """The contents of several runs; runs that would share a name are named by their sources instead."""
     found = [read_run(source) for source in sources]
     names = [contents.name for contents in found]
     return [
@@ -89,7 +89,7 @@ def read_runs(sources: Sequence[str | os.PathLike[str]]) -> list[RunContents]:
 
 
 def read_run(source: str | os.PathLike[str]) -> RunContents:
-    """All that the folder of a run, or a shipped model, holds; what it lacks is None or empty."""
+    """The contents of a run folder, or of a shipped model given by its name."""
     folder = runs.run_folder(source)
     spec, outcomes = runs.read_spec(source), folder / OUTCOMES
     environment = (
@@ -111,13 +111,13 @@ def read_run(source: str | os.PathLike[str]) -> RunContents:
 
 
 def _name(folder: Path) -> str:
-    """The folder's own name; where that is the number of a seed, with the two above it."""
+    """The folder's name; if that is a number, as of a seed, with the names of the two folders above it."""
     *above, own = folder.resolve().parts[-3:]
     return "/".join([*above, own]) if own.isdecimal() else own
 
 
 def _read_epochs(path: Path) -> tuple[dict[str, Any], ...]:
-    """The lines of train.jsonl; one that a kill cut short ends them."""
+    """The entries of train.jsonl, up to the first line that is not JSON because a kill has cut it short."""
     found: list[dict[str, Any]] = []
     if not files.exists(path):
         return ()
@@ -132,7 +132,10 @@ def _read_epochs(path: Path) -> tuple[dict[str, Any], ...]:
 
 
 def radius_of(contents: RunContents) -> tuple[str, float]:
-    """Norm and radius that the run is about: of its audit, its training attack or its first recorded attack."""
+    """Norm and radius at which to attack the run: those of its audit, else of its training, else of a recorded attack.
+
+    `USUAL_RADIUS` if it has none of these.
+    """
     if contents.audit is not None:
         return contents.audit.norm, contents.audit.eps
     train = contents.spec.train
@@ -150,12 +153,12 @@ def radius_of(contents: RunContents) -> tuple[str, float]:
 
 @dataclass(frozen=True, eq=False)
 class Shown:
-    """One image of the strips.
+    """One test image before and after an attack.
 
     Attributes:
         clean, attacked: (channel, height, width) in [0, 1].
-        label: its class.
-        before, after: class and probability that the model gives, clean and attacked.
+        label: its true class.
+        before, after: the predicted class and its probability, without the attack and with it.
     """
 
     clean: np.ndarray
@@ -167,16 +170,17 @@ class Shown:
 
 @dataclass(frozen=True, eq=False)
 class Samples:
-    """What was computed for the report, on the first few test images.
+    """Results of attacks on the first few test images, computed for the report.
 
     Attributes:
         norm, eps: of the ball.
-        images: how many.
+        images: how many were attacked.
         curves: outcomes of the attacks at several radii.
-        attack: which of them made the strips and turned the members; where it broke nothing, its best attempt counts.
-        shown: the first images that are right without an attack.
-        flips: members that were turned; None for a model without a code.
-        transfer: between the first members; None likewise.
+        attack: name of the attack behind `shown` and `flips`; for images that it did not break, its best attempt is
+            used.
+        shown: the first images that are classified correctly without an attack.
+        flips: how often the attack turns each member from right to wrong; None for a model without a code.
+        transfer: between the first members; None for a model without a code.
     """
 
     norm: str
@@ -199,15 +203,16 @@ def take_samples(
     seed: int = 0,
     progress: Progress | None = None,
 ) -> Samples:
-    """Attacks the first images at several radii and keeps what pictures need.
+    """Attacks the first images at several radii, and returns what the figures of a report need.
 
-    The attacks are APGD on the scores and, of a model with a code, on its members: short searches that show something,
-    no audit.
+    The attacks are APGD on the scores and, for a model with a code, APGD on its members. They are short searches for
+    illustration, not an audit.
 
     Args:
-        model: pixels in [0, 1] to scores.
+        model: from pixels in [0, 1] to scores.
         split: test images.
-        limit: how many of them.
+        norm, eps: of the ball; the curve has other radii too.
+        limit: how many images.
         seed: of all randomness.
     """
     check_choice("norm", norm, NORMS)
@@ -258,7 +263,7 @@ def take_samples(
 def _with_attempts(
     model: nn.Module, attack: Attack, images: Tensor, attacked: Tensor, labels: Tensor, seed: int
 ) -> Tensor:
-    """What the attack found and, of images that it could not break and gave back, the point of its highest loss."""
+    """The attacked images, where one that the attack returned unchanged is replaced by its point of highest loss."""
     whole = attacked.clone()
     rows = torch.nonzero((attacked == images).flatten(1).all(dim=1)).squeeze(1)
     if len(rows):
@@ -269,7 +274,7 @@ def _with_attempts(
 
 
 def _strips(model: nn.Module, images: Tensor, attacked: Tensor, labels: Tensor) -> tuple[Shown, ...]:
-    """The first images that the model gets right, with what it says of them before and after."""
+    """The first images that the model classifies correctly, with its predictions before and after the attack."""
     before, after = (_answers(model, part) for part in (images, attacked))
     right = [row for row, label in enumerate(labels.tolist()) if before[row][0] == label]
     return tuple(
@@ -280,7 +285,7 @@ def _strips(model: nn.Module, images: Tensor, attacked: Tensor, labels: Tensor) 
 
 @torch.no_grad()
 def _answers(model: nn.Module, images: Tensor) -> Sequence[tuple[int, float]]:
-    """(class, probability) of each image; class -1 where the scores give no answer."""
+    """The predicted class of each image and its probability; class -1 if the scores give no answer."""
     with undisturbed(model):
         scores = read_model(model, place(model, images)).double().cpu()
     shares = torch.softmax(scores, dim=1).amax(dim=1)

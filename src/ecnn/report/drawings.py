@@ -1,4 +1,4 @@
-"""Figures of a report as inline SVG: they take the page's colours, light or dark, and its width."""
+"""Figures of a report as inline SVG, which follows the page's colours, light or dark, and its width."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from ecnn.report.markup import Html, element
 _WIDTH = 360  # of a figure in its own units: about pixels on a phone
 _LEFT, _RIGHT, _TOP, _BOTTOM = 40, 10, 8, 34
 _MOST_COLOURS = 8
-_LABELS = 52  # of names at the left of a matrix
-_MOST_HINTS = 2000  # cells that say their value when pointed at
-_FEWEST_PIXELS = 18  # of a cell that takes a number
+_LABELS = 52  # most width of the names to the left of a matrix
+_MOST_HINTS = 2000  # cells of a matrix, up to which each has a tooltip
+_FEWEST_PIXELS = 18  # sides of a cell, from which it has room for a number
 
 
 @dataclass(frozen=True)
 class Line:
-    """One line, or for a single point a mark, of a chart.
+    """A line of a chart; a single point is drawn as a dot.
 
     Attributes:
         name: in the legend.
         points: (x, y) in order.
-        band: (low, high) for each of them; none without intervals.
+        band: the interval (low, high) of each point; empty without intervals.
     """
 
     name: str
@@ -38,11 +38,11 @@ class Line:
 def chart(
     lines: Sequence[Line], *, x_title: str, y_title: str, most: float | None = None, label: str = ""
 ) -> Html:
-    """Lines over an axis that begins at 0 on both sides, with a legend below.
+    """A chart of lines whose two axes start at 0, with a legend below.
 
     Args:
-        most: upper end of the y axis; the largest value if not given.
-        label: what a screen reader says.
+        most: upper end of the y axis; a little above the largest value if not given.
+        label: a description for screen readers.
     """
     height = 210
     widest = max((x for line in lines for x, _ in line.points), default=1) or 1
@@ -95,7 +95,7 @@ def _line_parts(line: Line, colour: str, at: Callable[[float, float], tuple[floa
 
 
 def code_matrix(code: CodeMatrix, names: Sequence[str]) -> Html:
-    """The symbols, a row per class: the darker the cell, the higher the symbol."""
+    """The code as a matrix with a row per class; the higher the symbol, the more opaque its cell."""
     shares = code.symbols / max(code.arity - 1, 1)
     return _matrix(shares, names, "ink", f"the code, {code.num_classes} classes by {code.code_length} tasks")
 
@@ -108,12 +108,13 @@ def heat_map(
     label: str,
     texts: np.ndarray | None = None,
 ) -> Html:
-    """Shares from 0 to 1 as colours, with numbers where the cells are large enough; nan is left empty.
+    """Shares from 0 to 1 as colours, with numbers if the cells are large enough; a cell of NaN is left grey.
 
     Args:
         names: of the rows.
-        columns: of the columns; none without.
-        texts: what is written in the cells; per cent if not given.
+        columns: names of the columns; empty draws none.
+        label: a description for screen readers.
+        texts: of the cells; the shares in per cent if not given.
     """
     if texts is None:
         texts = np.array([[_percent(share) for share in row] for row in shares], dtype=object)
@@ -178,7 +179,7 @@ def _matrix(
 
 
 def picture(pixels: np.ndarray, description: str) -> Html:
-    """An image (channel, height, width) in [0, 1] as a PNG inside the page; its pixels stay sharp."""
+    """An image (channel, height, width) in [0, 1] as an <img> element that contains the PNG."""
     from PIL import Image
 
     values = (np.clip(pixels, 0, 1) * 255).round().astype(np.uint8)
@@ -190,7 +191,7 @@ def picture(pixels: np.ndarray, description: str) -> Html:
 
 
 def bars(values: Mapping[str, tuple[float, str]], *, label: str) -> Html:
-    """Horizontal bars from 0 to 1 with their texts."""
+    """Horizontal bars by name; each has a length from 0 to 1 and a text."""
     parts: list[Html] = []
     for row, (name, (share, text)) in enumerate(values.items()):
         y = 4 + row * 34
@@ -210,7 +211,7 @@ def _path(places: Sequence[tuple[float, float]]) -> str:
 
 
 def _ticks(most: float) -> list[float]:
-    """A few round numbers from 0 up to the largest."""
+    """A few round numbers from 0 to at most `most`."""
     if not most > 0:
         return [0.0]
     rough = most / 4

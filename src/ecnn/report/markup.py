@@ -1,4 +1,4 @@
-"""HTML that cannot be broken by what is put into it: all text is escaped unless it was made here."""
+"""Builds HTML safely: all text is escaped, unless it is HTML that was built here."""
 
 from __future__ import annotations
 
@@ -10,16 +10,17 @@ _EMPTY = {"img", "meta", "rect", "line", "polyline", "polygon", "circle", "br"}
 
 
 class Html(str):
-    """Text that is HTML already. Any other text is escaped where it becomes part of a page."""
+    """Text that is HTML already, and is put into a page unescaped."""
 
     __slots__ = ()
 
 
 def element(tag: str, *content: Any, **attributes: Any) -> Html:
-    """An element with its content; parts that are None are left out, lists are their entries one after the other.
+    """An HTML element with its content; parts that are None are left out, and lists are flattened.
 
     Args:
-        attributes: as `class_="wide"`; underscores stand for hyphens, a trailing one is dropped.
+        attributes: such as `class_="wide"`: a trailing underscore is dropped, others become hyphens. None leaves the
+            attribute out.
     """
     given = "".join(
         f' {name.rstrip("_").replace("_", "-")}="{_escaped(_attribute(value))}"'
@@ -32,7 +33,7 @@ def element(tag: str, *content: Any, **attributes: Any) -> Html:
 
 
 def joined(parts: Iterable[Any]) -> Html:
-    """The parts one after the other, each escaped unless it is HTML."""
+    """The parts joined, each escaped unless it is HTML; None is left out, and lists are flattened."""
     found = []
     for part in parts:
         if part is None:
@@ -47,7 +48,7 @@ def joined(parts: Iterable[Any]) -> Html:
 
 
 def table(head: Iterable[Any], rows: Iterable[Iterable[Any]]) -> Html:
-    """A table that scrolls by itself where the screen is too narrow; the first column names the row."""
+    """A table whose first column names the rows; on a narrow screen it scrolls sideways, without the page."""
     titles = element("tr", [element("th", cell, scope="col") for cell in head])
     lines = []
     for row in rows:
@@ -60,7 +61,7 @@ def table(head: Iterable[Any], rows: Iterable[Iterable[Any]]) -> Html:
 
 
 def _escaped(text: str) -> str:
-    """The text as HTML can hold it: names of files may have bytes that are no text, or control characters."""
+    """The text escaped for HTML; invalid bytes and control characters, as in names of files, are replaced."""
     known = text.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
     return html.escape(
         "".join(letter if letter.isprintable() or letter in "\n\t" else "\ufffd" for letter in known)

@@ -1,4 +1,4 @@
-"""A report on one or several runs as one HTML file: the verdict first, then what it rests on."""
+"""The page of a report on one or several runs: for each the verdict first, then the evidence for it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from ecnn.report.sections import (
     training_section,
 )
 
-# Without a claim there is nothing to be green about: 0 % can be trusted too.
+# Without a claim the verdict is not shown in green: an accuracy of 0 % can be trustworthy too.
 _TONES = {"believable": "good", "trustworthy": "plain", "inconclusive": "doubt"}
 
 
@@ -36,10 +36,10 @@ class RunReport:
     """One run of a report.
 
     Attributes:
-        contents: what its folder holds.
-        parameters: of the model.
-        samples: what was computed on a few images, or None
-        absence: and then why not, in a sentence.
+        contents: of its folder.
+        parameters: how many the model has.
+        samples: results of attacks on a few images; None if no images were attacked.
+        absence: why none were attacked, in a sentence; empty if some were.
     """
 
     contents: RunContents
@@ -49,10 +49,10 @@ class RunReport:
 
 
 def report_page(reports: Sequence[RunReport], *, again: str) -> str:
-    """The whole page, with everything in it that it needs.
+    """The whole page as HTML, with styles and images inside it.
 
     Args:
-        again: the command that makes it once more.
+        again: the command that makes the page again.
     """
     names = [report.contents.name for report in reports]
     title = f"Report: {', '.join(names)}"
@@ -83,7 +83,7 @@ def report_page(reports: Sequence[RunReport], *, again: str) -> str:
 
 
 def _overview(reports: Sequence[RunReport]) -> Html:
-    """A row per network, with links to their parts."""
+    """A table with a row per network, each linked to its part of the page."""
     rows = []
     for number, report in enumerate(reports):
         audit = report.contents.audit

@@ -1,4 +1,4 @@
-"""Parts of a report on one run: accuracy by radius, attacked images, members, audit, code, training."""
+"""Sections of a report on one run: accuracy by radius, attacked images, members, audit, code, training."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from ecnn.report.contents import STEPS, TRANSFER_STEPS, RunContents, Samples
 from ecnn.report.drawings import Line, bars, chart, code_matrix, heat_map, picture
 from ecnn.report.markup import Html, element, joined, table
 
-_MOST_CLASSES = 26  # of a matrix of distances that can still be read
+_MOST_CLASSES = 26  # with more, a matrix of distances cannot be read
 
 
 def accuracy_section(contents: RunContents, samples: Samples | None) -> Html | None:
-    """Accuracy against the radius, and a table of what was recorded; None where nothing was."""
+    """Accuracy against the radius, and a table of the recorded attacks; None if there is neither."""
     lines: dict[str, list[Line]] = {}
     found = contents.evaluation
     for evaluation in (found, None if samples is None else samples.curves):
@@ -58,7 +58,7 @@ def accuracy_section(contents: RunContents, samples: Samples | None) -> Html | N
 
 def _curve_line(name: str, curve: Curve) -> Line:
     rates = list(zip(curve.eps, curve.cumulative, strict=True))
-    if len(rates) == 2:  # at one radius alone: nothing is known in between
+    if len(rates) == 2:  # radius 0 and one more: drop 0, since a line would suggest values in between
         rates = rates[1:]
     return Line(
         f"{name}, {curve.cumulative[0].n:,} images",
@@ -90,7 +90,7 @@ def _recorded(found: Evaluation) -> Html:
 
 
 def images_section(contents: RunContents, samples: Samples) -> Html | None:
-    """A few test images beside what an attack made of them; None where none is shown."""
+    """A few test images beside their attacked forms and the differences; None if there are none to show."""
     if not samples.shown:
         return None
     strips = []
@@ -134,7 +134,7 @@ def _class_name(contents: RunContents, number: int) -> str:
 
 
 def members_section(contents: RunContents, samples: Samples) -> Html | None:
-    """Which bits flip, member by class, and who falls for what was crafted on whom; None without a code."""
+    """How often an attack flips each member, by class, and transfer between members; None without a code."""
     if samples.flips is None or contents.code is None:
         return None
     flips, transfer = samples.flips, samples.transfer
@@ -174,7 +174,7 @@ def members_section(contents: RunContents, samples: Samples) -> Html | None:
 
 
 def audit_section(audit: Audit) -> Html:
-    """What stood after each attack of an audit, and what its checks found."""
+    """Accuracy after each attack of an audit that broke an image, and the audit's findings."""
     telling = [stage for position, stage in enumerate(audit.stages) if position == 0 or stage.broken]
     steps = {"no attack": (audit.clean_accuracy, percent(audit.clean_accuracy))}
     steps |= {stage.name: (stage.accuracy, percent(stage.accuracy)) for stage in telling}
@@ -213,7 +213,7 @@ def _finding(finding: Finding) -> Html:
 
 
 def code_section(code: CodeMatrix, names: Sequence[str]) -> Html:
-    """The code as a picture, and its distances beside the most that any code can have."""
+    """The code as a picture, and a table of its distances beside upper bounds for any code."""
     facts = code.report()
     known = [names[number] if number < len(names) else f"({number})" for number in range(code.num_classes)]
     rows = [
@@ -264,7 +264,7 @@ def code_section(code: CodeMatrix, names: Sequence[str]) -> Html:
 
 
 def training_section(contents: RunContents) -> Html | None:
-    """Loss and accuracy by epoch; None for a run that kept no log."""
+    """Training loss and validation accuracy by epoch; None for a run without a log."""
     epochs = contents.epochs
     if not epochs:
         return None
@@ -315,10 +315,10 @@ def _range(interval: tuple[float, float]) -> str:
 
 
 def percent(share: float) -> str:
-    """A share in words, such as "71.6 %"."""
+    """A share as text, such as "71.6 %"."""
     return f"{100 * share:.1f} %"
 
 
 def ball(norm: str, eps: float) -> str:
-    """A ball in words, such as "Linf 0.031"."""
+    """The norm and radius of a ball as text, such as "Linf 0.031"."""
     return f"{norm.capitalize()} {eps:.4g}"

@@ -1,4 +1,4 @@
-"""A trained model behind HTTP: an API that classifies and attacks pictures, and a page for people."""
+"""Serves a trained model over HTTP: an API that classifies and attacks pictures, and a web page."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def make_app(subject: Subject, **options: Any) -> FastAPI:
 
 
 def serve(subject: Subject, **options: Any) -> None:
-    """Serves until it is interrupted; see `ecnn.serving.server.serve` for its options."""
+    """Serves the model until it is interrupted; see `ecnn.serving.server.serve` for the options."""
     try:
         from ecnn.serving import server
     except ImportError as error:

@@ -1,4 +1,4 @@
-"""What is said of an image: the classes by name and, if asked for, every member's bit and every codeword's distance."""
+"""Answers on an image: its classes by name and, if asked for, each member's bit and the distance of each codeword."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from ecnn.serving.pictures import to_png
 
 @dataclass(frozen=True)
 class Details:
-    """How an answer comes about.
+    """The parts that an answer is made of. Those of members are None for a model without a code.
 
     Attributes:
-        probabilities: of every class, decoded.
-        bits: what each member says, a symbol of the code; None of a model without a code.
-        certainties: how probable each member finds that symbol; likewise.
-        distances: expected number of members that disagree with each codeword; likewise.
+        probabilities: softmax of the scores: those of the classes first, then of codewords that no class has.
+        bits: the symbol of the code that each member predicts.
+        certainties: the probability that each member gives its symbol.
+        distances: expected number of members that disagree with each codeword.
     """
 
     probabilities: list[float]
@@ -32,11 +32,11 @@ class Details:
 
 @dataclass(frozen=True)
 class Answer(Prediction):
-    """A prediction and, if they were asked for, its details.
+    """A prediction for one image and, if they were asked for, its details.
 
     Attributes:
-        details: None if not asked for, and where the model gives no answer.
-        picture: with details, the image as the model takes it: a PNG, as base64.
+        details: None if they were not asked for, or if the model gives no answer.
+        picture: with details, the image as the model receives it: base64 of a PNG.
     """
 
     details: Details | None = None
@@ -56,9 +56,13 @@ def answer(
     """One answer per image.
 
     Args:
-        reading: what the model said of
-        images: (image, channel, height, width), which have these
-        names: for people.
+        classifier: names the classes.
+        reading: the outputs of the model for the images.
+        images: (image, channel, height, width) in [0, 1].
+        names: of the images.
+        top: how many classes to name.
+        reject: images further than this from every codeword are marked; None marks none.
+        details: whether to add details and pictures.
     """
     found = []
     for row, prediction in enumerate(classifier.describe(reading, top, reject)):
@@ -80,7 +84,10 @@ def _details(reading: Reading) -> Details:
 
 
 def symbol_probabilities(member_logits: Tensor) -> Tensor:
-    """(image, member, symbol) of member logits (image, member) or (image, member, symbol), as distances read them."""
+    """(image, member, symbol) probabilities from member logits (image, member) or (image, member, symbol).
+
+    They are those from which the distances to codewords are computed.
+    """
     if member_logits.ndim == 3:
         return torch.softmax(member_logits, dim=2)
     return torch.stack([torch.sigmoid(-2 * member_logits), torch.sigmoid(2 * member_logits)], dim=2)

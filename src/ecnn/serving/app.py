@@ -1,4 +1,4 @@
-"""The ASGI application: routes from requests to workers and back, and the files of the page."""
+"""The ASGI application: routes that pass requests on to the workers, and the files of the web page."""
 
 from __future__ import annotations
 
@@ -51,14 +51,14 @@ _PAGE = {
     "/docs": ("docs.html", "text/html; charset=utf-8"),
     "/docs.js": ("docs.js", "text/javascript; charset=utf-8"),
 }
-_READERS = 2  # threads that unpack requests: more would only need more memory
-_FIELDS = 16  # that a form may have besides files
+_READERS = 2  # threads that decode images and JSON; more would only need more memory
+_FIELDS = 16  # most fields of a form besides files
 _EXAMPLES = 20
 
 
 @dataclass(eq=False)
 class Served:
-    """A subject with the two threads that own its model and a copy of it."""
+    """A model with its two threads: one classifies with the model itself, one attacks a copy of it."""
 
     subject: Subject
     limits: Limits
@@ -67,34 +67,36 @@ class Served:
 
     def __post_init__(self) -> None:
         model = self.subject.classifier.model
-        self.attacks = TimedWorker(model)  # before the other thread works with it
+        # Copies the model, so it comes before the thread that uses the model.
+        self.attacks = TimedWorker(model)
         self.batches = BatchingWorker(model, self.limits.batch_images)
 
     @property
     def is_alive(self) -> bool:
-        """Whether both threads work."""
+        """Whether both threads run and take work."""
         return self.batches.is_alive and self.attacks.is_alive
 
     def end(self) -> None:
-        """Has both threads end, and does not wait for it."""
+        """Tells both threads to end, without waiting for them."""
         self.batches.end()
         self.attacks.end()
 
     def close(self) -> None:
-        """Ends both threads."""
+        """Ends both threads, and waits for them."""
         self.batches.close()
         self.attacks.close()
 
 
 @dataclass(eq=False)
 class Service:
-    """All that the routes need.
+    """Everything that the routes need.
 
     Attributes:
-        models: by the name that requests give.
-        readers: threads that unpack requests, so that one that takes long holds up no other.
-        about: what `GET /v1/model` says.
-        examples: what `GET /v1/examples` says.
+        models: by the name that requests use for them, "served" or "compared".
+        limits: beyond which requests are refused.
+        about: the answer of `GET /v1/model`.
+        examples: the answer of `GET /v1/examples`.
+        readers: threads that decode requests, so that a slow one does not hold up the others.
     """
 
     models: Mapping[str, Served]
@@ -104,21 +106,21 @@ class Service:
     readers: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(_READERS, "ecnn-read"))
 
     def find(self, name: str) -> Served:
-        """The model of that name."""
+        """The model of that name; InputError if there is none."""
         check_choice("model", name, self.models)
         return self.models[name]
 
     async def unpack(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """What the function makes of the arguments, in a thread."""
+        """Calls the function in one of the `readers`, and returns its result."""
         return await asyncio.get_running_loop().run_in_executor(self.readers, function, *arguments)
 
     def end(self) -> None:
-        """Has the threads of all models end, and does not wait for it: an attack stops in the middle."""
+        """Tells the threads of all models to end, without waiting for them; a running attack is stopped."""
         for served in self.models.values():
             served.end()
 
     def close(self) -> None:
-        """Ends all threads."""
+        """Ends all threads, and waits for those of the models."""
         for served in self.models.values():
             served.close()
         self.readers.shutdown(wait=False, cancel_futures=True)
@@ -132,13 +134,14 @@ def make_app(
     limits: Limits | None = None,
     only_local: bool = True,
 ) -> FastAPI:
-    """The ASGI application for a model.
+    """The ASGI application that serves a model.
 
     Args:
-        compare: another model of the same images and classes, to be seen beside it.
-        examples: test images that the page offers: the first two of every class, as far as they go.
-        limits: what is refused beyond.
-        only_local: requests must name a loopback address as their host.
+        subject: the model.
+        compare: another model with the same form of images and the same classes, shown beside it.
+        examples: test images, of which the page offers the first two of each class, 20 at most.
+        limits: beyond which requests are refused; None for the defaults of `Limits`.
+        only_local: refuses requests whose Host header is not a loopback address.
     """
     limits = limits or Limits()
     if compare is not None:
@@ -229,7 +232,7 @@ async def _attack(service: Service, asked: AttackRequest, deadline: float) -> di
 
 
 async def _fields(request: Request, service: Service, files_field: str, *, several: bool) -> dict[str, Any]:
-    """The fields of a JSON body or of a form, files among them as (name, bytes)."""
+    """The fields of a JSON body or of a form; files are (name, bytes)."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind == "application/json":
         fields: dict[str, Any] = await service.unpack(parse_json, await request.body())
@@ -263,7 +266,7 @@ def _respond(value: Any) -> Response:
 
 
 def _plain(value: Any) -> Any:
-    """The value with None in place of numbers that JSON does not have; a model that is broken may give some."""
+    """The value with None for NaN and infinities, which JSON does not have and a broken model may return."""
     if isinstance(value, dict):
         return {name: _plain(item) for name, item in value.items()}
     if isinstance(value, list | tuple):
@@ -272,7 +275,7 @@ def _plain(value: Any) -> Any:
 
 
 def _add_handlers(app: FastAPI) -> None:
-    """Every answer that is none is one sentence."""
+    """Makes every error a JSON answer with one sentence."""
 
     @app.exception_handler(Refusal)
     async def refuse(_: Request, refusal: Refusal) -> Response:
@@ -314,7 +317,7 @@ def _sender(content: bytes, kind: str) -> Callable[[], Awaitable[Response]]:
 
 
 def _examples(subject: Subject, split: Split) -> list[dict[str, Any]]:
-    """The first image of every class in turn, then the second, with true classes, as PNG."""
+    """The first image of each class, then the second of each, `_EXAMPLES` at most: true class and base64 of a PNG."""
     seen: dict[int, list[int]] = {}
     for place, label in enumerate(split.labels.tolist()):
         if len(seen.setdefault(label, [])) < 2:

@@ -1,4 +1,4 @@
-"""An attack on one picture, and what it did: to the class, to every member's bit, to the pixels."""
+"""Attacks one picture, and reports what changed: the predicted class, the members' bits and the pixels."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ecnn.serving.limits import Limits
 from ecnn.serving.pictures import perturbation_png, rounded
 from ecnn.spec import attack_options, make_attack
 
-#: The attacks that are offered, and what each calls its effort: what `steps` of a request sets. FGSM is one step.
+#: The attacks that are offered, each with the name of its option that `steps` of a request sets; FGSM has none.
 EFFORTS: dict[str, str | None] = {
     "pgd": "steps",
     "apgd": "steps",
@@ -33,19 +33,19 @@ EFFORTS: dict[str, str | None] = {
     "square": "queries",
     "noise": "samples",
 }
-_STEP_SHARE = 2.5  # of eps, what all steps of PGD have together (Madry et al. 2018)
+_STEP_SHARE = 2.5  # total length of all steps of PGD, in units of eps (Madry et al. 2018)
 
 
 @dataclass(frozen=True, kw_only=True)
 class AttackSettings:
-    """What a request says of an attack.
+    """The settings of an attack, as a request gives them.
 
     Attributes:
         attack: a name of `EFFORTS`.
-        norm: of the ball or of the distance, a name of `NORMS`.
-        eps: radius on the [0, 1] scale, or a fraction such as "8/255"; of an attack that has a ball.
-        steps: its effort; of an attack that has one.
-        on: where it looks, a name of `VIEWS`; of an attack that looks.
+        norm: of the ball, or of the distance that the attack makes small; a name of `NORMS`.
+        eps: radius on the [0, 1] scale, or a fraction such as "8/255"; only for attacks within a ball.
+        steps: steps, queries or samples; for all attacks but FGSM, where it may be 1.
+        on: the view that is attacked, a name of `VIEWS`; only for attacks that take a view.
         seed: of all randomness.
     """
 
@@ -64,7 +64,7 @@ class AttackSettings:
         check_count("seed", self.seed, least=0)
 
     def build(self, classifier: Classifier, limits: Limits) -> Attack:
-        """The attack; InputError if something is missing, too much, or meant for another attack."""
+        """The attack; InputError if a setting is missing, too large, or not one of this attack."""
         known, effort, views = attack_options(self.attack), EFFORTS[self.attack], _views(self.attack)
         table: dict[str, Any] = {"kind": self.attack, "norm": self.norm, "labels": "predicted"}
         if not views and self.on != "scores":
@@ -99,17 +99,18 @@ class AttackSettings:
 
 @dataclass(frozen=True)
 class AttackResult:
-    """What an attack did to a picture.
+    """What an attack changed in a picture and in the answer of the model.
 
     Attributes:
-        success: whether the class is another one.
-        before, after: what the model says of the picture and of the attacked one, with details and as PNGs.
-        flipped: positions of the members that say something else than before.
-        linf, l2, l1: how far the pixels were moved.
-        rounded_label, rounded_name: the class of the attacked picture as the PNG has it, in whole 255ths.
-        perturbation: a PNG, as base64: mid grey is no change, black and white the largest.
-        forwards, backwards: what the attack asked of the model, in images.
-        seconds: on the clock, with all that is done for this answer.
+        success: whether the predicted class changed.
+        before, after: answers for the picture and for the attacked one, with details and PNGs.
+        flipped: positions of the members whose symbol changed; empty for a model without a code.
+        linf, l2, l1: distance between the picture and the attacked one.
+        rounded_label, rounded_name: predicted class of the attacked picture with its pixels rounded to multiples of
+            1/255, as in its PNG.
+        perturbation: base64 of a PNG of the change: mid grey is no change, black and white the largest.
+        forwards, backwards: how many images the attack passed through the model, and how many gradients it took.
+        seconds: of wall-clock time for this answer.
     """
 
     success: bool
@@ -130,12 +131,14 @@ class AttackResult:
 def run_attack(
     classifier: Classifier, model: nn.Module, image: Tensor, attack: Attack, seed: int
 ) -> AttackResult:
-    """Attacks one picture (1, channel, height, width), away from the class that the model sees in it.
+    """Attacks one picture (1, channel, height, width), away from the class that the model predicts for it.
 
-    Where the attack fails, the picture is shown as the attack left it, if it says so: fewer bits than it takes.
+    If the attack fails, its last iterate is returned where it has one, made by a second run that is not counted. So one
+    sees how many bits it flipped, although too few.
 
     Args:
         model: the classifier's, or a copy of it.
+        seed: of all randomness.
     """
     start, place = time.monotonic(), next(model.parameters(), torch.zeros(0)).device
     pixels, anything = image.to(place), torch.zeros(1, dtype=torch.int64, device=place)
@@ -176,7 +179,7 @@ def _flipped(before: Answer, after: Answer) -> list[int]:
 
 
 def offered() -> list[dict[str, Any]]:
-    """Plain JSON values: every attack with the options that it has, and the names that `on` may have."""
+    """Plain JSON values: each attack with the options that it has, and the names that its `on` takes."""
     found = []
     for name, effort in EFFORTS.items():
         has = {"has_eps": "eps" in attack_options(name), "has_steps": effort is not None}
@@ -185,7 +188,7 @@ def offered() -> list[dict[str, Any]]:
 
 
 def _views(attack: str) -> list[str]:
-    """Names of the places where an attack may look; none for one that does not look."""
+    """Names of the views that an attack can be run on; empty for an attack without views."""
     if "on" not in attack_options(attack):
         return []
     climbs = issubclass(ATTACKS[attack], ClimbingAttack)

@@ -1,4 +1,4 @@
-"""One connection: HTTP as uvicorn speaks it, but closed when nothing comes, and with refusals in our own form."""
+"""uvicorn's HTTP connection with a time limit for the head of each request, and with refusals as JSON."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from ecnn.serving.guard import Refusal, busy
 
 
 class Connection(H11Protocol):
-    """The head of a request has `timeout_keep_alive` seconds to arrive, of the first one as of every other.
+    """A connection that is closed if the head of a request, also of the first, takes over `timeout_keep_alive` seconds.
 
-    uvicorn itself waits for ever for the first byte, and for the end of a head of which a byte came.
+    uvicorn itself waits for ever for the first byte of a connection, and for the rest of a head that has begun.
     """
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self.limit_concurrency = None  # uvicorn's refusal is not JSON: `handle_events` has ours
+        self.limit_concurrency = None  # uvicorn's refusal is not JSON: `handle_events` sends ours instead
         self.timeout_keep_alive_task = self.loop.call_later(
             self.timeout_keep_alive, self.timeout_keep_alive_handler
         )
 
     def data_received(self, data: bytes) -> None:
         self.conn.receive_data(data)
-        self.handle_events()  # stops the clock once a head is complete
+        self.handle_events()  # cancels the timeout once a head is complete
 
     def handle_events(self) -> None:
         most = self.config.limit_concurrency

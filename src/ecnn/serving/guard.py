@@ -1,4 +1,4 @@
-"""What stands before the application: who may ask, how much, how many at once and for how long."""
+"""ASGI middleware that refuses requests: by sender, by size, by how many are under way, and by time."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ecnn.serving.limits import Limits
 
-#: Nothing is loaded from elsewhere, nothing runs that is not a file of ours, and no other site may look in.
+#: The page loads nothing from other hosts and runs only our scripts; other sites can neither frame nor read it.
 _HEADERS = {
     "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data: blob:; "
     "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
@@ -27,7 +27,7 @@ _HEADERS = {
 
 
 class Refusal(Exception):  # noqa: N818 an answer, not a fault
-    """A request that is not served: its status, and one sentence."""
+    """Raised to refuse a request, with an HTTP status and one sentence."""
 
     def __init__(self, status: int, sentence: str, headers: dict[str, str] | None = None) -> None:
         super().__init__(sentence)
@@ -38,17 +38,17 @@ class Refusal(Exception):  # noqa: N818 an answer, not a fault
 
 
 def busy(sentence: str, status: int = 503) -> Refusal:
-    """A refusal of what may be asked again in a moment."""
+    """A refusal of a request that may be sent again in a moment."""
     return Refusal(status, sentence, {"retry-after": "1"})
 
 
 def ending() -> Refusal:
-    """The refusal of what was under way when the server was told to end."""
+    """The refusal of a request that was under way when the server was told to end."""
     return busy("the server is ending.")
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches that address."""
+    """Whether the address is "localhost" or a loopback address, which only this machine reaches."""
     if host.lower() == "localhost":
         return True
     try:
@@ -58,14 +58,14 @@ def is_loopback(host: str) -> bool:
 
 
 class Guard:
-    """Refuses what must not reach the application.
+    """Middleware that refuses requests from other sites, too large or too many ones, and adds security headers.
 
     Args:
         app: the application.
-        limits: what is refused beyond.
-        only_local: the server listens on a loopback address, so that every request must name one as its host. A name
-            that somebody else's DNS points at this machine (DNS rebinding) is refused.
-        slots: by path, how many requests may be under way at the same time.
+        limits: beyond which requests are refused.
+        only_local: whether the server listens on a loopback address. Then the Host header of every request must be one:
+            a name that a stranger's DNS server points at this machine (DNS rebinding) is refused.
+        slots: how many POST requests may be under way at the same time, by path.
     """
 
     def __init__(self, app: ASGIApp, *, limits: Limits, only_local: bool, slots: dict[str, int]) -> None:
@@ -77,7 +77,7 @@ class Guard:
             await self.app(scope, receive, send)
             return
         if scope["method"] == "HEAD":
-            scope = {**scope, "method": "GET"}  # the server leaves the body out
+            scope = {**scope, "method": "GET"}  # uvicorn leaves out the body of the answer
         has_started = False
 
         async def send_with_headers(message: Message) -> None:
@@ -96,14 +96,16 @@ class Guard:
             self._check_sender(_headers(scope["headers"]))
             await self._admit(scope, receive, send_with_headers)
         except (Refusal, asyncio.CancelledError) as error:
-            refusal = (
-                error if isinstance(error, Refusal) else ending()
-            )  # nothing else cancels a whole request
+            # A whole request is cancelled only when the server ends.
+            refusal = error if isinstance(error, Refusal) else ending()
             if not has_started:
                 await refusal.response()(scope, receive, send_with_headers)
 
     def _check_sender(self, headers: MutableMapping[str, str]) -> None:
-        """Raises a Refusal of a request that another site, or another name of this machine, made a browser send."""
+        """Raises a Refusal if another site made a browser send the request, or if its Host is not a loopback address.
+
+        The second only counts with `only_local`.
+        """
         host, origin = headers.get("host", ""), headers.get("origin")
         try:
             name = urlsplit(f"//{host}").hostname or ""
@@ -117,7 +119,10 @@ class Guard:
             raise Refusal(403, "requests from other sites are not served.")
 
     async def _admit(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Lets the application answer, if there is room for one more request, within its time."""
+        """Passes the request on if fewer than `slots` are under way on its path; a Refusal if there is no room or time.
+
+        Only POST requests on the paths of `slots` are counted and timed.
+        """
         path = scope["path"]
         if path not in self.slots or scope["method"] != "POST":
             await self.app(scope, receive, send)
@@ -137,12 +142,12 @@ class Guard:
             self.under_way[path] -= 1
 
     async def _read_body(self, scope: Scope, receive: Receive) -> bytes:
-        """The whole body, which may come in chunks of which no header says how many there are."""
+        """The whole body. It may come in chunks without a declared length, so its size is checked while it arrives."""
         most = self.limits.request_bytes
         refusal = Refusal(413, f"the body may have {most:,} bytes, and this one has more.")
         declared = _headers(scope["headers"]).get("content-length", "")
         if declared.isdecimal() and int(declared[:20]) > 2 * most:
-            refusal.headers["connection"] = "close"  # rather than read all of it
+            refusal.headers["connection"] = "close"  # instead of reading all of it
             raise refusal
         parts, size, more = [], 0, True
         try:
@@ -161,7 +166,7 @@ class Guard:
             sentence = f"the body did not arrive within {self.limits.upload_seconds:g} seconds."
             raise Refusal(408, sentence, {"connection": "close"}) from None
         if size > most:
-            # A little too much is read to its end, so that the sender is there to hear the answer.
+            # A body up to twice too large was read to its end, since clients read no answer while they still send.
             refusal.headers |= {"connection": "close"} if more else {}
             raise refusal
         return b"".join(parts)
@@ -172,7 +177,7 @@ def _headers(pairs: Iterable[tuple[bytes, bytes]]) -> dict[str, str]:
 
 
 def _once(body: bytes, receive: Receive) -> Receive:
-    """A body that has been read, to be read again."""
+    """A `receive` that first gives the body, which was read already, and then goes on with the given one."""
     is_read = False
 
     async def again() -> Any:

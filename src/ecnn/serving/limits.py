@@ -1,4 +1,4 @@
-"""What a server takes at most: everything that a stranger could ask too much of."""
+"""Limits on what requests may ask of a server."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from ecnn.checks import check_count, check_number
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """The most of everything; a request beyond it is refused with one sentence.
+    """Upper limits; a request beyond one of them is refused with one sentence.
 
     Attributes:
-        request_bytes: of the body of a request.
+        request_bytes: size of a request's body.
         pixels: of all images of a request together, before they are resized.
-        images: of one request.
-        batch_images: that go through the model at a time, from several requests.
-        attack_steps: of an attack; queries or samples of one that has no steps.
-        requests: to classify, that are read or waiting at the same time.
-        attacks: that are waiting or under way at the same time.
-        upload_seconds: until a body has arrived.
-        seconds: until a request is answered, the waiting included.
+        images: in one request.
+        batch_images: once a batch for the model, made of several requests, has so many, no further request joins it.
+        attack_steps: of an attack; also queries or samples of an attack without steps.
+        requests: to classify, under way at the same time.
+        attacks: under way at the same time, waiting ones included.
+        upload_seconds: for the body of a request to arrive.
+        seconds: for a request to be answered once its body has arrived, waiting included.
         connections: open at the same time.
     """
 

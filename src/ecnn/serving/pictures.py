@@ -1,4 +1,4 @@
-"""Pictures as requests bring them and answers take them away."""
+"""Decodes the pictures of requests, and encodes those of answers."""
 
 from __future__ import annotations
 
@@ -17,16 +17,18 @@ from ecnn.errors import InputError
 from ecnn.predicting import Classifier
 from ecnn.serving.limits import Limits
 
-#: The image files that are read, as Pillow names them. Decoders of others were made for files that one trusts.
+#: Formats of image files that are read, as Pillow names them. Decoders of other formats are unsafe on untrusted files.
 FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF")
 _LONGEST_NAME = 100
 
 
 def read_pictures(classifier: Classifier, sources: Sequence[tuple[str, Any]], limits: Limits) -> Tensor:
-    """(image, channel, height, width) the pictures as the model takes them; one that cannot be used is an InputError.
+    """(image, channel, height, width) pictures in the form that the model takes; InputError if one cannot be used.
 
     Args:
-        sources: each with its name: the bytes of a file, base64 of them, or numbers in [0, 1] in nested lists.
+        classifier: tells the form, and converts the pictures to it.
+        sources: (name, picture): the bytes of an image file, base64 of them, or nested lists of numbers in [0, 1].
+        limits: on the number of images and of pixels.
     """
     if not sources:
         raise InputError("a request needs at least one image, and this one has none.")
@@ -54,7 +56,7 @@ def read_pictures(classifier: Classifier, sources: Sequence[tuple[str, Any]], li
 
 
 def too_many_images(most: int) -> InputError:
-    """What to raise of a request that has more images than these."""
+    """The error for a request with more than `most` images."""
     return InputError(f"the request has more images than it may, {most}: send several requests.")
 
 
@@ -66,7 +68,7 @@ def _too_many_pixels(name: str, limits: Limits) -> InputError:
 
 
 def _from_base64(text: str, name: str) -> bytes:
-    """The bytes of a file; what browsers write before them (data:image/png;base64,) is passed over."""
+    """The bytes that the text encodes; a prefix such as "data:image/png;base64," is skipped."""
     start = text.partition(",")[2] if text.startswith("data:") else text
     try:
         return base64.b64decode("".join(start.split()), validate=True)
@@ -75,7 +77,7 @@ def _from_base64(text: str, name: str) -> bytes:
 
 
 def _from_lists(values: Any, name: str) -> np.ndarray:
-    """Float32 in [0, 1], of any shape."""
+    """A float32 array of any shape, from nested lists of numbers in [0, 1]."""
     try:
         array = np.array(values)
     except (ValueError, OverflowError, RecursionError):
@@ -88,7 +90,7 @@ def _from_lists(values: Any, name: str) -> np.ndarray:
 
 
 def to_png(image: Tensor) -> str:
-    """Base64 of a PNG of (channel, height, width) pixels in [0, 1], rounded to bytes."""
+    """Base64 of a PNG of an image (channel, height, width) in [0, 1], rounded to bytes."""
     from PIL import Image
 
     pixels = (image.clamp(0, 1) * 255).round().to(torch.uint8).permute(1, 2, 0).numpy()
@@ -98,11 +100,11 @@ def to_png(image: Tensor) -> str:
 
 
 def rounded(image: Tensor) -> Tensor:
-    """The image as `to_png` leaves it: pixels that are whole 255ths."""
+    """The image rounded as `to_png` does: its pixels are multiples of 1/255."""
     return (image.clamp(0, 1) * 255).round() / 255
 
 
 def perturbation_png(moves: Tensor) -> str:
-    """A PNG of a perturbation: mid grey is no change, black and white the largest, whatever its size."""
+    """Base64 of a PNG of a perturbation, scaled to its largest change: that is black or white, and mid grey is none."""
     largest = float(moves.abs().max())
     return to_png(0.5 + moves / (2 * largest if largest > 0 else 1))

@@ -1,4 +1,4 @@
-"""What requests ask for, from JSON or from a form."""
+"""Reads requests from JSON or from a form, and checks them."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from ecnn.checks import build, check_count, check_fields, check_number, shown
 from ecnn.errors import InputError
 from ecnn.serving.attacking import AttackSettings
 
-#: Which model is asked: the one that is served, or the one that it is compared with.
+#: Names by which a request chooses its model: the served one, or the one that it is compared with.
 SERVED, COMPARED = "served", "compared"
 
 
 class BodyError(InputError):
-    """The body of a request is not what its content type says."""
+    """Raised if the body of a request is not of its content type."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PredictRequest:
-    """Which images to classify, and what to say of them.
+    """A request to classify images.
 
     Attributes:
-        images: each with its name, as `read_pictures` takes them.
+        images: (name, picture), as in `read_pictures`.
         top: how many classes to name.
         reject: images further than this from every codeword are marked; None marks none.
-        details: also say what every member and every codeword has to do with it.
+        details: whether to add the bits of the members and the distances to the codewords.
         model: "served" or "compared".
     """
 
@@ -47,10 +47,10 @@ class PredictRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class AttackRequest:
-    """Which image to attack, and how.
+    """A request to attack an image.
 
     Attributes:
-        image: with its name, as `read_pictures` takes it.
+        image: (name, picture), as in `read_pictures`.
         settings: of the attack.
         model: "served" or "compared".
     """
@@ -61,14 +61,17 @@ class AttackRequest:
 
 
 def predict_request(fields: Mapping[str, Any]) -> PredictRequest:
-    """The request that a table of JSON or form fields describes; InputError of one that makes no sense."""
+    """The request to classify that the fields of JSON or of a form describe; InputError if they are wrong."""
     made = build("the request", PredictRequest, fields)
     named = [_named(image, place) for place, image in enumerate(made.images)]
     return dataclasses.replace(made, images=named)
 
 
 def attack_request(fields: Mapping[str, Any]) -> AttackRequest:
-    """Likewise, for an attack; the settings stand beside the image."""
+    """The request to attack that the fields of JSON or of a form describe; InputError if they are wrong.
+
+    The fields are `image`, `model` and those of `AttackSettings`.
+    """
     settings = dict(fields)
     image, model = settings.pop("image", None), settings.pop("model", SERVED)
     if image is None:
@@ -81,14 +84,14 @@ def attack_request(fields: Mapping[str, Any]) -> AttackRequest:
 
 
 def _named(image: Any, place: int | None) -> tuple[str, Any]:
-    """An uploaded file comes with its name."""
+    """(name, picture): an uploaded file has a name of its own; others are named by their position, if there is one."""
     if isinstance(image, tuple):
         return image
     return "the image" if place is None else f"image {place}", image
 
 
 def parse_json(body: bytes) -> dict[str, Any]:
-    """The table in the body of a request."""
+    """The JSON object in the body of a request, as a dict."""
     try:
         table = json.loads(body, parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as error:
@@ -104,11 +107,12 @@ def _refuse_constant(name: str) -> None:
 
 
 def parse_form(entries: Sequence[tuple[str, Any]], files_field: str, *, several: bool) -> dict[str, Any]:
-    """The same table from the entries of a form: files as (name, bytes), all else as text.
+    """The fields of a form as `parse_json` gives them; files are (name, bytes).
 
     Args:
-        files_field: the field that holds files.
-        several: it holds a list of them.
+        entries: (field, value) of the form: text, or a file as (name, bytes).
+        files_field: the only field that holds files.
+        several: whether that field becomes a list of files, instead of one file.
     """
     table: dict[str, Any] = {}
     for name, value in entries:
@@ -128,7 +132,7 @@ def parse_form(entries: Sequence[tuple[str, Any]], files_field: str, *, several:
 
 
 def _from_text(text: str) -> Any:
-    """A number or a truth value if the text is one in JSON; else the text."""
+    """A number or a boolean if the text is one in JSON; otherwise the text."""
     try:
         value = json.loads(text, parse_constant=_refuse_constant)
     except (ValueError, RecursionError):

@@ -1,4 +1,4 @@
-"""What /openapi.json says of every route."""
+"""Descriptions of every route for /openapi.json. The docstrings of the classes here are shown to users."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Example:
 
 @dataclass(frozen=True)
 class Examples:
-    """Test images, of all classes in turn."""
+    """Test images: the first of each class, then the second of each."""
 
     examples: list[Example]
 
@@ -64,7 +64,7 @@ class ModelFacts:
 
 @dataclass(frozen=True)
 class AttackFacts:
-    """An attack that is offered: whether it has eps and steps, and where it may look."""
+    """An attack that is offered: whether it takes eps and steps, and which parts of the model `on` can name."""
 
     name: str
     has_eps: bool
@@ -74,7 +74,7 @@ class AttackFacts:
 
 @dataclass(frozen=True)
 class About:
-    """The model that is served, the one it is compared with, and what may be asked."""
+    """The model that is served, the one it is compared with, and the attacks, norms and limits of requests."""
 
     model: ModelFacts
     compared: ModelFacts | None
@@ -94,7 +94,7 @@ class Predictions:
 
 @dataclass(frozen=True, kw_only=True)
 class AttackAnswer(AttackResult):
-    """What was asked for, and what the attack did."""
+    """The settings of the attack, and its result."""
 
     model: str
     attack: str
@@ -182,7 +182,7 @@ _FILE = {"type": "string", "format": "binary"}
 
 
 def _body(required: list[str], in_json: dict[str, Any], in_form: dict[str, Any]) -> dict[str, Any]:
-    """A request body in either form."""
+    """The description of a request body that may be JSON or a form."""
     table = {"type": "object", "required": required, "additionalProperties": False}
     content = {
         "application/json": {"schema": {**table, "properties": in_json}},

@@ -1,4 +1,4 @@
-"""Listening: the application behind uvicorn, until somebody ends it."""
+"""Runs the application in uvicorn until it is told to end."""
 
 from __future__ import annotations
 
@@ -32,19 +32,22 @@ def serve(
     on_ready: Callable[[str, bool], object] | None = None,
     **options: Any,
 ) -> None:
-    """Serves until Ctrl-C or SIGTERM.
+    """Serves a model until Ctrl-C or SIGTERM.
 
     Args:
-        host: the address to listen at; any but a loopback one lets other machines in.
-        port: 0 takes one that is free.
-        on_ready: is told the address once it is listened at, and whether only this machine reaches it.
+        subject: the model.
+        host: the address to listen at; any but a loopback address lets other machines in.
+        port: 0 takes a free one.
+        limits: beyond which requests are refused; None for the defaults of `Limits`.
+        on_ready: called with the URL once the server listens, and with whether only this machine reaches it.
         options: of `make_app`.
     """
     limits = limits or Limits()
     check_count("port", port, least=0, most=65535)
     is_local = is_loopback(host)
     app = make_app(subject, limits=limits, only_local=is_local, **options)
-    logging.getLogger("python_multipart").setLevel(logging.CRITICAL)  # whoever sends a bad form is told
+    # Its messages about bad forms are not needed: the sender gets an answer.
+    logging.getLogger("python_multipart").setLevel(logging.CRITICAL)
     with listen(host, port) as listener:
         if on_ready is not None:
             shown = f"[{host}]" if ":" in host else host
@@ -53,7 +56,7 @@ def serve(
             app,
             http=Connection,
             ws="none",
-            lifespan="off",  # uvicorn that is told twice to end would end it with a traceback
+            lifespan="off",  # with it, a second Ctrl-C would end uvicorn with a traceback
             log_level="error",
             access_log=False,
             server_header=False,
@@ -68,7 +71,7 @@ def serve(
 
 
 class _Server(uvicorn.Server):
-    """Ends what is under way as soon as it is told to end."""
+    """A uvicorn server that stops running attacks, and takes no further work, as soon as it is told to end."""
 
     def __init__(self, config: uvicorn.Config, service: Service) -> None:
         super().__init__(config)
@@ -80,12 +83,12 @@ class _Server(uvicorn.Server):
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket that listens; InputError if it cannot."""
+    """A listening TCP socket; InputError if the address or port cannot be used."""
     try:
         is_six = ipaddress.ip_address(host).version == 6
     except ValueError:
         is_six = False
-    # asyncio sends without delay only what says to be TCP: otherwise every answer waits 40 ms for an acknowledgement.
+    # asyncio sets TCP_NODELAY only if the protocol is given; without it, answers wait 40 ms for an acknowledgement.
     listener = socket.socket(
         socket.AF_INET6 if is_six else socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP
     )

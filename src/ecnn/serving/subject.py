@@ -1,4 +1,4 @@
-"""What is served: a classifier, and what is known of it."""
+"""The model that is served: a classifier with its name, its training data and its audit."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ecnn.predicting import Classifier, Reading, ask_model, load_classifier
 
 @dataclass(frozen=True, kw_only=True)
 class AuditFacts(AuditSummary):
-    """What an audit of the model found."""
+    """The results of an audit of the model."""
 
     headline: str
     alarms: list[str]
@@ -28,12 +28,12 @@ class AuditFacts(AuditSummary):
 
 @dataclass(frozen=True, eq=False)
 class Subject:
-    """A classifier with its name and, where there is one, the audit of it.
+    """A classifier with its name and, if there is one, its audit.
 
     Attributes:
-        name: what people call it: the run folder as it was given, or the name of a shipped model.
+        name: shown to users: the run folder as it was given, or the name of a shipped model.
         kind: of the model, such as "ecnn" or "resnet".
-        data: what it was trained on.
+        data: name of the dataset that it was trained on.
     """
 
     classifier: Classifier
@@ -43,13 +43,13 @@ class Subject:
     audit: Audit | None = None
 
     def __post_init__(self) -> None:
-        """Raises InputError unless the model classifies a picture of its own form."""
+        """Raises InputError unless the model classifies a blank picture of its image size, with a score per class."""
         scores, names = len(self._try().scores[0]), len(self.classifier.class_names)
         if scores < names:
             raise InputError(f"{self.name} gives {scores} scores for {names} classes that have names.")
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON values: what `GET /v1/model` says of it."""
+        """Plain JSON values, as `GET /v1/model` returns them for this model."""
         ours, model = self.classifier, self.classifier.model
         found, code = self._try(), None
         if has_code(model):
@@ -69,7 +69,7 @@ class Subject:
         }
 
     def blank(self) -> Split:
-        """One black picture of the form that the model takes, where the model is."""
+        """One black picture with the channels and size that the model takes, on the model's device."""
         device = next(self.classifier.model.parameters(), torch.zeros(0)).device
         shape = (1, self.classifier.in_channels, *self.classifier.image_size)
         label = torch.zeros(1, dtype=torch.int64, device=device)
@@ -79,7 +79,7 @@ class Subject:
         return ask_model(self.classifier.model, self.blank()[:][0])
 
     def check_reads_as(self, other: Subject) -> None:
-        """Raises InputError unless both take the same images and know the same classes."""
+        """Raises InputError unless both take images of the same form and have the same classes."""
         for what in ("in_channels", "image_size", "class_names"):
             ours, theirs = getattr(self.classifier, what), getattr(other.classifier, what)
             if ours != theirs:
@@ -89,7 +89,7 @@ class Subject:
 
 
 def load_subject(source: str | os.PathLike[str], *, device: str | torch.device = "cpu") -> Subject:
-    """The model of a run folder, or a shipped one by its name, with the audit that the folder holds."""
+    """The model of a run folder, or of a shipped model by its name, with the audit in the folder if there is one."""
     folder, spec = runs.run_folder(source), runs.read_spec(source)
     classifier = load_classifier(source, device=device)
     audit = find_audit(folder, classifier.model)

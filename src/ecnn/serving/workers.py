@@ -1,4 +1,4 @@
-"""Threads that own a model: one answers requests together, in batches; one attacks, one request after the other."""
+"""Threads that run a model: one classifies the images of several requests in batches, one runs attacks in turn."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Result = TypeVar("Result")
 
 
 class OutOfTime(Exception):  # noqa: N818 what happened, not a fault
-    """The time of a request was up before it was answered."""
+    """The deadline of a request passed before it was answered."""
 
 
 class Ended(Exception):  # noqa: N818 what happened, not a fault
@@ -28,10 +28,10 @@ class Ended(Exception):  # noqa: N818 what happened, not a fault
 
 
 class Worker(Generic[Work, Result]):
-    """A thread with a queue of work; whoever hands in work waits for its future.
+    """A thread with a queue of work. `submit` returns a future for the result.
 
-    A future that was cancelled before its turn costs nothing. What goes wrong with one piece of work is the exception
-    of its future, and the thread goes on.
+    Work whose future is cancelled before its turn is skipped. An exception that work raises is set on its future, and
+    the thread goes on.
     """
 
     def __init__(self, name: str) -> None:
@@ -42,22 +42,22 @@ class Worker(Generic[Work, Result]):
 
     @property
     def is_alive(self) -> bool:
-        """Whether work that is handed in will be done."""
+        """Whether the thread runs and has not been told to end."""
         return self._thread.is_alive() and not self.is_closed
 
     def submit(self, work: Work) -> Future[Result]:
-        """Hands in work."""
+        """Puts work into the queue, and returns the future of its result."""
         future: Future[Result] = Future()
         self._queue.put((work, future))
         return future
 
     def end(self) -> None:
-        """Has the thread end after what it is doing; work that still waits is not done, but `Ended`."""
+        """Tells the thread to end after its current work; the futures of waiting work raise `Ended`."""
         self.is_closed = True
         self._queue.put(None)
 
     def close(self) -> None:
-        """The same, and waits for it: a thread that runs when Python ends can take the process down with it."""
+        """`end`, and waits for the thread: one that still runs when Python exits can crash the process."""
         self.end()
         self._thread.join()
 
@@ -73,18 +73,18 @@ class Worker(Generic[Work, Result]):
 
 
 class BatchingWorker(Worker[Tensor, Reading]):
-    """Asks a model about images. Requests that came while it was busy go through the model together.
+    """Passes images through a model. Requests that arrive while it is busy are batched into one forward pass.
 
-    Nothing waits for company: a request that comes alone is answered at once, and the busier the server, the larger
+    No request waits for others to fill a batch: a single one is answered at once, and the busier the server, the larger
     the batches.
 
     Args:
-        model: asked by no other thread.
-        enough: a batch of so many images, or more, takes in no further request.
+        model: used by no other thread.
+        enough: a batch of so many images, or more, takes no further request.
 
     Attributes:
-        passes: through the model so far.
-        largest: of the batches so far, in images.
+        passes: forward passes so far.
+        largest: size of the largest batch so far, in images.
     """
 
     def __init__(self, model: nn.Module, enough: int) -> None:
@@ -108,7 +108,7 @@ class BatchingWorker(Worker[Tensor, Reading]):
                     future.set_exception(error)
 
     def _gather(self, first: tuple[Tensor, Future[Reading]]) -> list[tuple[Tensor, Future[Reading]]]:
-        """The first request and those that wait behind it."""
+        """The first request and those waiting in the queue, until the batch has `enough` images."""
         batch = [first]
         while sum(len(images) for images, _ in batch) < self.enough:
             try:
@@ -116,17 +116,17 @@ class BatchingWorker(Worker[Tensor, Reading]):
             except queue.Empty:
                 break
             if entry is None:
-                self._queue.put(None)  # to be found after this batch
+                self._queue.put(None)  # so that the thread ends after this batch
                 break
             batch.append(entry)
         return batch
 
 
 class TimedWorker(Worker[Callable[[nn.Module], Any], Any]):
-    """Runs functions of a model, one at a time and each until its deadline, on a copy of the model.
+    """Calls functions with a copy of a model, one at a time, each until its deadline.
 
-    The copy asks for the time whenever one of its modules is called, so that an attack that takes too long ends in the
-    middle, with `OutOfTime`; one that is under way when the server ends, with `Ended`.
+    The time is checked whenever a module of the copy is called. So a function that takes too long is stopped with
+    `OutOfTime`, and one that is running when the server ends with `Ended`.
 
     Args:
         model: is copied.
@@ -140,7 +140,7 @@ class TimedWorker(Worker[Callable[[nn.Module], Any], Any]):
         super().__init__("ecnn-attack")
 
     def run_until(self, deadline: float, function: Callable[[nn.Module], Any]) -> Future[Any]:
-        """What the function makes of the model; the deadline is a time of `time.monotonic`."""
+        """The future of the function's result for the model; the deadline is a value of `time.monotonic()`."""
 
         def timed(model: nn.Module) -> Any:
             self._deadline = deadline

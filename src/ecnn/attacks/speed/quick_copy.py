@@ -1,4 +1,4 @@
-"""A copy of a model that answers the same questions sooner, for the search; verdicts are the model's own."""
+"""A faster copy of a model, for searches only; the model itself makes the verdicts."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from ecnn.backbones import ConvUnit, without_batch_norms
 
 
 def quick_copy(model: nn.Module, precision: str) -> nn.Module:
-    """A copy whose scores differ from the model's, in eval mode, by rounding.
+    """A faster copy of a model. In eval mode its scores differ from the model's by rounding only.
 
-    Batch norms are merged into convolutions; on a CPU and in bfloat16 channels come last; in float32 on CUDA narrow
-    convolutions run on tensor cores (see `tensor_cores`) where Triton is installed. Merging and tensor cores need a
-    `ConvUnit`, whose order of layers is known.
+    Batch norms are merged into convolutions. On a CPU and in bfloat16 the memory layout is channels-last. In float32 on
+    CUDA narrow convolutions run on tensor cores (see `tensor_cores`) if Triton is installed. Merging and tensor cores
+    work on `ConvUnit` modules only, because their order of layers is known.
     """
     quick = without_batch_norms(model)
     on_cuda = any(parameter.is_cuda for parameter in model.parameters())
@@ -27,7 +27,7 @@ def quick_copy(model: nn.Module, precision: str) -> nn.Module:
 
 
 def prepare(model: nn.Module, images: Tensor) -> None:
-    """Makes the first passes over a quick copy as fast as later ones: kernels are compiled before they are needed."""
+    """Compiles the Triton kernels of a quick copy in advance, so that its first passes are as fast as later ones."""
     if any(type(module).__name__ == "QuickConvolution" for module in model.modules()):
         from ecnn.attacks.speed.tensor_cores import compile_ahead
 

@@ -1,4 +1,4 @@
-"""Two ways to run passes faster: record them once and replay them (CUDA), or cut a batch into pieces (CPU)."""
+"""Two ways to run passes faster: replay a recorded CUDA graph (GPU), or split the batch into pieces (CPU)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _ORDINARY_PASSES = 3
 _MOST_RECORDINGS = 8
 _LARGEST_PADDING = 1.3
 
-# What a network makes of more pixels than these does not stay in a CPU's caches.
+# The feature maps of a larger batch do not fit into a CPU's caches.
 _PIXELS_AT_ONCE = 128 * 3 * 32 * 32
 _LEAST_ROWS_AT_ONCE = 16
 
@@ -24,11 +24,10 @@ Values = tuple[Tensor | None, ...]
 
 
 class Recorder:
-    """Runs a computation on rows, and after a few times replays a recording of it instead.
+    """Runs a computation on rows. After three ordinary runs it records a CUDA graph and replays that.
 
-    A recording serves smaller batches too, down to where it is cheaper to make another. Only for computations that
-    always do the same: a recording repeats the kernels, not the Python around them. Where one cannot be made, passes
-    stay ordinary.
+    A recording also serves batches that are slightly smaller. Use it only for computations that always do the same: a
+    recording repeats the kernels, not the Python code around them. If recording fails, all runs stay ordinary.
     """
 
     def __init__(self) -> None:
@@ -38,10 +37,11 @@ class Recorder:
         self._gives_up = False
 
     def __call__(self, name: Hashable, compute: Callable[..., Values], *inputs: Tensor | None) -> Values:
-        """compute(*inputs), computed or replayed; results are the caller's own.
+        """The values of compute(*inputs), computed or replayed. The tensors are not overwritten by later calls.
 
         Args:
-            name: of the computation; the same name must always mean the same.
+            name: of the computation; the same name must always mean the same computation.
+            compute: a function of the inputs that returns tensors (batch, ...) or None.
             inputs: (batch, ...) each, or None.
         """
         kind = (name, *(None if value is None else (value.shape[1:], value.dtype) for value in inputs))
@@ -53,7 +53,7 @@ class Recorder:
                 return compute(*inputs)
             try:
                 self._record((kind, rows), compute, inputs)
-            except RuntimeError:  # what cannot be recorded is computed, and a fault of its own shows there
+            except RuntimeError:  # run it ordinarily: an error of the computation itself is then raised there
                 self._gives_up = True
                 torch.cuda.synchronize()
                 return compute(*inputs)
@@ -67,7 +67,7 @@ class Recorder:
         return tuple(None if value is None else value[:rows].clone() for value in results)
 
     def _size_for(self, kind: Hashable, rows: int) -> int | None:
-        """The smallest recorded batch that this one fits into without much waste."""
+        """The smallest recorded batch size that holds these rows with at most 30 % padding, or None."""
         sizes = [size for known, size in self._recordings if known == kind]
         return min((size for size in sizes if rows <= size <= _LARGEST_PADDING * rows), default=None)
 
@@ -82,7 +82,7 @@ class Recorder:
         stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream())
         with tuned():
-            with torch.cuda.stream(stream):  # once on the side: libraries set themselves up per stream
+            with torch.cuda.stream(stream):  # warm-up: libraries initialise themselves per stream
                 compute(*places)
             torch.cuda.current_stream().wait_stream(stream)
             graph = torch.cuda.CUDAGraph()
@@ -92,7 +92,7 @@ class Recorder:
 
 
 def run_in_pieces(name: Hashable, compute: Callable[..., Values], *inputs: Tensor | None) -> Values:
-    """compute(*inputs), computed for as many rows at a time as fit a CPU's caches; called as a `Recorder` is."""
+    """The values of compute(*inputs), computed in pieces that fit a CPU's caches; same signature as `Recorder`."""
     rows, pixels = next((len(value), value[:1].numel()) for value in inputs if value is not None)
     pieces = math.ceil(rows / max(_LEAST_ROWS_AT_ONCE, _PIXELS_AT_ONCE // max(1, pixels)))
     if pieces < 2:

@@ -1,11 +1,11 @@
-"""A convolution in float32 on tensor cores, for searches; importable where Triton is, as with CUDA builds of torch.
+"""A float32 convolution on tensor cores, for searches. Importing it needs Triton, which CUDA builds of torch include.
 
-Tensor cores multiply TF32, ten bits of fraction. Three such products of the leading and trailing halves of both factors
-(3xTF32) restore what float32 has: the gradients of a ResNet-20 differ from those in float64 by 7e-7 of their length,
-where cuDNN's float32 differs by 3e-7, and for narrow networks they come in half the time (docs/log.md).
+Tensor cores multiply in TF32, with ten bits of fraction. Three such products, of the leading and trailing halves of
+both factors (3xTF32), nearly restore float32's precision: the gradients of a ResNet-20 differ from those in float64 by
+7e-7 of their length, with cuDNN's float32 by 3e-7. For narrow networks they take half the time (docs/log.md).
 """
 
-# ruff: noqa: N803 capitals are what Triton users give to values that are known when a kernel is compiled
+# ruff: noqa: N803 by Triton's convention compile-time constants are in capitals
 from __future__ import annotations
 
 import os
@@ -19,26 +19,26 @@ import triton.language as tl
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-_MOST_CHANNELS = 64  # of a group; with more, cuDNN's float32 is as fast
-_LEAST_GROUPED = 8  # channels of one of several groups; with fewer, most of a tile is padding
-_PLACES, _DEPTH = 128, 16  # of a tile
+_MOST_CHANNELS = 64  # per group; with more, cuDNN's float32 is as fast
+_LEAST_GROUPED = 8  # channels per group if there are several; with fewer, most of a tile is padding
+_PLACES, _DEPTH = 128, 16  # size of a tile: positions, and input channels per product
 _WARPS, _STAGES = 4, 4
 _LARGEST_INDEX = 2**31 - 1
 
-#: One kernel: what Triton compiles it for, and the arguments with which to ask for it.
+#: Kernels to compile: what makes Triton compile a new one, to the arguments that compile it.
 _Kernels = dict[tuple[Any, ...], tuple[tuple[int, ...], dict[str, Any]]]
-#: What `compile_ahead` has asked for already, in this process.
+#: Kernels that `compile_ahead` has handled in this process.
 _known: set[tuple[Any, ...]] = set()
 
 
-@triton.jit(do_not_specialize=["total"])  # which is another for every batch
+@triton.jit(do_not_specialize=["total"])  # it differs for every batch size
 def _convolve(  # type: ignore[no-untyped-def]
     source,  # (image, y, x, group, in channel)
-    outputs,  # of the ReLU whose gradient the source is, as the source; anything when not MASKED
+    outputs,  # of the ReLU whose output gradient the source is, same shape; any tensor when not MASKED
     weight,  # (group, tap, in channel, out channel)
-    bias,  # (group, out channel); anything when not HAS_BIAS
+    bias,  # (group, out channel); any tensor when not HAS_BIAS
     result,  # (image, y, x, group, out channel)
-    total,  # rows of the result: one per image and place
+    total,  # rows of the result: one per image and position
     height,
     width,  # of the result
     source_height,
@@ -57,7 +57,7 @@ def _convolve(  # type: ignore[no-untyped-def]
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
 ):
-    """All channels that one group has at ROWS places of the result, as a product over taps and input channels."""
+    """Computes all output channels of one group at ROWS positions, as a product over taps and input channels."""
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     group = tl.program_id(1)
     columns = tl.arange(0, COLUMNS)
@@ -104,15 +104,15 @@ def _convolve(  # type: ignore[no-untyped-def]
 
 
 def compile_ahead(model: nn.Module, images: Tensor) -> int:
-    """Compiles the kernels that passes over these images and their gradients will start; how many were new.
+    """Compiles the kernels for passes over these images and their gradients, in parallel. Returns how many were new.
 
-    All at a time: one after the other, as they are met, they take most of a second each, and a ResNet-20 has twenty.
-    Triton keeps them on disk, so that the next process finds them there. What cannot be compiled here is left to the
-    launch that needs it.
+    Compiled one by one at their first launch, they take most of a second each, and a ResNet-20 has twenty. Triton
+    caches them on disk for later processes. A kernel that fails to compile here is compiled by the launch that needs
+    it.
 
     Args:
-        model: the copy that a search asks, with its `QuickConvolution`.
-        images: the batch that it is asked about first.
+        model: the quick copy, with its `QuickConvolution` modules.
+        images: the first batch of the search.
     """
     new = {key: kernel for key, kernel in _kernels_of(model, images[:1]).items() if key not in _known}
     _known.update(new)
@@ -123,13 +123,13 @@ def compile_ahead(model: nn.Module, images: Tensor) -> int:
 
 
 def _kernels_of(model: nn.Module, images: Tensor) -> _Kernels:
-    """The kernels of a pass and its gradient, found by one in which they are noted and not started."""
+    """The kernels of a pass and its gradient, found by a dry run that notes kernels instead of launching them."""
     found: _Kernels = {}
     layers = [module for module in model.modules() if isinstance(module, QuickConvolution)]
-    for layer in layers:  # not a setting of this module: gradients are computed in another thread
+    for layer in layers:  # set on the layers: a thread-local setting would not reach autograd's thread
         layer.noted = found
     try:
-        with suppress(Exception), torch.enable_grad():  # a search will say what is wrong with the model
+        with suppress(Exception), torch.enable_grad():  # the search itself will raise the model's errors
             points = images.detach().clone().requires_grad_(True)
             torch.autograd.grad(model(points).float().sum(), points)
     finally:
@@ -145,14 +145,14 @@ def _compile(device: torch.device, numbers: tuple[int, ...], options: dict[str, 
 
 
 class QuickConvolution(nn.Module):
-    """The convolution, and the ReLU after it if asked, with gradients in its input alone; weights are copied.
+    """A convolution, with the ReLU after it if `relu`, that gives gradients for its input only. Weights are copied.
 
     Args:
         convolution: one that `fits`.
-        relu: whether a ReLU follows.
+        relu: whether to apply a ReLU to the result.
 
     Attributes:
-        noted: where launches note the kernel that they would have started, instead of starting it; None starts them.
+        noted: for a dry run, where launches note their kernel instead of launching it; None launches kernels.
     """
 
     noted: _Kernels | None = None
@@ -177,7 +177,7 @@ class QuickConvolution(nn.Module):
 
     @staticmethod
     def fits(convolution: nn.Module) -> bool:
-        """Whether the module is a convolution of the kind that is computed here, and narrow enough to gain by it."""
+        """Whether the module is a supported convolution, and narrow enough to become faster."""
         if type(convolution) is not nn.Conv2d:
             return False
         groups = convolution.groups
@@ -203,7 +203,14 @@ class QuickConvolution(nn.Module):
     def launch(
         self, source: Tensor, size: tuple[int, int], outputs: Tensor | None, *, transposed: bool
     ) -> Tensor:
-        """(batch, channel, *size) the convolution, or its transpose of what passes the ReLU with those outputs."""
+        """(batch, channel, *size) the convolution of `source`, or its transpose (the gradient of its input).
+
+        Args:
+            source: the input, or for the transpose the gradient of the output.
+            size: height and width of the result.
+            outputs: of the ReLU; the gradient is set to 0 where they are not positive. None leaves it.
+            transposed: whether to compute the transpose.
+        """
         source = source.contiguous(memory_format=torch.channels_last)
         weight = self.backward_weight if transposed else self.forward_weight
         bias = None if transposed else self.bias
@@ -219,7 +226,7 @@ class QuickConvolution(nn.Module):
             raise torch.cuda.OutOfMemoryError(
                 "more than 2^31 values at once"
             )  # the batch is halved, as for memory
-        columns = max(16, triton.next_power_of_2(out_channels))  # 16 is the least that tensor cores take
+        columns = max(16, triton.next_power_of_2(out_channels))  # tensor cores need at least 16
         total = len(source) * size[0] * size[1]
         grid = (triton.cdiv(total, _PLACES), groups)
         options: dict[str, Any] = {
@@ -237,7 +244,7 @@ class QuickConvolution(nn.Module):
         options |= {"IN": in_channels, "OUT": out_channels}
         numbers = (total, *size, *source.shape[2:])
         if self.noted is not None:
-            # Triton compiles anew for numbers that are 1 and for those that 16 divides.
+            # Triton compiles a separate kernel for arguments that equal 1 and for multiples of 16.
             kinds = tuple((number == 1, number % 16 == 0) for number in numbers[1:])
             self.noted[(source.device, kinds, *options.items())] = (numbers, options)
             return result.zero_()
