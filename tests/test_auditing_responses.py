@@ -240,8 +240,21 @@ def test_a_long_search_is_repeated_where_more_than_luck_spoke_for_it(responses: 
     longer = Responses(subject, 3, False, responses.examples, None, True)
     for searched, is_made in ((1, False), (2, True)):
         stages: Any = Counter([0], searched)
+        stages.attacks = {"rays": None, "rays-long": None}
         take_turns(longer, stages, ["noise"])
         assert ("rays-long-x2" in stages.made[0]) is is_made
+
+
+def test_a_suite_without_a_long_search_is_answered_with_one(responses: Responses) -> None:
+    """The quick budget has a short search alone, which was made again with as many queries."""
+    assert BUDGET.answers <= 1000
+    larger = dataclasses.replace(responses.subject, budget=dataclasses.replace(BUDGET, answers=1000))
+    answers: Any = Responses(larger, 3, False, responses.examples, None, True)
+    for effort in (2, 4):
+        made = answers.attacks(["noise"], effort, made=["rays", "square"])
+        assert {name: made[name].queries for name in made if "rays" in name} == {
+            f"rays-long-x{effort}": 1000 * effort
+        }
 
 
 def test_effort_is_doubled_and_every_check_has_a_response(split: Split, responses: Responses) -> None:

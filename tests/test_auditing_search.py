@@ -280,6 +280,16 @@ def test_the_layer_that_explains_the_answers_is_found() -> None:
         LayerScores(layers=("linear-4-9",), num_classes=4).read(model, images)
 
 
+@pytest.mark.parametrize("width", [8, 64])
+def test_a_map_as_wide_as_there_are_classes_hides_no_other_layer(width: int) -> None:
+    """With 64 channels a map has more numbers than are kept, and is averaged; then no layer was found at all."""
+    torch.manual_seed(0)
+    head = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(width, 10))
+    model = nn.Sequential(nn.Conv2d(1, width, 3, padding=1), nn.ReLU(), head).eval()
+    layers = survey_layers(model, torch.rand(60, 1, 10, 10), 10)
+    assert "linear-10-1" in [layer.key for layer in layers]
+
+
 def test_a_vote_of_layers_is_attacked_as_one() -> None:
     class Votes(nn.Module):
         def __init__(self) -> None:

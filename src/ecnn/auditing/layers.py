@@ -7,6 +7,7 @@ returns a floating tensor with one row per image, whether a module makes it or n
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -254,7 +255,12 @@ def _direct(key: str, values: Tensor, answers: Tensor, num_classes: int) -> Laye
     shape = [int(size) for size in key.split("-")[-2].split("x")]
     if num_classes not in shape:
         return None
-    rows = values if values.shape[1] == num_classes else values.view(len(values), *shape)
+    if values.shape[1] == num_classes:
+        rows = values
+    elif values.shape[1] == math.prod(shape):
+        rows = values.view(len(values), *shape)
+    else:  # a large map, averaged over the axis of classes
+        return None
     said = class_scores(rows, num_classes)
     if said is None or not bool(torch.isfinite(said).all()):
         return None

@@ -106,6 +106,7 @@ class Responses:
         maker = Maker(subject, self.num_classes, self._traits)
         groups = self._random_groups(maker) if self.is_random else self._groups(maker)
         wanted = list(dict.fromkeys(group for doubt in doubts for group in RESPONSES.get(doubt, _BLIND)))
+        made = set(made)
         attacks: dict[str, Attack] = {}
         if not wanted:
             every = maker.averaged() if self.is_random else maker.on_scores()
@@ -117,8 +118,8 @@ class Responses:
             attacks |= {name: known[name] for name in proven[:_PROVEN] if name in known}
         for group in wanted:
             attacks |= without_repeats(groups[group](), attacks) if group in groups else {}
-        if self._all_were_searched and not _SEARCHES & set(proven):
-            # The suite's longest search took all images and found next to nothing: a longer one would find little more.
+        if _LONG in made and self._all_were_searched and not _SEARCHES & set(proven):
+            # The long search of the suite took all images and found next to nothing: a longer one finds little more.
             attacks.pop(_LONG, None)
         elif _LONG in attacks:
             attacks.pop(_SHORT, None)  # the long search begins with the same queries
@@ -127,7 +128,7 @@ class Responses:
 
     @property
     def _all_were_searched(self) -> bool:
-        """Whether the suite's longest search by answers took all images that were left, not a sample of them."""
+        """Whether the suite's long search by answers, if there is one, takes all images that are left and no sample."""
         return len(self.subject.images) <= self.subject.budget.searched
 
     def _groups(self, maker: Maker) -> dict[str, Callable[[], dict[str, Attack]]]:

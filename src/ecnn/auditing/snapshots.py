@@ -218,7 +218,7 @@ class _Numbers(Snapshot):
     def is_like(self, now: Any) -> bool:
         if not isinstance(now, Tensor) or (now.shape, now.dtype) != (self.kept.shape, self.kept.dtype):
             return False
-        return torch.equal(_without_nan(now), _without_nan(self.kept))
+        return _are_equal(now.detach(), self.kept.detach())
 
     def restored(self) -> Any:
         if not self.is_like(self.value):
@@ -454,6 +454,10 @@ _KINDS: list[tuple[Callable[[Any], bool], type[Snapshot]]] = [
 ]
 
 
-def _without_nan(values: Tensor) -> Tensor:
-    """The values, with finite numbers in place of NaN and infinities, so that equal tensors compare as equal."""
-    return torch.nan_to_num(values.detach()) if values.is_floating_point() else values.detach()
+def _are_equal(now: Tensor, kept: Tensor) -> bool:
+    """Whether two tensors hold the same values; NaN equals NaN."""
+    if torch.equal(now, kept):
+        return True
+    if not (kept.is_floating_point() or kept.is_complex()):
+        return False
+    return bool(((now == kept) | (now.isnan() & kept.isnan())).all())
