@@ -1,6 +1,6 @@
 """Error-correcting neural networks: design codes, train on them, attack them, and audit the result.
 
-Names are loaded when they are first used, so that `import ecnn.codes` and `ecnn --help` stay quick.
+The public names are imported when they are first used, so that `import ecnn.codes` and `ecnn --help` stay quick.
 """
 
 from __future__ import annotations

@@ -6,9 +6,10 @@ import sys
 
 
 def main() -> None:
-    """The command `ecnn`; until it has begun, Ctrl-C ends it without a word."""
+    """Runs the command `ecnn`. Ctrl-C during its imports ends the process without a traceback."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
-        if getattr(sys, name) is None:  # closed by whoever started us: no file of ours must take its place
+        # The parent process may have closed it: a file that we open must not get its number.
+        if getattr(sys, name) is None:
             setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), mode))
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)

@@ -1,4 +1,4 @@
-"""How a model is asked so that it stays as it was: copied, in eval mode, in full precision."""
+"""Calling a model without changing it: copies, eval mode, restored state, scores in full precision."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ _Result = TypeVar("_Result")
 
 
 def in_usual_state(function: Callable[_Parameters, _Result]) -> Callable[_Parameters, _Result]:
-    """The function, run as torch starts: gradients on, no inference mode, float32 as the default.
+    """Decorator: the function runs with gradients on, inference mode off and float32 as the default type.
 
-    Afterwards torch's settings are the caller's again, whatever a model has made of them.
+    Afterwards the caller's settings of torch are restored, even if a model has changed them.
     """
 
     @functools.wraps(function)
@@ -39,7 +39,7 @@ def in_usual_state(function: Callable[_Parameters, _Result]) -> Callable[_Parame
 
 @contextmanager
 def keeping_settings() -> Iterator[None]:
-    """Afterwards torch's settings that concern everybody are what they were, whatever a model has made of them."""
+    """Restores torch's global `settings` afterwards, even if a model has changed them."""
     before = settings()
     try:
         yield
@@ -52,25 +52,26 @@ def keeping_settings() -> Iterator[None]:
 
 
 def settings() -> tuple[torch.dtype, int, bool, bool]:
-    """Torch's settings that concern everybody: default precision, threads, and whether to be deterministic."""
+    """Torch's global settings: default type, threads, deterministic algorithms or not, and whether those only warn."""
     is_deterministic = torch.are_deterministic_algorithms_enabled()
     only_warns = torch.is_deterministic_algorithms_warn_only_enabled()
     return torch.get_default_dtype(), torch.get_num_threads(), is_deterministic, only_warns
 
 
 def full_precision(values: Tensor) -> Tensor:
-    """The same values in float32 or better: half precision would round scores and losses into ties."""
+    """The same values in float32, or float64 if they are: in half precision different scores would round to ties."""
     return values if values.dtype in (torch.float32, torch.float64) else values.float()
 
 
 def copy_model(model: nn.Module, memo: dict[int, Any] | None = None) -> nn.Module:
-    """A deep copy. Tensors with a history, which torch does not copy, are copied without it.
+    """A deep copy of the model. Tensors that are not leaves of the autograd graph are detached in the copy.
 
-    Networks hold such where they were pruned, or keep what they computed last. Raises TypeError if the model's own way
-    to copy leaves parts in common: what is done to the copy would be done to the model.
+    `copy.deepcopy` alone refuses them. Pruned networks hold such tensors, and so do networks that store their last
+    output. Raises TypeError if the copy shares modules with the model, because changing the copy would then change the
+    model. A model with its own `__deepcopy__` can do that.
 
     Args:
-        memo: as `copy.deepcopy` takes it.
+        memo: as in `copy.deepcopy`.
     """
     memo = {} if memo is None else memo
     for module in model.modules():
@@ -84,14 +85,14 @@ def copy_model(model: nn.Module, memo: dict[int, Any] | None = None) -> nn.Modul
 
 
 def copy_in_double(model: nn.Module) -> nn.Module:
-    """A deep copy that computes in float64. What torch says of parameters that are no leaves is not repeated here."""
+    """A deep copy that computes in float64, made without torch's warnings about tensors that are not leaves."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
         return copy_model(model).double()
 
 
 def _tensors_in(held: Any) -> Iterator[Tensor]:
-    """The tensors among the values of dictionaries, lists and tuples within each other."""
+    """The tensors in nested dictionaries, lists and tuples."""
     if isinstance(held, Tensor):
         yield held
     elif isinstance(held, dict | list | tuple):
@@ -100,16 +101,16 @@ def _tensors_in(held: Any) -> Iterator[Tensor]:
 
 
 def set_eval_mode(model: nn.Module) -> None:
-    """Puts a model into eval mode, if it has modes: what torch.export made stays in the one that it was exported in."""
+    """Puts a model into eval mode. A program made by torch.export cannot be switched and stays as it is."""
     with suppress(NotImplementedError):
         model.eval()
 
 
 @contextmanager
 def eval_mode(model: nn.Module) -> Iterator[None]:
-    """The model in eval mode, every part of it restored afterwards."""
+    """Puts the model into eval mode inside; afterwards every module has the mode that it had before."""
     check_kind("model", model, nn.Module, "a torch module")
-    # Frozen TorchScript has no mode.
+    # Modules of frozen TorchScript have no attribute `training`.
     modes = {module: module.training for module in model.modules() if hasattr(module, "training")}
     set_eval_mode(model)
     try:
@@ -121,10 +122,11 @@ def eval_mode(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def undisturbed(model: nn.Module) -> Iterator[None]:
-    """The model in eval mode; afterwards its modes, buffers, gradients and `requires_grad` are what they were.
+    """Puts the model into eval mode inside; afterwards restores its modes, buffers, gradients and `requires_grad`.
 
-    Inside, a model whose numbers are all float16 or bfloat16 takes images of any precision and rounds them itself, and
-    one with checkpoints of torch's older kind gives gradients of images.
+    Inside, all `.grad` are None. A model whose parameters and buffers are all float16 or bfloat16 accepts images of any
+    precision, which are rounded to its own. Reentrant checkpoints (use_reentrant=True) give gradients with respect to
+    the images.
     """
     check_kind("model", model, nn.Module, "a torch module")
     gradients = [
@@ -139,7 +141,7 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
         if value is not None and not value.is_inference()
     ]
     for parameter, _, _ in gradients:
-        parameter.grad = None  # a backward pass inside would add to what is there
+        parameter.grad = None  # a backward pass inside would add to the caller's gradient in place
     hooks = [] if half_precision_of(model) is None else [model.register_forward_pre_hook(_round_images)]
     try:
         with eval_mode(model), _following_gradients():
@@ -149,7 +151,7 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
             hook.remove()
         for parameter, gradient, flag in gradients:
             parameter.grad = gradient
-            if parameter.requires_grad != flag:  # those made in inference mode refuse to be told
+            if parameter.requires_grad != flag:  # parameters made in inference mode refuse the call
                 parameter.requires_grad_(flag)
         with torch.no_grad():
             for module, name, value, version, kept in buffers:
@@ -159,15 +161,15 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
 
 
 def _are_equal(value: Tensor, kept: Tensor) -> bool:
-    """Whether the numbers are the same: batch norm changes its statistics without a new `_version`."""
+    """Whether a buffer still has the kept numbers; needed as batch norm changes statistics without a new `_version`."""
     try:
         return torch.equal(value, kept)
-    except NotImplementedError:  # sparse and nested tensors, which nothing of torch's changes in that way
+    except NotImplementedError:  # sparse and nested tensors: torch always gives them a new `_version`
         return True
 
 
 class _Checkpoint:
-    """In place of torch's reentrant checkpoints: the same by the other kind, which `torch.autograd.grad` takes."""
+    """Replaces torch's reentrant checkpoints by the other kind, which supports `torch.autograd.grad`."""
 
     @staticmethod
     def apply(function: Any, preserve: bool, *given: Any) -> Any:
@@ -176,7 +178,7 @@ class _Checkpoint:
 
 @contextmanager
 def _following_gradients() -> Iterator[None]:
-    """While this lasts, checkpoints made with use_reentrant=True, which give no gradient of images alone, do."""
+    """Inside, checkpoints with use_reentrant=True, which otherwise refuse it, give gradients with respect to images."""
     before: Any = checkpoints.CheckpointFunction
     setattr(checkpoints, "CheckpointFunction", _Checkpoint)  # noqa: B010 mypy knows its type
     try:
@@ -192,23 +194,23 @@ def half_precision_of(model: nn.Module) -> torch.dtype | None:
 
 
 def _round_images(model: nn.Module, given: tuple[Any, ...]) -> tuple[Any, ...]:
-    # A copy in float64 has this hook too, so that the precision is that of the moment.
+    # The type is read at each call: a copy of the model that is converted to float64 keeps this hook.
     own = next(tensor for tensor in (*model.parameters(), *model.buffers()) if tensor.is_floating_point())
     return given[0].to(own.dtype), *given[1:]
 
 
-#: A question to a model about images: what it says of them, or what its members say.
+#: A function (model, images) -> result, such as a forward pass or the members' logits.
 Question = Callable[[nn.Module, Tensor], Any]
 
 
 class Around(nn.Module, ABC):
-    """A model that is asked otherwise than as it is. Derive from this and say how in `ask`.
+    """Base of wrappers that change how a model is called, for instance in batches of another size.
 
-    What attacks look for in a model is there if the model has it: its code and decoder, and what its members say, asked
-    in the same way. Otherwise a wrapper would hide it from them.
+    A subclass defines `ask`. The attributes that attacks look for (code, decoder, member outputs) are passed through if
+    the model has them, so that the wrapper does not hide them. Member outputs are computed by `ask` too.
 
     Args:
-        model: the model.
+        model: the model that is wrapped.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -217,7 +219,7 @@ class Around(nn.Module, ABC):
 
     @abstractmethod
     def ask(self, question: Question, images: Tensor) -> Any:
-        """What the question gives, asked of the model in this way."""
+        """The result of question(model, images), computed in the wrapper's way."""
 
     def forward(self, images: Tensor) -> Any:
         return self.ask(_call, images)
@@ -240,14 +242,14 @@ def _call(model: nn.Module, images: Tensor, what: str = "") -> Any:
 
 
 class InFixedBatches(Around):
-    """A model that takes so many images, no more and no fewer, asked about any number of them.
+    """Lets a model that only accepts batches of one fixed size be called with any number of images.
 
-    Exported and traced networks are often made for one size of batch. The last batch is filled up with copies of its
-    last image, and what is said of those is left out.
+    Exported and traced networks are often made for one batch size. The last batch is filled up with copies of the last
+    image, and the results for these copies are dropped.
 
     Args:
-        model: the model.
-        size: how many images it takes.
+        model: the model that is wrapped.
+        size: the batch size that it accepts.
     """
 
     def __init__(self, model: nn.Module, size: int) -> None:
@@ -263,15 +265,15 @@ class InFixedBatches(Around):
         return said[: len(images)]
 
 
-#: How many images a model may have been made for, the usual numbers first.
+#: Batch sizes that a model may have been made for, the usual ones first.
 _SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 10, 20, 50, 100, 200, 250, 500, 1000, 1024)
-_MOST_PIXELS = 2**24  # values of the images of one question, so that large ones do not fill the memory
+_MOST_PIXELS = 2**24  # most pixel values in one trial batch, so that large images do not fill the memory
 
 
 def find_fixed_batch(model: nn.Module, images: Tensor) -> int | None:
-    """The size of batch that a model needs: the only one of the usual sizes that it takes.
+    """The batch size that a model is fixed to: the only one of the usual sizes that it accepts.
 
-    None if it takes none of these or several: then something else is the matter with it.
+    None if it accepts several, or none: then a fixed batch size is not why it failed, or it cannot be found.
     """
     taken = []
     for size in (size for size in _SIZES if size * images[0].numel() <= _MOST_PIXELS):
@@ -286,7 +288,7 @@ def find_fixed_batch(model: nn.Module, images: Tensor) -> int | None:
 
 @contextmanager
 def without_tf32() -> Iterator[None]:
-    """Inside, CUDA multiplies float32 as float32: TF32 would round to ten bits, which can change a verdict."""
+    """Turns TF32 off inside, on CUDA: it would round float32 factors to ten bits, which can change a verdict."""
     before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     try:
@@ -296,7 +298,11 @@ def without_tf32() -> Iterator[None]:
 
 
 def read_model(model: nn.Module, images: Tensor) -> Tensor:
-    """(batch, class) the model's scores in float32 or better, without a gradient or a caller's autocast."""
+    """(batch, class) the model's scores in float32 or better, computed without gradients and without autocast.
+
+    Raises InputError, with advice how to wrap the model, unless it returns a dense real tensor (batch, class) with at
+    least two classes.
+    """
     with torch.no_grad(), torch.autocast(images.device.type, enabled=False):
         scores = model(images)
     if not _are_scores(scores, len(images)) or scores.shape[1] < 2:
@@ -308,7 +314,7 @@ def read_model(model: nn.Module, images: Tensor) -> Tensor:
         advice = f": wrap it in a module that returns model(images){where}" if where else ""
         if not where and (maker := _find_numbers(scores, len(images))):
             advice = f": wrap it in a module that returns {maker}(model(images))"
-            if maker != "torch.stack":  # through which gradients pass
+            if maker != "torch.stack":  # which keeps the gradients of the tensors in the list
                 advice += ", or have it compute with torch throughout, as attacks that follow gradients need"
         if isinstance(scores, Tensor) and scores.is_floating_point() and scores.numel() == len(images):
             advice = (
@@ -319,22 +325,22 @@ def read_model(model: nn.Module, images: Tensor) -> Tensor:
             f"the model must return scores (batch, class) for at least 2 classes, but {len(images)} images gave "
             f"{came}{advice}."
         )
-    return full_precision(scores.detach())  # a model may ask for gradients of what it says
+    return full_precision(scores.detach())  # a model may turn gradients on by itself
 
 
 def _are_scores(said: Any, batch: int) -> bool:
-    """Whether it is a dense tensor of real numbers (batch, class)."""
+    """Whether a model's output is a dense tensor of real numbers (batch, class)."""
     is_matrix = isinstance(said, Tensor) and said.ndim == 2 and len(said) == batch
     return is_matrix and said.layout == torch.strided and not said.is_complex()
 
 
 def _kind(values: Tensor) -> str:
-    """What sets such numbers apart from a score."""
+    """Why a complex or sparse tensor is no score, in words for an error message."""
     return "of complex numbers" if values.is_complex() else "in a sparse layout"
 
 
 def _find_numbers(said: Any, batch: int) -> str:
-    """What makes a tensor (batch, class) of an array, of lists of numbers, or of a tensor per image; or nothing."""
+    """Name of the torch function that turns an array or a list into scores (batch, class); empty if none does."""
     if not isinstance(said, np.ndarray | list | tuple):
         return ""
     of_list: Any = torch.stack if any(isinstance(part, Tensor) for part in said) else torch.tensor
@@ -345,7 +351,7 @@ def _find_numbers(said: Any, batch: int) -> str:
 
 
 def _find_scores(said: Any, batch: int) -> str:
-    """How to write the scores in what a model said: an index, a key or an attribute; empty if they are not found."""
+    """Python text that picks the scores out of a model's output, such as `[0]` or `.logits`; empty if it finds none."""
     if isinstance(said, Tensor):
         if said.layout != torch.strided:
             return ".to_dense()" if said.ndim == 2 and not said.is_complex() else ""

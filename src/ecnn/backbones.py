@@ -1,7 +1,6 @@
-"""ResNets in the Keras manner and the pieces they are cut into; nothing here knows of codes.
+"""ResNets built as in Keras, their parts, and layers that normalise images; nothing here depends on codes.
 
-Pieces take `groups`: that many independent copies side by side in the channel axis, run as grouped
-convolutions.
+Parts take `groups`: the number of independent copies, side by side in the channel axis, run as grouped convolutions.
 """
 
 from __future__ import annotations
@@ -25,11 +24,11 @@ ACTIVATIONS: dict[str, type[nn.Module]] = {"relu": nn.ReLU, "silu": nn.SiLU, "ge
 
 Mean = float | npt.ArrayLike | Tensor
 
-#: The trunk of feature vectors.
+#: Name of the trunk for feature vectors, see `make_trunk`.
 DENSE = "dense"
-#: More layers, channels or classes of a network than anybody means.
+#: Upper limit for numbers of layers, channels, classes and the like; a larger number is a mistake.
 MOST_OF_ANYTHING = 10_000
-# Standard deviation of a standard normal cut off at two: dividing by it keeps the variance asked for.
+# Standard deviation of a standard normal truncated at -2 and 2. Dividing by it gives the variance asked for.
 _CUT_NORMAL_STD = 0.8796256610342398
 
 
@@ -40,13 +39,13 @@ def make_activation(name: str) -> nn.Module:
 
 
 def init_he_normal(weight: Tensor, fan_in: int) -> None:
-    """Fills a weight with normal values of variance 2 / fan_in, cut off at two deviations, as Keras does."""
+    """Fills a weight with values of variance 2 / fan_in from a normal truncated at two deviations, as Keras does."""
     deviation = math.sqrt(2 / fan_in) / _CUT_NORMAL_STD
     nn.init.trunc_normal_(weight, std=deviation, a=-2 * deviation, b=2 * deviation)
 
 
 def check_images(images: Tensor, in_channels: int) -> None:
-    """Raises InputError unless images are floating (batch, channel, height, width); looks at no value."""
+    """Raises InputError unless images are a floating-point (batch, channel, height, width); values are not checked."""
     check_kind("images", images, Tensor, "a tensor of floating numbers in [0, 1]")
     if images.ndim != 4 or images.shape[1] != in_channels:
         raise InputError(
@@ -59,7 +58,7 @@ def check_images(images: Tensor, in_channels: int) -> None:
 
 
 class Centre(nn.Module):
-    """Images minus a mean that is saved with the weights.
+    """Subtracts a mean from images. The mean is a buffer, saved with the weights.
 
     Args:
         mean: a number, one per channel (channel,), or a mean image (channel, height, width); None subtracts
@@ -87,9 +86,10 @@ class Centre(nn.Module):
 
 
 class Normalized(nn.Module):
-    """A model that takes pixels in [0, 1]: subtracts the mean and divides by std before the model it holds.
+    """A model that takes pixels in [0, 1], made of one that takes normalised images.
 
-    With the normalisation inside, an attack's eps means the same for every model.
+    It subtracts the mean, divides by std and calls the model. With the normalisation inside, an attack's eps means the
+    same for every model.
 
     Args:
         model: any module that takes normalised images.
@@ -121,8 +121,8 @@ class ConvUnit(nn.Module):
         in_channels, out_channels: of one copy.
         activation: a name of `ACTIVATIONS`, or None for none.
         groups: independent copies side by side in the channel axis.
-        shared_input: all copies read the same `in_channels` channels. Their kernels then are one ordinary
-            convolution, which has the same parameters as the grouped one and needs no repeated input.
+        shared_input: all copies read the same `in_channels` channels. Their kernels then form one ordinary
+            convolution. It has as many parameters as the grouped one, and the input need not be repeated.
 
     Departs: Keras pads a strided convolution on the right and below only; here both sides are padded.
     """
@@ -151,7 +151,7 @@ class ConvUnit(nn.Module):
         )
         init_he_normal(self.conv.weight, in_channels * kernel_size**2)
         _zero_bias(self.conv)
-        # None rather than nn.Identity: a call that does nothing costs as much as a small kernel's launch.
+        # None instead of nn.Identity, because calling an empty module takes as long as launching a small kernel.
         self.norm: nn.Module | None = nn.BatchNorm2d(groups * out_channels) if batch_norm else None
         self.activation: nn.Module | None = None if activation is None else make_activation(activation)
 
@@ -163,15 +163,15 @@ class ConvUnit(nn.Module):
 
 
 def without_batch_norms(model: nn.Module) -> nn.Module:
-    """A copy that computes what the model computes in eval mode, its units' batch norms merged into convolutions.
+    """A copy of a model in eval mode, in which each `ConvUnit` has its batch norm merged into its convolution.
 
-    Fewer passes over memory, and scores that differ by rounding. Only `ConvUnit` is known to have its norm right after
-    its convolution; other batch norms stay.
+    It is faster, having fewer passes over memory; its scores differ by rounding. Other batch norms stay, because only a
+    `ConvUnit` is known to apply its norm right after its convolution. Norms in training mode stay too.
     """
     merged = copy.deepcopy(model)
     for unit in merged.modules():
         if not isinstance(unit, ConvUnit) or type(unit.conv) is not nn.Conv2d:
-            continue  # a convolution of another class may do more with its weights than multiply by them
+            continue  # a subclass of Conv2d may use its weights in another way
         norm, bias = unit.norm, unit.conv.bias
         if not isinstance(norm, nn.BatchNorm2d) or norm.training:
             continue
@@ -187,13 +187,14 @@ def without_batch_norms(model: nn.Module) -> nn.Module:
 
 
 class ResidualUnit(nn.Module):
-    """Two 3x3 convolutions beside a shortcut, then the activation of their sum.
+    """Two 3x3 convolutions in parallel with a shortcut; the activation is applied to their sum.
 
     The shortcut is the input itself, or a 1x1 convolution (with bias, without batch norm) when the unit
     changes the width or the size. Arguments as in `ConvUnit`.
 
-    A shortcut with a stride takes every other pixel and convolves those, which is the same. The backward pass of one
-    strided convolution writes beyond its memory on a CPU, with fewer than 16 channels (oneDNN issue 6035).
+    A shortcut with a stride first picks every `stride`-th pixel and then convolves without a stride. The result is the
+    same. A strided convolution with fewer than 16 channels writes beyond its memory in its backward pass on a CPU
+    (oneDNN issue 6035).
     """
 
     def __init__(
@@ -240,14 +241,14 @@ class ResidualUnit(nn.Module):
             summed = change + self.shortcut(kept)
         elif self.repeats == 1:
             summed = change + maps
-        else:  # every copy adds the maps that all of them read, without repeating them in memory
+        else:  # the shared input is added to every copy by broadcasting, without repeating it in memory
             summed = (torch.unflatten(change, 1, (self.repeats, -1)) + maps.unsqueeze(1)).flatten(1, 2)
         result: Tensor = self.activation(summed)
         return result
 
 
 def unit_plan(depth: int, width: int) -> list[tuple[int, int, int]]:
-    """(in_channels, out_channels, stride) of each residual unit of a ResNet: three stacks, width doubling.
+    """(in_channels, out_channels, stride) of each residual unit of a ResNet: three stacks, each twice as wide.
 
     Args:
         depth: 6n + 2 for n units a stack: 8, 14, 20, 26, 32, ...
@@ -278,7 +279,7 @@ class Trunk(nn.Module):
         groups: independent trunks, all reading the same images, side by side in the channel axis.
 
     Attributes:
-        config: depth, width, batch_norm and activation, which a network with such a trunk writes down as its own.
+        config: depth, width, batch_norm and activation, for the `config` of a network with this trunk.
     """
 
     def __init__(
@@ -327,7 +328,7 @@ class Trunk(nn.Module):
 
 
 def make_trunk(name: str, in_channels: int, *, width: int, activation: str) -> nn.Module:
-    """A trunk by its name, in place of a ResNet's.
+    """The trunk of that name, for use in place of a ResNet's.
 
     Args:
         name: "dense", two dense layers of `width` units for feature vectors (batch, in_channels, 1, 1); or
@@ -347,7 +348,7 @@ def make_trunk(name: str, in_channels: int, *, width: int, activation: str) -> n
 def _timm_trunk(name: str, in_channels: int) -> nn.Module:
     try:
         timm: Any = importlib.import_module("timm")
-    except Exception as error:  # it needs torchvision, which fails in many ways where it does not fit torch
+    except Exception as error:  # timm imports torchvision, which fails in many ways if it does not fit torch
         reason = (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
         raise InputError(
             f"a trunk timm:{name} needs the package timm, which cannot be imported ({reason}): pip install "
@@ -356,14 +357,14 @@ def _timm_trunk(name: str, in_channels: int) -> nn.Module:
     known = timm.list_models()
     if name.partition(".")[0] not in known:
         raise InputError(f"timm has no network {name!r}{did_you_mean(name, known)}")
-    # On the CPU also where everything else is built without memory: some networks compute with their weights.
+    # On the CPU even inside torch.device("meta"): some networks compute with their weights while they are built.
     with torch.device("cpu"):
         made: nn.Module = timm.create_model(name, pretrained=False, num_classes=0, in_chans=in_channels)
     return made
 
 
 class ResNet(nn.Module):
-    """Plain classifier from pixels in [0, 1] to class scores (batch, class), the baseline beside an ECNN.
+    """An ordinary ResNet classifier, the baseline of an ECNN: pixels in [0, 1] to class scores (batch, class).
 
     Args:
         num_classes: scores per image.
@@ -397,7 +398,7 @@ class ResNet(nn.Module):
         _zero_bias(self.head)
 
     def features(self, images: Tensor) -> Tensor:
-        """(batch, 4 * width) what the head reads: the trunk's maps averaged over the image."""
+        """(batch, 4 * width) input of the head: the trunk's maps averaged over the image."""
         check_images(images, self.in_channels)
         maps: Tensor = self.trunk(self.centre(images))
         return maps.mean(dim=(2, 3))
@@ -407,17 +408,17 @@ class ResNet(nn.Module):
 
 
 def resnet20(num_classes: int = 10, in_channels: int = 3, **options: Any) -> ResNet:
-    """`ResNet` with 9 units; options as there."""
+    """`ResNet` of depth 20, with 9 residual units; options as in `ResNet`."""
     return ResNet(num_classes, in_channels, depth=20, **options)
 
 
 def resnet32(num_classes: int = 10, in_channels: int = 3, **options: Any) -> ResNet:
-    """`ResNet` with 15 units; options as there."""
+    """`ResNet` of depth 32, with 15 residual units; options as in `ResNet`."""
     return ResNet(num_classes, in_channels, depth=32, **options)
 
 
 def image_table(values: Mean, what: str) -> Tensor:
-    """(channel, height, width) float32, with 1 for an axis that a number or (channel,) leaves out."""
+    """The values as a float32 tensor (channel, height, width); axes missing from the input have size 1."""
     try:
         table = values.detach().clone() if isinstance(values, Tensor) else torch.from_numpy(np.array(values))
         table = table.to(torch.float32)
@@ -434,7 +435,7 @@ def image_table(values: Mean, what: str) -> Tensor:
 
 
 def _check_table(table: Tensor, images: Tensor, what: str) -> None:
-    """Raises InputError when broadcasting would change the images' shape or fail."""
+    """Raises InputError if the table cannot be broadcast to the images, or would change their shape."""
     if any(size not in (1, given) for size, given in zip(table.shape, images.shape[1:], strict=True)):
         raise InputError(
             f"the {what} has shape {tuple(table.shape)} but the images {tuple(images.shape[1:])}: give "

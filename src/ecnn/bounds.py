@@ -1,4 +1,4 @@
-"""How good a code can be: limits that depend on its size alone, so that a design can be judged."""
+"""Bounds on the distances of a code of a given size, to judge a design by."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ def plotkin_bound(num_classes: int, code_length: int, *, arity: int = 2) -> int:
 
 
 def fits_in_spheres(num_classes: int, code_length: int, distance: int, *, arity: int = 2) -> bool:
-    """Whether that many disjoint decoding spheres fit in the space of words (Hamming 1950)."""
+    """Whether disjoint decoding spheres around `num_classes` codewords fit in the space of words (Hamming 1950)."""
     if arity == 2 and distance % 2 == 0:
-        # Dropping one column leaves the odd distance below, which is stricter.
+        # Without one column the code has at least the next lower, odd distance; the test of that code is stricter.
         code_length, distance = code_length - 1, distance - 1
     radius = (distance - 1) // 2
     volume = sum(math.comb(code_length, errors) * (arity - 1) ** errors for errors in range(radius + 1))
@@ -42,12 +42,17 @@ def fits_in_spheres(num_classes: int, code_length: int, distance: int, *, arity:
 
 
 def min_row_distance_bound(num_classes: int, code_length: int, *, arity: int = 2) -> int:
-    """Largest minimum Hamming distance that a code of this size could have.
+    """Upper bound on the minimum Hamming distance between the codewords of a code of this size.
 
-    Takes the strictest of: Plotkin's bound on the code and on every code obtained from it by keeping the rows
-    that agree in some columns (which contains Singleton's); for binary codes, that an odd distance d at
-    length n is possible only if d + 1 is possible at length n + 1 (append a parity bit); and sphere packing.
-    The bound is attained at every size the paper uses (docs/codes.md), but not at every size.
+    It is the largest distance that passes three tests:
+
+    - Plotkin's bound allows it, for the code and for every code obtained from it by keeping the rows that agree in
+      some columns (which contains Singleton's bound).
+    - For binary codes with an odd distance d at length n, the same holds for d + 1 at length n + 1, because a parity
+      bit can be appended.
+    - Decoding spheres around the codewords fit in the space of words.
+
+    Shipped codes attain the bound at every binary size that the paper uses (docs/codes.md). Not every size does.
     """
 
     def average_allows(length: int, distance: int) -> bool:
@@ -60,7 +65,7 @@ def min_row_distance_bound(num_classes: int, code_length: int, *, arity: int = 2
 
     def possible(distance: int) -> bool:
         padded = arity == 2 and distance % 2
-        # Volumes of spheres are numbers of many digits, so they come last.
+        # Volumes of spheres are slow to compute, being integers of many digits, so they come last.
         return average_allows(code_length + padded, distance + padded) and fits_in_spheres(
             num_classes, code_length, distance, arity=arity
         )
@@ -69,7 +74,7 @@ def min_row_distance_bound(num_classes: int, code_length: int, *, arity: int = 2
 
 
 def count_splits(num_classes: int, arity: int) -> int:
-    """How many different questions there are: splits of the classes into 2 to `arity` unnamed groups."""
+    """Number of different tasks: splits of the classes into 2 to `arity` groups, whatever their names."""
     # Row k of `ways` counts splits into exactly k groups (Stirling numbers of the second kind).
     ways = [1] + [0] * arity
     for _ in range(num_classes):
@@ -78,16 +83,19 @@ def count_splits(num_classes: int, arity: int) -> int:
 
 
 def min_column_distance_bound(num_classes: int, code_length: int, *, arity: int = 2) -> float:
-    """Upper bound, in nats, on the smallest variation of information between two columns of a code.
+    """Upper bound, in nats, on the smallest variation of information (VI) between two columns of a code.
 
-    It is the smallest of three. When there are more columns than different splits, two columns ask the same and
-    the bound is 0. For any pair, VI is at most the joint entropy of the two splits, and at most twice the largest
-    entropy of one. Binary columns, centred, are directions in a space of num_classes - 1 dimensions: once there
-    are more columns than dimensions some pair must be correlated, and a correlated pair has less VI.
+    It is infinite for a single column, and otherwise the smallest of three bounds:
+
+    - 0 if there are more columns than different splits of the classes, because two columns then make the same split.
+    - For any pair of columns, VI is at most the joint entropy of the two splits, and at most twice the largest
+      entropy of one split.
+    - Centred binary columns are vectors in num_classes - 1 dimensions. If there are more columns than dimensions,
+      some pair must be correlated, and correlation limits VI.
     """
     if code_length < 2:
         return math.inf
-    # More than 64 classes can be split in more ways than there are columns in any code.
+    # More than 64 classes can be split in more ways than any code has columns.
     if num_classes <= 64 and code_length > count_splits(num_classes, arity):
         return 0.0
     bound = min(2 * max_entropy(num_classes, arity), max_entropy(num_classes, arity * arity))
@@ -99,7 +107,7 @@ def min_column_distance_bound(num_classes: int, code_length: int, *, arity: int 
 
 
 def _forced_correlation(num_classes: int, code_length: int) -> float:
-    """Squared correlation that the two most correlated of these binary columns cannot fall below.
+    """Lower bound on the squared correlation of the two most correlated columns of a binary code of this size.
 
     With P_n the projection on column n's centred direction, sum_{m,n} tr(P_m P_n) is at least
     (sum_n tr P_n)^2 / dimension, by Cauchy-Schwarz on the eigenvalues of sum_n P_n (Welch 1974).
@@ -109,15 +117,15 @@ def _forced_correlation(num_classes: int, code_length: int) -> float:
 
 
 def _max_vi_of_correlated_splits(num_classes: int, squared_correlation: float) -> float:
-    """Largest VI of two binary splits correlated at least that much, over all sizes and overlaps.
+    """Largest VI, in nats, of two binary splits with at least that squared correlation, over all group sizes.
 
-    VI is concave in the overlap and largest at independence, so only the first admissible overlap on each side
-    of independence matters.
+    VI is concave in the overlap of the two splits and largest where they are independent. So for each pair of group
+    sizes only the admissible overlap nearest to independence matters, on each side of it.
     """
     a, b = np.meshgrid(np.arange(1, num_classes), np.arange(1, num_classes), indexing="ij")
     independent = a * b / num_classes
     spread = np.sqrt(squared_correlation * a * b * (num_classes - a) * (num_classes - b)) / num_classes
-    # An overlap that sits on the limit counts as admissible: the bound must never be too low.
+    # An overlap exactly on the limit is admissible in spite of rounding: the bound must never be too low.
     tolerance = 1e-9
     best = -math.inf
     for overlap in (
@@ -131,7 +139,7 @@ def _max_vi_of_correlated_splits(num_classes: int, squared_correlation: float) -
 
 
 def _vi_from_counts(cells: np.ndarray, a: np.ndarray, b: np.ndarray, num_classes: int) -> np.ndarray:
-    """VI in nats of pairs of splits given by their (4, ...) contingency counts and group sizes a, b."""
+    """VI in nats of pairs of binary splits, from their (4, ...) contingency counts and group sizes a, b."""
 
     def entropy(*counts: np.ndarray) -> np.ndarray:
         shares = np.stack(counts) / num_classes

@@ -1,6 +1,6 @@
-"""What public arguments are asked at the door: numbers, names, radii, arrays, and options given by name.
+"""Checks of public arguments: numbers, names, radii, arrays, and options given by name.
 
-Every check raises `InputError` with one sentence: what was expected, what came and, for a name, which one was meant.
+Every check raises `InputError` with one sentence: what was expected, what came and, for a name, the nearest known one.
 """
 
 from __future__ import annotations
@@ -63,12 +63,13 @@ def check_number(
 
 
 def check_entries(owner: str, table: Any, kinds: Mapping[str, Any]) -> None:
-    """Raises InputError unless the value is a table with an entry of each of these kinds, as files of ours hold it.
+    """Raises InputError unless the value is a mapping whose entries have these types, as read from a file of ours.
 
     Args:
-        owner: what the sentence calls it, such as the path of a file.
-        kinds: by name str, bool, int, float (finite; whole numbers are some), list or dict, with elements of one kind
-            (`list[int]`); or several of them (`int | None`). What may be None may be left out.
+        owner: what the error message calls the mapping, such as the path of a file.
+        kinds: the type of each entry by its name: str, bool, int, float (finite, or a whole number), list or dict, with
+            a type of their elements if need be (`list[int]`); a Literal; or a union (`int | None`). An entry that may
+            be None may be missing. Entries without a type here are not checked.
     """
     if not isinstance(table, Mapping):
         raise InputError(f"{owner} must hold a table, not {shown(table)}.")
@@ -80,18 +81,23 @@ def check_entries(owner: str, table: Any, kinds: Mapping[str, Any]) -> None:
 
 
 def check_fields(owner: str, made: Any) -> None:
-    """Raises InputError unless every field of a dataclass is of the kind that it is declared as."""
+    """Raises InputError unless every field of a dataclass has its declared type."""
     kinds = typing.get_type_hints(type(made))
     check_entries(owner, {name: getattr(made, name) for name in kinds}, kinds)
 
 
 _WORDS = {str: "text", bool: "true or false", int: "a whole number", float: "a finite number", list: "a list"}
 _WORDS |= {dict: "a table", type(None): "nothing"}
-_SEVERAL = {int: "whole numbers", float: "finite numbers", list: "lists", dict: "tables"}  # else as of one
+_SEVERAL = {
+    int: "whole numbers",
+    float: "finite numbers",
+    list: "lists",
+    dict: "tables",
+}  # plurals; other types as in _WORDS
 
 
 def _in_words(kind: Any, words: Mapping[Any, str] = _WORDS) -> str:
-    """The kind as a sentence says it, and that of the elements of a list or table: "a list of whole numbers"."""
+    """A type in words, with the type of the elements of a list or table: "a list of whole numbers"."""
     whole, parts = typing.get_origin(kind) or kind, typing.get_args(kind)
     if whole is typing.Literal:
         return either(map(str, parts))
@@ -118,7 +124,7 @@ def _fits(value: Any, kind: Any) -> bool:
 
 
 def plain(value: Any) -> Any:
-    """The same with NumPy's numbers as Python's, which JSON holds; in lists and tables too."""
+    """The value with NumPy's numbers as Python's and tuples as lists, at every level, so that JSON can hold it."""
     if isinstance(value, list | tuple):
         return [plain(item) for item in value]
     if isinstance(value, Mapping):
@@ -133,19 +139,19 @@ def _is_whole(value: Any) -> bool:
 
 
 def _is_too_large(value: Any, kind: Any) -> bool:
-    """Whether a value that does not fit would be of this kind if it were smaller."""
+    """Whether a refused value is of the right type, whole number, so that only its size can be wrong."""
     return _is_whole(value) and kind in (int, int | None)
 
 
 def _is_finite(value: Any) -> bool:
     try:
         return not isinstance(value, bool) and isinstance(value, Real) and math.isfinite(value)
-    except OverflowError:  # a whole number beyond all floating-point ones
+    except OverflowError:  # a whole number too large for a float
         return False
 
 
 def shown(value: Any) -> str:
-    """The value as a sentence quotes it: a long one is cut short."""
+    """The value's repr for an error message, cut short after 200 characters."""
     try:
         text = repr(value)
     except ValueError:  # a number of more digits than Python prints
@@ -154,12 +160,12 @@ def shown(value: Any) -> str:
 
 
 def printable(text: str) -> str:
-    """The text on one line: what cannot be printed is a question mark."""
+    """The text on one line: a question mark replaces every character that cannot be printed, such as a line break."""
     return "".join(sign if sign.isprintable() else "?" for sign in text)
 
 
 def difference(old: Any, new: Any) -> str:
-    """The first thing in which two descriptions differ, in a few words."""
+    """The first difference of two nested tables or lists, in words: its key, the old value "there", the new "here"."""
     if isinstance(old, dict) and isinstance(new, dict):
         for key in [*new, *old]:
             if old.get(key) != new.get(key):
@@ -172,33 +178,33 @@ def difference(old: Any, new: Any) -> str:
 
 
 def check_shares(**shares: float | None) -> None:
-    """Raises InputError unless each is None or a share from 0 to 1; per cent are a common mistake."""
+    """Raises InputError unless each is None or a share from 0 to 1; percentages are a common mistake."""
     for name, share in shares.items():
         if share is not None:
             check_number(f"{name} (such as 0.72 for 72 %)", share, most=1.0)
 
 
 def check_kind(name: str, value: Any, kind: type, words: str) -> None:
-    """Raises InputError unless the value is of that class, which the words describe to a person."""
+    """Raises InputError unless the value is of that class; `words` describes the class in the message."""
     if not isinstance(value, kind):
         raise InputError(f"{name} must be {words}, not {kind_of(value)}.")
 
 
 def kind_of(value: Any) -> str:
-    """A value that is of the wrong class, by the name of its class, as a sentence has it."""
+    """The name of the value's class with its article, such as "a list" or "an int"; "None" for None."""
     name = type(value).__name__
     return "None" if value is None else f"{'an' if name[0] in 'aeiouAEIO' else 'a'} {name}"
 
 
 def check_choice(name: str, value: Any, known: Iterable[str]) -> None:
-    """Raises InputError unless the value is one of the names; the sentence lists them and guesses which was meant."""
+    """Raises InputError unless the value is one of the names; the message lists them and suggests the nearest."""
     known = list(known)
     if not isinstance(value, str) or value not in known:
         raise InputError(f"{name} must be {either(known)}, not {shown(value)}{did_you_mean(value, known)}")
 
 
 def check_options(owner: str, options: Iterable[str], known: Iterable[str]) -> None:
-    """Raises InputError if an option is none of those that its owner has."""
+    """Raises InputError if one of the options is unknown to its owner; the message lists the known ones."""
     known = list(known)
     for option in options:
         if option not in known:
@@ -211,8 +217,8 @@ def check_array(name: str, value: Any, *axes: str | int, dtype: str | tuple[str,
 
     Args:
         axes: the name of an axis that may have any size, or the size that it must have.
-        dtype: "uint8" for an array, "torch.uint8" for a tensor of bytes; "whole numbers" for integers of any
-            kind; several of these, of which one must fit; None for anything.
+        dtype: the dtype that it must have: "uint8" for an array of bytes, "torch.uint8" for a tensor of bytes, "whole
+            numbers" for any integers; a tuple if several will do; None for any.
     """
     shape: Any = getattr(value, "shape", None)
     fits = shape is not None and len(shape) == len(axes)
@@ -229,7 +235,7 @@ def check_array(name: str, value: Any, *axes: str | int, dtype: str | tuple[str,
 
 
 def check_has(owner: str, model: Any, attribute: str) -> None:
-    """Raises InputError unless the model has the attribute without which its owner cannot work."""
+    """Raises InputError unless the model has the attribute that the owner, such as an objective, needs."""
     if not hasattr(model, attribute):
         raise InputError(
             f"{owner} needs a model with the attribute {attribute}, which {type(model).__name__} lacks."
@@ -237,10 +243,11 @@ def check_has(owner: str, model: Any, attribute: str) -> None:
 
 
 def parse_eps(value: float | str, name: str = "eps", *, most: float = math.inf) -> float:
-    """A length on the [0, 1] scale as a number; `"8/255"` and `"0.5/255"` are accepted as people write them.
+    """A length on the [0, 1] scale of pixels, as a float. Text such as "0.03", "8/255" or "0.5/255" is accepted.
 
     Args:
-        most: the longest that means anything.
+        name: what the error message calls it.
+        most: the largest length; a larger one is an InputError that suggests to divide by 255.
     """
     try:
         above, slash, below = value.partition("/") if isinstance(value, str) else (value, "", "")
@@ -259,7 +266,7 @@ def parse_eps(value: float | str, name: str = "eps", *, most: float = math.inf) 
 
 
 def eps_text(eps: float) -> str:
-    """A length as people write it, "8/255" or "0.12"; `parse_eps` reads it."""
+    """A length as text that `parse_eps` reads: "8/255" if it is a whole number of 255ths, else such as "0.12"."""
     steps = round(255 * eps)
     return (
         f"{steps}/255"
@@ -271,13 +278,13 @@ def eps_text(eps: float) -> str:
 def build(
     owner: str, kind: type[Built], options: Mapping[str, Any], *, fixed: Mapping[str, Any] | None = None
 ) -> Built:
-    """A dataclass from options by the names of its fields; unknown and missing ones are named in a sentence.
+    """Makes a dataclass from options. Unknown and missing options are an InputError that names them.
 
     Args:
-        owner: what the sentence calls it, such as "the attack 'pgd'".
+        owner: what the error message calls it, such as "the attack 'pgd'".
         kind: the dataclass.
-        options: by the names of its fields.
-        fixed: fields that are no options.
+        options: values by the names of the fields.
+        fixed: values of further fields, which are not accepted as options.
     """
     given = dict(fixed or {})
     entries: Any = [entry for entry in dataclasses.fields(kind) if entry.name not in given]  # type: ignore[arg-type]
@@ -289,7 +296,7 @@ def build(
 
 
 def is_needed(entry: dataclasses.Field[Any]) -> bool:
-    """Whether a dataclass cannot be made without this field."""
+    """Whether this field of a dataclass must be given, having no default."""
     missing = dataclasses.MISSING
     return entry.init and entry.default is missing and entry.default_factory is missing
 
@@ -301,7 +308,7 @@ def either(names: Iterable[str]) -> str:
 
 
 def did_you_mean(value: Any, known: Iterable[str]) -> str:
-    """The end of a sentence about an unknown name: a full stop, or a guess which of the known ones was meant."""
+    """The end of a message about an unknown name: "; did you mean ...?" if a known name is similar, else "."."""
     by_lower = {name.lower(): name for name in known}
     nearest = difflib.get_close_matches(str(value).lower(), by_lower, n=1, cutoff=0.6)
     return f"; did you mean {by_lower[nearest[0]]!r}?" if nearest else "."

@@ -1,4 +1,4 @@
-"""CodeMatrix: which symbol each class writes in each task, how far apart rows and columns are, and the energy."""
+"""`CodeMatrix`: the symbol of each class in each task, the distances of rows and of columns, and the energy."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from ecnn.errors import InputError
 FORMAT = "ecnn-code"
 VERSION = 1
 MAX_ARITY = 256
-#: Classes, and tasks times arity: tables of all pairs of either stay below 200 MB.
+#: Most classes, and most tasks times arity: tables of all pairs stay below 200 MB.
 MAX_CLASSES, MAX_SYMBOLS = 2048, 4096
 ColumnWeight = float | Literal["balanced"]
 
-# Two splits of up to a million classes that differ at all are farther apart than this; below it is rounding.
+# Two different splits of up to a million classes are farther apart than this, in nats. Less is a rounding error.
 _SAME_SPLIT = 1e-9
 _INFINITE = 1e300
 
@@ -40,17 +40,17 @@ def entropy(probabilities: np.ndarray) -> float:
 
 
 def hamming_distance(a: np.ndarray, b: np.ndarray) -> int:
-    """In how many tasks two codewords carry different symbols."""
+    """Number of tasks in which two codewords have different symbols."""
     return int((a != b).sum())
 
 
 def variation_of_information(a: np.ndarray, b: np.ndarray) -> float:
     """How much two splits of the classes disagree, in nats; 0 when one only renames the other.
 
-    Two columns at distance 0 ask the same question, so fooling one member fools the other (eq:vi).
+    Two columns at distance 0 are the same task, so fooling one member fools the other (eq:vi).
 
     Args:
-        a, b: (class,) integer group of each class; group numbers carry no order.
+        a, b: (class,) integer group of each class; the order of group numbers means nothing.
     """
     joint = np.zeros((a.max() + 1, b.max() + 1))
     np.add.at(joint, (a, b), 1 / len(a))
@@ -75,8 +75,8 @@ def check_size(num_classes: int, code_length: int, arity: int) -> None:
 def balanced_column_weight(num_classes: int, code_length: int, arity: int = 2) -> float:
     """The weight of the column term at which both terms of the energy count about the same (eq:Mobj_alternative).
 
-    It depends on the size alone: the two sums are equal for a code whose every pair of rows sits at the largest
-    average distance and every pair of columns at the bound on d_VI.
+    It depends on the size alone. With it, the two terms are equal for a code in which every pair of rows has the
+    largest possible average distance and every pair of columns the bound on d_VI.
 
     Departs: the paper says that eta makes the sums "roughly" equal and gives no value. A weight taken from the
         code itself would make the column term vanish from the optimisation.
@@ -87,7 +87,7 @@ def balanced_column_weight(num_classes: int, code_length: int, arity: int = 2) -
     unseparated = sum(math.comb(size, 2) for size in most_balanced(num_classes, arity).tolist())
     row_distance = code_length * (1 - unseparated / row_pairs)
     column_distance = min_column_distance_bound(num_classes, code_length, arity=arity)
-    if column_distance <= _SAME_SPLIT:  # two classes: all columns ask the same question, whatever the weight
+    if column_distance <= _SAME_SPLIT:  # some columns must be the same task, whatever the weight
         column_distance = max_entropy(num_classes, arity)
     return row_pairs * row_distance**-2 / (math.comb(code_length, 2) * column_distance**-2)
 
@@ -95,7 +95,7 @@ def balanced_column_weight(num_classes: int, code_length: int, arity: int = 2) -
 def resolve_column_weight(
     column_weight: ColumnWeight, num_classes: int, code_length: int, arity: int
 ) -> float:
-    """The weight of the column term as a number: `"balanced"` follows from the size, a number is only checked."""
+    """The weight of the column term as a number: "balanced" is computed from the size, a number is only checked."""
     if column_weight == "balanced":
         return balanced_column_weight(num_classes, code_length, arity)
     if not isinstance(column_weight, int | float | np.number) or not 0 <= column_weight < _INFINITE:
@@ -107,7 +107,7 @@ def resolve_column_weight(
 
 @dataclass(frozen=True)
 class CodeReport:
-    """A code's figures beside the best that any code of its size could have."""
+    """A code's distances and other figures, with bounds on what any code of its size could have."""
 
     num_classes: int
     code_length: int
@@ -144,14 +144,14 @@ class CodeReport:
 
 @dataclass(frozen=True, eq=False)
 class CodeMatrix:
-    """An immutable code: row i is the codeword of class i, column n the question that member n learns.
+    """An immutable code: row i is the codeword of class i, column n the task that member n learns.
 
     Attributes:
         symbols: (class, task) integers 0..arity-1, read-only.
-        arity: how many symbols a task can answer.
-        provenance: where the code comes from, plain JSON values; not part of equality or of the hash.
-        allow_equal_rows: accept classes that no decoder can tell apart.
-        allow_constant_columns: accept tasks that teach nothing.
+        arity: number of symbols that a task may have as its answer.
+        provenance: where the code comes from, plain JSON values; ignored by equality and by the hash.
+        allow_equal_rows: accept classes with the same codeword, which no decoder can tell apart.
+        allow_constant_columns: accept tasks with the same symbol for all classes, which teach a member nothing.
     """
 
     symbols: np.ndarray
@@ -210,7 +210,7 @@ class CodeMatrix:
 
     @cached_property
     def one_hot(self) -> np.ndarray:
-        """(class, task, symbol) 1 where the class writes that symbol, else 0."""
+        """(class, task, symbol) 1 where the codeword of the class has that symbol in the task, else 0."""
         return _read_only((self.symbols[:, :, None] == np.arange(self.arity)).astype(np.int8))
 
     @cached_property
@@ -242,18 +242,18 @@ class CodeMatrix:
 
     @property
     def correctable_errors(self) -> int:
-        """How many wrong symbols nearest-codeword decoding always repairs."""
+        """Number of wrong symbols up to which nearest-codeword decoding is always right."""
         return max(self.min_row_distance - 1, 0) // 2
 
     @property
     def group_sizes(self) -> np.ndarray:
-        """(task, symbol) how many classes write each symbol."""
+        """(task, symbol) number of classes with each symbol."""
         return np.asarray(self.one_hot.sum(axis=0, dtype=np.int64))
 
     def energy(self, column_weight: ColumnWeight = "balanced") -> float:
-        """What annealing minimises: sum H^-2 over pairs of rows + weight * sum VI^-2 over pairs of columns.
+        """The objective of annealing: sum H^-2 over pairs of rows + weight * sum VI^-2 over pairs of columns.
 
-        Infinite when two rows are equal or two columns ask the same question (eq:Mobj_alternative).
+        Infinite if two rows are equal or, with a positive weight, two columns are the same task (eq:Mobj_alternative).
 
         Departs: sums run over unordered pairs, so values are half of the printed ones; the minimisers are the same.
         """
@@ -279,7 +279,7 @@ class CodeMatrix:
         return np.asarray(np.argmax(agreements, axis=1))
 
     def report(self, column_weight: ColumnWeight = "balanced") -> CodeReport:
-        """This code's figures beside the bounds for its size; `print` shows a small table."""
+        """This code's figures with the bounds for its size; `print` shows them as a small table."""
         size = (self.num_classes, self.code_length)
         row_bound = min_row_distance_bound(*size, arity=self.arity)
         return CodeReport(
@@ -373,7 +373,7 @@ class CodeMatrix:
         return code
 
     def save(self, path: str | os.PathLike[str]) -> Path:
-        """Writes the code as JSON, all or nothing."""
+        """Writes the code as JSON, atomically; returns the path."""
         return files.write_json(path, self.to_dict())
 
 
@@ -403,7 +403,7 @@ def _load_file(path: Path) -> CodeMatrix:
 
 
 def _checked_symbols(symbols: npt.ArrayLike, arity: int, what: str = "symbols") -> np.ndarray:
-    """A fresh (row, task) uint8 array, or an InputError that names the first offender."""
+    """The symbols as a new (row, task) uint8 array; an InputError names the first wrong one."""
     try:
         array = np.asarray(symbols)
     except ValueError as error:

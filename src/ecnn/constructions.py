@@ -1,4 +1,4 @@
-"""Codes known without a search: random, one-vs-rest, Hadamard, Levenshtein, doubled, one-hot expansion."""
+"""Codes that need no search: random, one-vs-rest, Hadamard, Levenshtein, doubled, one-hot expansion."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ HadamardSource = Callable[[int], np.ndarray]
 def random_code(num_classes: int, code_length: int, *, arity: int = 2, seed: int) -> CodeMatrix:
     """A random code whose columns use every symbol equally often, as far as the number of classes allows.
 
-    After 100 draws in which two classes got the same codeword, 100 draws of distinct codewords follow: their columns
-    need not be even. That happens when nearly all words of this length are needed.
+    If two classes get the same codeword, another code is drawn. After 100 such draws, up to 100 codes of distinct
+    codewords are drawn instead, whose columns need not be balanced. This happens when nearly all words of this length
+    are needed. Raises InputError if these fail too.
     """
     check_size(num_classes, code_length, arity)
     check_count("seed", seed, least=0)
@@ -42,13 +43,13 @@ def random_code(num_classes: int, code_length: int, *, arity: int = 2, seed: int
 
 
 def one_vs_rest(num_classes: int) -> CodeMatrix:
-    """One task per class, "is it this one?": what an ordinary classifier asks. d_H is only 2."""
+    """The code with one task per class, "is it this class?", as in an ordinary classifier. Its d_H is only 2."""
     check_size(num_classes, num_classes, 2)
     return CodeMatrix(np.eye(num_classes, dtype=np.int64), provenance={"method": "one-vs-rest"})
 
 
 def doubled(code: CodeMatrix) -> CodeMatrix:
-    """[C, 1 - C]: twice the row distance, yet every question is asked twice (d_VI = 0).
+    """The code [C, 1 - C]: its row distance is twice that of C, but every task occurs twice (d_VI = 0).
 
     The paper's ablation M' (tab:codematrixdouble) is `doubled` of the first 15 columns of its 10 x 30 code.
     """
@@ -59,7 +60,7 @@ def doubled(code: CodeMatrix) -> CodeMatrix:
 
 
 def first_columns(code: CodeMatrix, code_length: int) -> CodeMatrix:
-    """The code that asks only the first `code_length` questions."""
+    """The code made of the first `code_length` columns."""
     check_count("code_length", code_length, most=code.code_length)
     provenance = {"method": "first columns", "of": code.content_hash}
     return CodeMatrix(code.symbols[:, :code_length], code.arity, provenance=provenance)
@@ -68,8 +69,8 @@ def first_columns(code: CodeMatrix, code_length: int) -> CodeMatrix:
 def to_binary(code: CodeMatrix) -> CodeMatrix:
     """One binary task "is it symbol k?" for each task and symbol: (class, task * arity).
 
-    A decoder for binary members can then read q-ary ones. Symbols that a task never uses give constant columns,
-    which are kept so that column `task * arity + k` always means symbol k.
+    A decoder for binary members can then be used for q-ary members. Symbols that a task never uses give constant
+    columns. These are kept, so that column `task * arity + k` always means symbol k.
     """
     symbols = code.one_hot.reshape(code.num_classes, -1)
     provenance = {"method": "one-hot", "of": code.content_hash}
@@ -82,8 +83,8 @@ def hadamard_matrices(order: int) -> dict[str, np.ndarray]:
     """Every Hadamard matrix of that order that our constructions give, by name; entries -1 and +1.
 
     Sylvester's doubling (as the Kronecker product with the first smaller matrix that exists), Paley I
-    (order - 1 a prime power, 3 mod 4) and Paley II (order / 2 - 1 a prime power, 1 mod 4). They are often not
-    equivalent: Sylvester's matrix of order 32 repeats columns where Paley's does not.
+    (order - 1 a prime power, 3 mod 4) and Paley II (order / 2 - 1 a prime power, 1 mod 4). Matrices of the same order
+    are often not equivalent: Sylvester's matrix of order 32 repeats columns where Paley's does not.
     """
     found: dict[str, np.ndarray] = {}
     if order in (1, 2):
@@ -130,19 +131,19 @@ def hadamard_code(order: int, *, hadamard: HadamardSource = hadamard_matrix) -> 
 def levenshtein_code(
     code_length: int, min_distance: int, *, hadamard: HadamardSource = hadamard_matrix
 ) -> CodeMatrix:
-    """The most codewords that any binary code of this length and distance can have, for distances above half.
+    """A binary code with as many codewords as any of this length and distance, for distances of half the length up.
 
-    Levenshtein (1961) sets pieces of two Hadamard matrices side by side and so meets Plotkin's bound
+    Levenshtein (1961) puts parts of two Hadamard matrices side by side and so meets Plotkin's bound
     (MacWilliams & Sloane, The Theory of Error-Correcting Codes, ch. 2, th. 8).
 
     Args:
         code_length: n.
         min_distance: d, with n <= 2d (d even) or n <= 2d + 1 (d odd).
-        hadamard: where the matrices come from, by order; another source gives another code of the same size.
+        hadamard: function from an order to a Hadamard matrix; another one gives another code of the same size.
     """
     length, distance = int(code_length), int(min_distance)
     check_count("min_distance", distance, most=length)
-    if distance % 2:  # puncture the code that has one more column and one more distance
+    if distance % 2:  # delete a column of the code whose length and distance are larger by one
         longer = levenshtein_code(length + 1, distance + 1, hadamard=hadamard)
         return _from_blocks([longer.symbols[:, :-1]], length, distance)
     if length > 2 * distance:
@@ -152,7 +153,7 @@ def levenshtein_code(
     if length == 2 * distance:
         return hadamard_code(length, hadamard=hadamard)
     k = distance // (2 * distance - length)
-    if k == 1:  # only two codewords fit: let them differ everywhere, or some columns would be constant
+    if k == 1:  # only two codewords fit: they must differ everywhere, or some columns would be constant
         return _from_blocks([np.array([[0] * length, [1] * length])], length, distance)
     a = distance * (2 * k + 1) - length * (k + 1)
     b = k * length - distance * (2 * k - 1)
@@ -239,7 +240,7 @@ def _quadratic_characters(size: int) -> np.ndarray:
 
 
 def _irreducible(prime: int, degree: int) -> tuple[int, ...]:
-    """Lower coefficients of a monic polynomial of that degree without a factor, found by trying."""
+    """Coefficients, except the leading 1, of a monic irreducible polynomial of that degree, found by trial."""
     for tail in itertools.product(range(prime), repeat=degree):
         if degree == 1 or _is_irreducible(tail, prime, degree):
             return tail
@@ -256,7 +257,7 @@ def _is_irreducible(tail: tuple[int, ...], prime: int, degree: int) -> bool:
 
 
 def _remainder(polynomial: tuple[int, ...], tail: tuple[int, ...], prime: int) -> tuple[int, ...]:
-    """What is left of the polynomial after division by x^len(tail) + tail; highest coefficient first."""
+    """Remainder of the polynomial after division by x^len(tail) + tail; highest coefficient first."""
     rest = list(polynomial)
     for index in range(len(rest) - len(tail)):
         lead = rest[index]
@@ -278,7 +279,7 @@ def _multiply(
 
 
 def _paley_one(size: int) -> np.ndarray:
-    """Order size + 1 from a field whose size is 3 mod 4."""
+    """Hadamard matrix of order size + 1 from a field whose size is 3 mod 4."""
     conference = np.zeros((size + 1, size + 1), dtype=np.int64)
     conference[0, 1:], conference[1:, 0] = 1, -1
     conference[1:, 1:] = _quadratic_characters(size)
@@ -286,7 +287,7 @@ def _paley_one(size: int) -> np.ndarray:
 
 
 def _paley_two(size: int) -> np.ndarray:
-    """Order 2 * (size + 1) from a field whose size is 1 mod 4."""
+    """Hadamard matrix of order 2 * (size + 1) from a field whose size is 1 mod 4."""
     conference = np.ones((size + 1, size + 1), dtype=np.int64)
     conference[1:, 1:] = _quadratic_characters(size)
     conference[0, 0] = 0

@@ -1,4 +1,4 @@
-"""Computations recorded once as a CUDA graph, to be replayed without Python in between."""
+"""Recording of CUDA graphs: computations that are recorded once and replayed without Python in between."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 
 @contextmanager
 def tuned() -> Iterator[None]:
-    """Inside, cuDNN looks for its fastest kernels: worth it for what is recorded and replayed."""
+    """Turns on cuDNN's benchmark mode inside: its search for the fastest kernels pays for graphs that are replayed."""
     before = torch.backends.cudnn.benchmark
     torch.backends.cudnn.benchmark = True
     try:
@@ -23,13 +23,13 @@ def tuned() -> Iterator[None]:
 
 @contextmanager
 def recording(graph: Any, pool: Any = None) -> Iterator[None]:
-    """What CUDA is asked for inside becomes the graph.
+    """Records the CUDA operations inside into the graph; they run when the graph is replayed.
 
-    Python collects no garbage meanwhile: an older graph that is freed while this one is recorded spoils it.
+    Garbage collection is off meanwhile, because freeing an older graph would spoil the recording.
 
     Args:
-        graph: a `torch.cuda.CUDAGraph` without content.
-        pool: memory that it shares with other graphs.
+        graph: an empty `torch.cuda.CUDAGraph`.
+        pool: memory pool that it shares with other graphs; None for one of its own.
     """
     collects, stream = gc.isenabled(), torch.cuda.current_stream()
     gc.disable()
@@ -37,6 +37,6 @@ def recording(graph: Any, pool: Any = None) -> Iterator[None]:
         with torch.cuda.graph(graph, pool=pool):
             yield
     finally:
-        torch.cuda.set_stream(stream)  # torch stays on its own where a recording fails
+        torch.cuda.set_stream(stream)  # after a failed recording torch would stay on its stream
         if collects:
             gc.enable()

@@ -1,4 +1,4 @@
-"""Member logits to class scores: soft and hard ways of comparing what the members say with the codewords."""
+"""Decoders: member logits to class scores, by a soft or hard comparison with the codewords."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ MemberOutput = Literal["logit", "symbols"]
 MEMBER_OUTPUTS: tuple[str, ...] = ("logit", "symbols")
 DEFAULT_DECODER: dict[str, str] = {"logit": "tanh", "symbols": "sigmoid"}
 
-# Added to every class's share, so that a class without any has a finite logarithm, as Verma & Swami do.
+# Added to every class's correlation, so that a share of zero has a finite logarithm, as Verma & Swami do.
 SHARE_FLOOR = 1e-6
 
 
 def check_member_output(code: CodeMatrix, member_output: str) -> None:
-    """Raises InputError unless members with that output can answer the tasks of this code."""
+    """Raises InputError unless members with that output can learn the tasks of this code."""
     check_choice("member_output", member_output, MEMBER_OUTPUTS)
     if member_output == "logit" and code.arity != 2:
         raise InputError(
@@ -38,7 +38,7 @@ class Decoder(nn.Module):
     terms whose small differences decide.
 
     Args:
-        code: whose codewords are compared with the members.
+        code: its codewords are compared with the members' logits.
         member_output: "logit" for member logits (batch, member), "symbols" for (batch, member, symbol).
     """
 
@@ -56,7 +56,7 @@ class Decoder(nn.Module):
             )
         self.member_output = member_output
         self.shape = (code.code_length,) if member_output == "logit" else (code.code_length, code.arity)
-        # (class, member * symbol) in signs, and the same with 0 for -1; rebuilt from the code, so not saved.
+        # (class, member * symbol) codewords as -1 and +1, then as 0 and 1; rebuilt from the code, so not saved.
         table = code.signed if member_output == "logit" else 2 * code.one_hot - 1
         signs = torch.from_numpy(table.reshape(code.num_classes, -1).astype(np.float32))
         self.register_buffer("signs", signs, persistent=False)
@@ -76,7 +76,7 @@ class Decoder(nn.Module):
         return self.scores(logits)
 
     def scores(self, member_logits: Tensor) -> Tensor:
-        """(batch, class) scores of checked member logits; what a decoder defines."""
+        """(batch, class) scores of member logits whose shape has been checked; every decoder defines this."""
         raise NotImplementedError
 
 
@@ -96,8 +96,8 @@ class TanhDecoder(Decoder):
 class LinearDecoder(Decoder):
     """Correlation of the logits themselves with each codeword: nothing saturates.
 
-    For symbols members, each member's mean over its symbols is subtracted first, so a common level of its
-    logits changes nothing.
+    For members with "symbols" output, each member's mean over its symbols is subtracted first, so that adding a
+    constant to its logits changes nothing.
     """
 
     accepts = ("logit", "symbols")
@@ -109,12 +109,12 @@ class LinearDecoder(Decoder):
 
 
 class SigmoidDecoder(Decoder):
-    """Sum over members of sigmoid(z) - 1/2 at the symbol that each class writes, from -N/2 to N/2.
+    """Sum over members of sigmoid(z) - 1/2 at the symbol in the codeword of each class, from -N/2 to N/2.
 
-    The scores depend on the common level of a member's logits, although its answer does not, and a hinge on differences
-    leaves that level free. At a high level every sigmoid is close to 1, and classes differ by less than float32 can
-    tell apart near N. Therefore 1/2 is subtracted, and the sum is taken in float64 and rounded once: a CPU, a GPU and
-    the same model in float64 then agree on the best class.
+    The scores change if a constant is added to all logits of a member, although the member's answer does not, and a
+    hinge on differences of logits (`symbol_hinge`) leaves this constant free. If it is large, every sigmoid is close to
+    1, and sums near N differ by less than float32 resolves. Therefore 1/2 is subtracted, and the sum is computed in
+    float64 and rounded once. A CPU, a GPU and the same model in float64 then agree on the best class.
 
     Departs: the appendix prints M nu(z) with an M of the wrong size; as in the authors' program, M is expanded one-hot.
         Their scores are ours plus N/2.
@@ -132,8 +132,8 @@ class SigmoidDecoder(Decoder):
 class SoftmaxDecoder(Decoder):
     """Expected number of symbols that agree with each codeword, from 0 to N.
 
-    Departs: replaces the logistic function by a softmax over each member's symbols, so a common level changes
-        nothing.
+    Departs: replaces the logistic function by a softmax over each member's symbols, so that adding a constant to a
+        member's logits changes nothing.
     """
 
     accepts = ("symbols",)
@@ -145,7 +145,7 @@ class SoftmaxDecoder(Decoder):
 class BinaryTanhDecoder(Decoder):
     """Correlation of tanh(z) with the codewords expanded to one sign per symbol, from -qN to qN.
 
-    The main text's binary decoder read for q-ary members: the code becomes M x qN by one-hot expansion.
+    It is the main text's binary decoder applied to q-ary members: one-hot expansion makes the code M x qN.
     """
 
     accepts = ("symbols",)
@@ -157,8 +157,8 @@ class BinaryTanhDecoder(Decoder):
 class ShareDecoder(Decoder):
     """Logarithm of each class's share of the positive correlations of tanh(z): Verma & Swami's p_nu.
 
-    p_k is proportional to max(m_k . tanh(z), 0) + 1e-6, the floor being their program's. A class whose
-    correlation is negative has an exactly zero gradient.
+    p_k is proportional to max(m_k . tanh(z), 0) + 1e-6; the constant is that of their program. Negative correlations
+    pass on exactly no gradient.
 
     Departs: the printed denominator does not sum over classes; a probability must.
     """
@@ -171,20 +171,20 @@ class ShareDecoder(Decoder):
 
 
 class HammingDecoder(Decoder):
-    """How many of the members' hard symbols agree with each codeword, 0 to N; the gradient is zero.
+    """Number of members whose hard decision agrees with each codeword, 0 to N; the gradient is zero.
 
-    A logit above zero is symbol 1; the largest of several is the symbol (the first, if tied).
+    A single logit above zero means symbol 1. Of several logits the largest gives the symbol (the first, if tied).
     """
 
     accepts = ("logit", "symbols")
 
     def scores(self, member_logits: Tensor) -> Tensor:
-        # Through sign the scores keep a (zero) gradient, so that an attack finds nothing rather than fails.
+        # sign keeps the scores differentiable, with gradient zero: an attack then finds nothing instead of failing.
         sign = torch.sign(member_logits)
         if self.member_output == "logit":
             bits = torch.sign(sign - 0.5)
             return (_correlate(bits, self.signs) + self.shape[0]) / 2
-        # Not by scatter: an exported graph of that is for as many images as it was made with.
+        # Not by scatter, with which an exported graph would be fixed to one batch size.
         symbols = torch.arange(member_logits.shape[-1], device=member_logits.device)
         answer = (member_logits.argmax(dim=-1, keepdim=True) == symbols).to(member_logits.dtype)
         return _correlate(answer + 0 * sign, self.one_hot)
@@ -202,12 +202,12 @@ DECODERS: dict[str, type[Decoder]] = {
 
 
 def decoders_for(member_output: str) -> tuple[str, ...]:
-    """Names of the decoders that read members of that kind."""
+    """Names of the decoders for members with that output."""
     return tuple(name for name, decoder in DECODERS.items() if member_output in decoder.accepts)
 
 
 def make_decoder(code: CodeMatrix, member_output: str, name: str | None = None) -> Decoder:
-    """The decoder of that name; None takes the paper's, tanh for logit and sigmoid for symbols members."""
+    """The decoder of that name; None takes the paper's: "tanh" for logits, "sigmoid" for symbols."""
     check_member_output(code, member_output)
     name = DEFAULT_DECODER[member_output] if name is None else name
     check_choice("decoder", name, DECODERS)

@@ -1,9 +1,9 @@
-"""What can go wrong through no fault of ours: one sentence each, shown as it is by the command line."""
+"""Errors that are no bugs of ours. The command line shows their message, one sentence, and no traceback."""
 
 
 class InputError(ValueError):
-    """Something the caller gave cannot be used; the message says what was expected, what came, what to do."""
+    """Something that the caller gave cannot be used. The message says what was expected, what came, what to do."""
 
 
 class DiskError(OSError):
-    """The disk or the system failed: full, unreadable, a folder moved away; the message says what is kept."""
+    """The disk or the system failed: it is full or unreadable, or a folder has moved. The message says what is kept."""

@@ -1,18 +1,18 @@
-"""Experiments as data: one TOML file per table or figure of the paper, each a list of specs with what varies.
+"""Experiments as data: one TOML file per table or figure of the paper. It lists specs, called arms.
 
     title = "White-box attacks on CIFAR-10"
     paper = "tab:adv_cifar10"                # the paper's label
-    rows = ["clean", "pgd", "cw"]            # what the table prints: names of attacks, and "clean"
+    rows = ["clean", "pgd", "cw"]            # rows of the table: names of attacks, and "clean"
 
     [spec]                                   # a `Spec` that all arms share
-    [audited]                                # row -> "audit", or the attacks (those that an arm makes) whose worst case
-                                             # is printed beside it
+    [audited]                                # row -> "audit", or the attacks whose worst case is printed beside it;
+                                             # attacks that an arm does not make are left out
     [[arms]]                                 # name, title, seeds, paper = { row = per cent, parameters = count }
-    [arms.spec]                              # what the arm changes, table by table
+    [arms.spec]                              # the arm's changes to the shared spec, table by table
 
-The `source` of an attack is another arm, on whose network it is crafted, with that arm's first seed.
+The `source` of an attack names another arm. The attack is made on the network of that arm's first seed.
 
-Files that come with the package are known by their names (`experiments`).
+The files in the package can be loaded by their names, which `experiments` lists.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from ecnn.evaluation.records import check_names
 from ecnn.models import find_kind
 from ecnn.spec import Spec, make_attack
 
-# What entries of a file must be, where they are given.
+# Types of the entries of a file; every entry may be missing.
 _TEXT_KINDS: dict[str, Any] = dict.fromkeys(("name", "title", "note"), str | None)
 _ARM_KINDS = {**_TEXT_KINDS, "spec": dict | None, "seeds": list[int] | None, "paper": dict[str, float] | None}
 _EXPERIMENT_KINDS = {
@@ -56,10 +56,10 @@ _EXPERIMENT_KINDS = {
 }
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9 _.,+=@-]*")
-_LONGEST_NAME = 100  # as those of attacks; file systems take 255 bytes
+_LONGEST_NAME = 100  # as for names of attacks; file systems allow 255 bytes
 CLEAN, AUDIT, PARAMETERS = "clean", "audit", "parameters"
-#: What `quick_form` makes of every spec: digits; networks of these sizes, where they have such options; one epoch;
-#: attacks on so few images, with no more than these steps; an audit of as few images.
+#: What `quick_form` changes in every spec: the dataset; sizes of the network, for options that it has; training; upper
+#: limits for options of attacks; the audit.
 _QUICK_DATA = {"name": "digits", "test_limit": 4}
 _QUICK_MODEL: dict[str, Any] = {"depth": 8, "width": 4, "filters": [4, 4, 4], "bit_filters": 2, "hidden": 8}
 _QUICK_TRAIN: dict[str, Any] = {"epochs": 1, "batch_size": 128}
@@ -79,11 +79,11 @@ class Arm:
     """One column of a table: a spec, run once per seed.
 
     Attributes:
-        name: of its folder.
-        title: as the table prints it.
+        name: of the arm, and of its folder.
+        title: head of its column in the table.
         spec: what is trained and attacked; its seed is replaced by each of `seeds`.
-        seeds: of training, and of a code that is designed.
-        paper: the paper's values by row in per cent, and the number of parameters.
+        seeds: one run each. A seed decides training, and the code if one is designed without a seed of its own.
+        paper: the paper's values: per cent by row, and the number of parameters under "parameters".
         note: what the reader must know, such as a shortened schedule.
     """
 
@@ -101,19 +101,19 @@ class Arm:
 
 @dataclass(frozen=True, kw_only=True)
 class Experiment:
-    """A table or figure of the paper, as what has to be run for it.
+    """The runs behind one table or figure of the paper.
 
     Attributes:
-        name: of its folder.
+        name: of the experiment, and of its folder.
         title: of the table.
-        paper: the paper's label.
-        rows: what the table prints, in order: "clean" and names of attacks.
-        audited: row -> names of attacks whose worst case is the audited value; ("audit",) for the audit's. An arm that
-            does not make one of them goes without it.
-        arms: columns.
-        note: what the reader must know of all of them.
-        file: name of the file that it came from, which sentences quote; empty if there is none.
-        remarks: paragraphs on what the numbers say, such as why they differ from the paper's.
+        paper: the paper's LaTeX label.
+        rows: rows of the table, in order: "clean" and names of attacks.
+        audited: for some rows, the attacks whose worst case is printed as audited value beside the row's own; or
+            ("audit",) for the audited accuracy. In each arm, attacks that the arm does not make are left out.
+        arms: columns of the table.
+        note: what the reader must know about all arms.
+        file: name of the file that it came from, for error messages; empty if there is none.
+        remarks: paragraphs that discuss the numbers, such as why they differ from the paper's.
     """
 
     name: str
@@ -185,7 +185,7 @@ class Experiment:
             check_choice(f"{owner}: a row with a value", row, known)
 
     def audited_by(self, row: str, arm: Arm) -> tuple[str, ...]:
-        """What the audited value of a row is made of in this arm."""
+        """The attacks (or "audit") from which the audited value of a row is computed in this arm."""
         return tuple(name for name in self.audited.get(row, ()) if name == AUDIT or name in arm.spec.attacks)
 
     def arm(self, name: str) -> Arm:
@@ -204,7 +204,7 @@ def experiments() -> tuple[str, ...]:
 
 
 def load_experiment(source: str) -> Experiment:
-    """An experiment by its name or from a TOML file; whatever is wrong with it is an InputError."""
+    """An experiment of the package by its name, or one from a TOML file. Raises InputError if anything is wrong."""
     path = Path(source)
     if source in experiments():
         path = Path(str(resources.files("ecnn") / "experiments" / f"{source}.toml"))
@@ -252,9 +252,10 @@ def _arm(shared: Mapping[str, Any], table: Mapping[str, Any]) -> Arm:
 
 
 def quick_form(experiment: Experiment) -> Experiment:
-    """The same arms, attacks and audits on digits, so small that a CPU runs them in minutes: whether all of it works.
+    """A small form of the experiment, to test that all of it works: it runs on a CPU in minutes.
 
-    Its numbers mean nothing. Codes are a third as long, each arm has one seed, and the name says that it is quick.
+    It has the same arms, attacks and audits, on digits. Its numbers mean nothing. Codes are a third as long, but have
+    at least 6 tasks; each arm has one seed; the name ends in "-quick".
     """
     arms = [
         dataclasses.replace(arm, spec=_quick_spec(arm.spec), seeds=arm.seeds[:1], paper={})
@@ -297,7 +298,7 @@ def _shortened(table: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def merge(shared: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
-    """The shared tables with an arm's own entries: `false` takes a table away, and a [code] is replaced as a whole."""
+    """The shared tables with an arm's own entries merged in. `false` removes a table; [code] is replaced as a whole."""
     result = dict(shared)
     for name, value in own.items():
         both = isinstance(value, Mapping) and isinstance(result.get(name), Mapping)

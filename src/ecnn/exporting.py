@@ -1,4 +1,4 @@
-"""A trained model as a file that other programs run: ONNX or torch.export, checked, with a card for people."""
+"""Export of a trained model for other programs: an ONNX or torch.export file, checked, with a model card."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ from ecnn.errors import InputError
 from ecnn.objectives import codeword_distances
 from ecnn.predicting import Classifier, ask_model, load_classifier
 
-#: Formats by the end of the file's name.
+#: Formats by the suffix of the file.
 FORMATS = {".onnx": "onnx", ".pt2": "torchexport"}
-#: Largest difference from the model that a file may have, as a share of the largest score (or 1).
+#: Largest allowed difference between the outputs of file and model, as a share of the largest output (or of 1).
 TOLERANCE = 1e-5
-#: Random images that the two are compared on.
+#: Number of random images on which file and model are compared.
 COMPARED = 5
 _OPSET = 17
 _CLASSES, _MADE_BY = "classes.json", "Made by ecnn "
@@ -43,12 +43,14 @@ _CLASSES, _MADE_BY = "classes.json", "Made by ecnn "
 
 @dataclass(frozen=True)
 class Exported:
-    """A file or folder that was written, and how far its answers are from the model's.
+    """A file or folder that was written, and how much its outputs differ from the model's.
 
     Attributes:
-        card: the Markdown file beside it, or in it.
-        difference: largest one on random images, as a share of the largest score (or 1); None where it was not
-            measured, because nothing here can run the file or it holds the model's own weights.
+        path: the file or folder.
+        card: the model card in Markdown, beside the file or in the folder.
+        format: name of the format.
+        difference: largest difference of the outputs on random images, as a share of the largest one (or of 1). None
+            if it was not measured: onnxruntime is not installed, or a folder was written with the weights as they are.
     """
 
     path: Path
@@ -58,7 +60,7 @@ class Exported:
 
 
 class _Deployed(nn.Module):
-    """What the file answers: scores and, of a model with a code, the distance to the nearest codeword."""
+    """The network that is exported: it returns (scores,), with a code (scores, distance to the nearest codeword)."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -76,14 +78,16 @@ class _Deployed(nn.Module):
 def export_model(
     source: str | os.PathLike[str], out: str | os.PathLike[str], *, format: str | None = None
 ) -> Exported:
-    """Writes the model of a run folder, or a shipped one, as a file for other programs, and a card beside it.
+    """Writes the model of a run folder, or a shipped one, as a file for other programs, and a model card beside it.
 
-    The file takes float32 pixels in [0, 1] of one or more images and answers as the model does; it is compared with
-    the model before it is written. The names of the classes are in it.
+    The file takes float32 pixels in [0, 1] of one or more images and gives the model's scores. It is compared with the
+    model before it is written (an ONNX file only if onnxruntime is installed). It holds the names of the classes too.
 
     Args:
-        out: the file; the card is called the same with .md at the end. Only an export of before is replaced.
-        format: "onnx" (needs the package onnx) or "torchexport"; None for what the file's ending .onnx or .pt2 says.
+        source: a run folder, or the name of a shipped model.
+        out: the file; the card has the same name with .md at the end. Existing files are only replaced if they are an
+            earlier export.
+        format: "onnx" (needs the package onnx) or "torchexport"; None to decide by the suffix, .onnx or .pt2.
     """
     path = Path(out)
     if format is None:
@@ -96,13 +100,14 @@ def export_model(
     content, difference = (_onnx_file if format == "onnx" else _program_file)(load_classifier(source))
     exported = Exported(path, card, format, difference)
     text = _card(source, exported, hashlib.sha256(content).hexdigest())
-    # The card comes first: by it the file is known as an export. A name that is not UTF-8 gets question marks there.
+    # The card is written first, because only with a card is a file recognised as an export. In the card question marks
+    # replace what is not UTF-8, such as in the name of the file.
     files.write_together({card: text.encode(errors="replace"), path: content})
     return exported
 
 
 def _check_targets(path: Path, card: Path) -> None:
-    """Raises InputError unless both files can be written, and replace nothing but an export of before."""
+    """Raises InputError unless both files can be written and replace nothing but an earlier export."""
     for target in (path, card):
         files.check_writable(target)
     is_ours = files.exists(card) and _MADE_BY.encode() in files.read_bytes(card)
@@ -114,7 +119,7 @@ def _check_targets(path: Path, card: Path) -> None:
 
 
 def _onnx_file(classifier: Classifier) -> tuple[bytes, float | None]:
-    """What the file is to hold, and how far its answers are from the model's, if onnxruntime is there to ask it."""
+    """Content of the ONNX file, and its largest difference from the model; None if onnxruntime is not installed."""
     onnx = _needed("onnx")
     names = ["scores", "distance"][: 1 + has_code(classifier.model)]
     written = io.BytesIO()
@@ -125,7 +130,7 @@ def _onnx_file(classifier: Classifier) -> tuple[bytes, float | None]:
         "dynamic_axes": {name: {0: "batch"} for name in ("images", *names)},
         "opset_version": _OPSET,
     }
-    if "dynamo" in inspect.signature(torch.onnx.export).parameters:  # the other way needs more packages
+    if "dynamo" in inspect.signature(torch.onnx.export).parameters:  # the newer exporter needs more packages
         options["dynamo"] = False
     deployed = _Deployed(classifier.model).eval()
     with _refusing("onnx"):
@@ -151,14 +156,14 @@ def _onnx_file(classifier: Classifier) -> tuple[bytes, float | None]:
 
 
 def _program_file(classifier: Classifier) -> tuple[bytes, float]:
-    """The same of torch.export's format."""
+    """Content of the torch.export file, and its largest difference from the model."""
     shapes = ({0: torch.export.Dim("batch", min=1)},)
     deployed = _Deployed(classifier.model).eval()
     with _refusing("torchexport"), torch.no_grad():
         program = torch.export.export(deployed, (_images(classifier, 2),), dynamic_shapes=shapes)
-    written = io.BytesIO()  # torch ends the process when a disk is full
+    written = io.BytesIO()  # not a file, because torch ends the process when a disk is full
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of weights that share memory
+        warnings.simplefilter("ignore")  # warnings about weights that share memory
         torch.export.save(program, written, extra_files=_facts(classifier))
     content = written.getvalue()
     return content, _compare(classifier, torch.export.load(io.BytesIO(content)).module())
@@ -166,12 +171,12 @@ def _program_file(classifier: Classifier) -> tuple[bytes, float]:
 
 @contextlib.contextmanager
 def _refusing(format: str) -> Iterator[None]:
-    """Makes one sentence of whatever an exporter says of a model that its format cannot hold."""
-    # It prints pages of the graph that it stumbled over, whatever the settings of its log say.
+    """Turns every error of an exporter inside into an InputError: the format cannot hold this model."""
+    # When torch's exporter fails it prints pages of the graph, whatever the log level.
     quiet = mock.patch.object(torch._C, "_jit_onnx_log", create=True)
     try:
         with quiet, warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that this way is the older one, and that shapes are looked at
+            warnings.simplefilter("ignore")  # on the age of this exporter and on models that read shapes
             yield
     except Exception as error:  # exporters raise many kinds
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
@@ -181,9 +186,9 @@ def _refusing(format: str) -> Iterator[None]:
 
 
 def _compare(classifier: Classifier, answer: Any) -> float:
-    """The largest difference of the file's answers from the model's; raises if it is too large."""
+    """Largest relative difference of the file's outputs from the model's; RuntimeError if above `TOLERANCE`."""
     images, largest = _images(classifier, COMPARED), 0.0
-    for batch in (images, images[:1]):  # other numbers of images than the file was made with
+    for batch in (images, images[:1]):  # not the batch size that the file was made with
         with torch.no_grad():
             expected, came = _Deployed(classifier.model).eval()(batch), answer(batch)
         for one, other in zip(expected, came, strict=True):
@@ -204,7 +209,7 @@ def _images(classifier: Classifier, count: int) -> Tensor:
 
 
 def _facts(classifier: Classifier) -> dict[str, str]:
-    """What travels in the file."""
+    """Metadata stored in the file: class names, form of the input, version of ecnn."""
     form = {"channels": classifier.in_channels, "size": classifier.image_size, "range": [0, 1]}
     return {
         _CLASSES: json.dumps(_score_names(classifier)),
@@ -224,7 +229,7 @@ def _needed(package: str) -> Any:
 
 
 def _card(source: str | os.PathLike[str], exported: Exported, digest: str) -> str:
-    """Markdown for people: what the model is, what is known of it, and how to use the file of that SHA-256."""
+    """The model card in Markdown: the model, its known accuracy, how to use the file, and the file's SHA-256."""
     classifier = load_classifier(source)
     parity = "not compared with the model: onnxruntime is not installed"
     if exported.difference is not None:
@@ -255,7 +260,7 @@ def _card(source: str | os.PathLike[str], exported: Exported, digest: str) -> st
 
 
 def about_lines(source: str | os.PathLike[str], title: str) -> list[str]:
-    """The beginning of a card: what the model is, and what is known of it."""
+    """The beginning of a card: what the model is, and its known accuracy, clean and audited."""
     folder, spec, classifier = runs.run_folder(source), runs.read_spec(source), load_classifier(source)
     facts = runs.describe_run(folder)
     parameters = sum(parameter.numel() for parameter in classifier.model.parameters())
@@ -278,7 +283,7 @@ def about_lines(source: str | os.PathLike[str], title: str) -> list[str]:
 
 
 def input_lines(classifier: Classifier) -> list[str]:
-    """Of a card: what goes into the model, and the scores that come out."""
+    """Lines of a card on the model's input and on the scores that it returns."""
     height, width = classifier.image_size
     return [
         f"- Input `images`: float32 (batch, {classifier.in_channels}, {height}, {width}), "
@@ -289,7 +294,7 @@ def input_lines(classifier: Classifier) -> list[str]:
 
 
 def class_lines(classifier: Classifier) -> list[str]:
-    """The end of a card: the classes, and what it was made by."""
+    """The end of a card: the classes, and the versions of ecnn and torch that made it."""
     return [
         "## Classes",
         "",
@@ -325,7 +330,7 @@ _DETECTS = (
 
 
 def _score_names(classifier: Classifier) -> list[str]:
-    """What each score is of; some models have codewords of no class."""
+    """The class name of each score; scores of codewords that belong to no class are named "none (codeword ...)"."""
     images = torch.zeros(1, classifier.in_channels, *classifier.image_size)
     return [
         classifier.class_name(label) for label in range(ask_model(classifier.model, images).scores.shape[1])
@@ -345,9 +350,9 @@ def _as_markdown(text: str) -> str:
 
 
 def _accuracy(folder: Path) -> list[str]:
-    if files.exists(folder / "card.md"):  # a shipped model says more of itself
+    if files.exists(folder / "card.md"):  # the card of a shipped model has more figures
         card = files.read_bytes(folder / "card.md").decode().splitlines()
-        return [line for line in card if line[:2] in ("- ", "  ")]  # the second goes on with the first
+        return [line for line in card if line[:2] in ("- ", "  ")]  # items and their continuation lines
     if not files.exists(folder / runs.RESULTS):
         return ["- Its accuracy is not known."]
     found = runs.read_results(folder)

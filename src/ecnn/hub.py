@@ -1,4 +1,4 @@
-"""Models for other collections: the Hugging Face hub's folder layout, and an entry in RobustBench's manner."""
+"""Export to other collections of models: folders for the Hugging Face hub, and entries like RobustBench's."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ _HEADER = "---\nlibrary_name: ecnn\npipeline_tag: image-classification\ntags:\n-
 
 
 class _WithoutHub:
-    """What stands in for huggingface_hub's mixin where that is not installed: folders, but no names."""
+    """Replaces huggingface_hub's mixin where that is not installed: folders can be loaded, names on the hub cannot."""
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: str) -> Any:
@@ -80,16 +80,17 @@ def _mixin() -> Any:
 
 
 class PretrainedModel(nn.Module, _mixin()):  # type: ignore[misc]
-    """A trained model with the names of its classes, saved, loaded and shared as Hugging Face's tools do it.
+    """A trained model with the names of its classes, saved, loaded and shared by Hugging Face's methods.
 
     `from_run(RUN)` makes one, `save_pretrained(folder)` writes it, `from_pretrained(folder)` reads it. With the package
     huggingface_hub, `push_to_hub("name/model")` sends it and `from_pretrained("name/model")` fetches it. The files are
     config.json, model.safetensors and README.md; none of them can run code.
 
     Args:
-        model: from pixels (batch, channel, height, width) in [0, 1] to scores, of a kind that has a name here.
+        model: from pixels (batch, channel, height, width) in [0, 1] to scores. Only kinds in `ecnn.models.MODELS` can
+            be saved.
         class_names, in_channels, image_size: as in `Classifier`.
-        card: Markdown for people, which becomes README.md.
+        card: the model card in Markdown, which becomes README.md.
         facts: best_epoch and best_accuracy of its training, if known.
     """
 
@@ -138,10 +139,11 @@ class PretrainedModel(nn.Module, _mixin()):  # type: ignore[misc]
         """Writes config.json, README.md and model.safetensors: all of them, or none.
 
         Args:
-            push_to_hub: sends it too, as `repo_id` or by the folder's name.
+            push_to_hub: also send it to the hub.
+            repo_id: its name there; None for the folder's name.
             options: of `push_to_hub`.
         """
-        # Not by huggingface_hub's method, which removes config.json before anything else is written.
+        # Not by huggingface_hub's method, which removes config.json before it writes anything.
         self._save(Path(save_directory), {})
         if push_to_hub:
             return super().push_to_hub(repo_id or Path(save_directory).resolve().name, **options)
@@ -149,7 +151,7 @@ class PretrainedModel(nn.Module, _mixin()):  # type: ignore[misc]
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: str | os.PathLike[str], **options: Any) -> Self:
-        """The model in a folder or, with the package huggingface_hub, the one of that name.
+        """The model in a folder or, with the package huggingface_hub, the model of that name on the hub.
 
         Args:
             options: of huggingface_hub's method of this name, such as revision= and token=.
@@ -169,7 +171,7 @@ class PretrainedModel(nn.Module, _mixin()):  # type: ignore[misc]
         return made
 
     def _save(self, folder: Path, texts: Mapping[str, str]) -> None:
-        """Writes the files, and these texts by their names; InputError unless they would give the same model again."""
+        """Writes the model's files and these texts by file name. InputError unless the files restore the same model."""
         names = (CONFIG, CARD, *texts, BEST)
         files.check_replaceable(folder, CONFIG, CONFIG_FORMAT, names)
         for name in names:
@@ -193,7 +195,7 @@ class PretrainedModel(nn.Module, _mixin()):  # type: ignore[misc]
         """Raises InputError if somebody has changed the card that would be replaced."""
         if not files.exists(folder / CARD):
             return
-        written = files.read_json(folder / CONFIG).get(_CARD_SUM)  # those of before do not say
+        written = files.read_json(folder / CONFIG).get(_CARD_SUM)  # older exports lack it
         if written is not None and files.file_sum(folder / CARD) not in (written, _sum_of(self.card)):
             raise InputError(
                 f"{folder / CARD} was changed after it had been exported, and would be replaced: move it away, or "
@@ -201,7 +203,7 @@ class PretrainedModel(nn.Module, _mixin()):  # type: ignore[misc]
             )
 
     def _describe(self) -> dict[str, Any]:
-        """What config.json says of the model; InputError unless it, with the weights, gives the same again."""
+        """The description of the model in config.json. InputError unless it and the weights restore the model."""
         form = (self.in_channels, *self.image_size)
         described = describe_model(self.model, len(self.class_names), form)
         if described is None:
@@ -232,7 +234,7 @@ class PretrainedModel(nn.Module, _mixin()):  # type: ignore[misc]
 
 
 def _fetch(name: str, options: dict[str, Any]) -> Path:
-    """The folder that huggingface_hub fetches the files of that name into."""
+    """Downloads the files of that name from the hub; returns the folder that they lie in."""
     known = ("revision", "cache_dir", "force_download", "local_files_only", "token")
     chosen = {key: options[key] for key in known if key in options}
     hub: Any = importlib.import_module("huggingface_hub")
@@ -266,9 +268,9 @@ def export_folder(source: str | os.PathLike[str], out: str | os.PathLike[str], *
 
     Args:
         out: the folder.
-        format: "huggingface", as `PretrainedModel.save_pretrained`; or "robustbench", the same and two files that are
-            called as the folder: a module whose `load_model()` returns the network, and a model_info JSON with the
-            threat model, the accuracy and what the run's audit left of it.
+        format: "huggingface" for the files of `PretrainedModel.save_pretrained`. "robustbench" adds two files named
+            after the folder: a module whose `load_model()` returns the network, and a model_info JSON with the threat
+            model, the clean accuracy and the audited accuracy. It needs an audit in the run folder.
     """
     check_choice("format", format, FOLDERS)
     folder, texts = Path(out), {}
@@ -281,14 +283,14 @@ def export_folder(source: str | os.PathLike[str], out: str | os.PathLike[str], *
 
 
 def _module_name(folder: Path) -> str:
-    """What the module of an entry is called: as the folder, unless that is no name for one, or another's."""
+    """The folder's name as a module name, with "model_" before it if it is invalid or the name of another module."""
     name = re.sub(r"\W", "_", folder.resolve().name)
     taken = {"ecnn", *keyword.kwlist, *sys.stdlib_module_names, *packages_distributions()}
     return name if name.isidentifier() and name not in taken else f"model_{name}"
 
 
 def _filled_in(path: Path) -> dict[str, Any]:
-    """What people have written into an entry: it stays when that is exported again."""
+    """The entries that people have filled in by hand; they are kept when the model is exported again."""
     try:
         info = files.read_json(path)
     except InputError:
@@ -319,9 +321,9 @@ def _module(source: str | os.PathLike[str], name: str) -> str:
 
 
 def _model_info(source: str | os.PathLike[str], name: str) -> dict[str, Any]:
-    """The entries of RobustBench's model_info files, and what our audit says besides.
+    """The entries of a model_info file of RobustBench, and further ones on the audit.
 
-    "external" is there the accuracy under the strongest known attack: the audited one.
+    RobustBench calls the accuracy under the strongest known attack "external". Here it is the audited accuracy.
     """
     folder = runs.run_folder(source)
     found = find_audit(folder, load_classifier(source).model)
@@ -356,7 +358,7 @@ def _model_info(source: str | os.PathLike[str], name: str) -> dict[str, Any]:
 
 
 def _what(source: str | os.PathLike[str]) -> str:
-    """The network in a few words."""
+    """The network in a few words: kind, number of members and of parameters."""
     model: Any = load_classifier(source).model
     kind, code = runs.read_spec(source).model.get("kind", "ecnn"), getattr(model, "code", None)
     members = "" if code is None else f", {code.code_length} members"

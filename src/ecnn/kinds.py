@@ -1,6 +1,6 @@
-"""What a kind of model says of itself: how it is built, what trains it, and what its authors chose by dataset.
+"""`ModelKind`: how a kind of model is built, which objectives train it, and its published settings by dataset.
 
-Each kind has one entry, in the file of its model; `ecnn.models` lists them.
+Each kind is defined in the file of its model; `ecnn.models` lists them.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from ecnn.recipes import Recipe
 
 @dataclass(frozen=True, kw_only=True)
 class Published:
-    """What suits a kind of model on images of one sort.
+    """Settings that suit a kind of model on images of one sort.
 
     Attributes:
-        recipe: name of the recipe; None for the one that suits most models there.
-        options: of the model.
-        settings: of the kind's own objective.
+        recipe: name of the recipe; None for "small" on digits and "paper" elsewhere.
+        options: options of the model.
+        settings: options of the kind's own objective.
     """
 
     recipe: str | None = None
@@ -40,14 +40,14 @@ class ModelKind:
     """One kind of model: what is needed to build and train it by name.
 
     Attributes:
-        name: as a spec names it.
+        name: its name in a spec.
         model: (num_classes, in_channels, mean=, **options) -> module, usually the class; with `needs_code` its first
             argument is the code.
         objectives: names of the objectives that can train it, its own first.
-        needs_code: whether it is made for one code.
+        needs_code: whether it is built from a code.
         own_objectives: objectives that it brings, by name.
         own_recipes: recipes that it brings, by name.
-        published: by sort of images, see `sort_of_images`.
+        published: settings by sort of images, see `sort_of_images`.
         more_options: names of options beside the keyword arguments of `model`.
     """
 
@@ -90,7 +90,7 @@ class ModelKind:
         check_options(f"the model {self.name!r}", options, self.options)
 
     def suited_to(self, in_channels: int, image_size: tuple[int, int]) -> Published:
-        """What suits it on images of that form; the recipe is always named."""
+        """The settings that suit it on images of that form; their recipe is never None."""
         sort = sort_of_images(in_channels, image_size)
         found = self.published.get(sort, Published())
         return Published(
@@ -101,7 +101,7 @@ class ModelKind:
 
 
 def options_of(model: Callable[..., nn.Module]) -> tuple[str, ...]:
-    """Names of a model's keyword arguments that a spec may set: what TOML can write, so not the mean."""
+    """Names of the keyword-only arguments that a spec may set; `mean` and `threshold` are kept with the weights."""
     parameters = inspect.signature(model).parameters.values()
     return tuple(
         entry.name
@@ -111,7 +111,7 @@ def options_of(model: Callable[..., nn.Module]) -> tuple[str, ...]:
 
 
 def sort_of_images(in_channels: int, image_size: tuple[int, int]) -> str:
-    """Whose published settings suit these images: "digits" below 20 pixels, else "mnist" if grey, else "cifar10"."""
+    """Name of the settings that suit these images: "digits" below 20 pixels, else "mnist" if grey, else "cifar10"."""
     if image_size[0] < 20:
         return "digits"
     return "mnist" if in_channels == 1 else "cifar10"

@@ -46,17 +46,17 @@ class MemberDense(nn.Module):
 
 
 class Branches(nn.Module):
-    """Every member's own layers: trunk maps to features (batch, member, out_features).
+    """The layers that each member has for itself: trunk maps to features (batch, member, out_features).
 
-    All members usually read the same maps, so their first convolutions are one convolution with `num_members`
-    times as many outputs, and what follows is grouped or one einsum.
+    Usually all members read the same maps. Then their first convolutions are computed as one, with `num_members` times
+    as many outputs. Later layers are grouped convolutions or one einsum.
 
     Args:
         kind: "conv", a 3x3 convolution to `width` channels, or "residual", a residual unit; then activation,
             average over the image, and a dense layer with activation. "linear" only averages.
-        unit: (in_channels, out_channels, stride) of the residual unit; in_channels are the trunk's, of one
-            copy.
-        shared_input: whether all members read the same maps, else the maps of their own trunks side by side.
+        unit: (in_channels, out_channels, stride) of the residual unit; in_channels is what one trunk returns.
+        shared_input: whether all members read the same maps; else each reads its own trunk's, side by side in the
+            channel axis.
     """
 
     def __init__(
@@ -119,34 +119,34 @@ class Branches(nn.Module):
 
 
 class ECNN(nn.Module):
-    """Error-correcting network: pixels in [0, 1] to class scores (batch, class), through one member per task.
+    """Error-correcting network: pixels in [0, 1] to class scores (batch, class), with one member per task.
 
     The defaults are the network that the paper's parameter counts come from: ResNet-20's stem and first 8
     units as trunk, no batch norm, one head for all members. Weights are drawn from torch's global generator.
 
     Args:
-        code: which symbol each class writes in each task.
+        code: the codeword of each class.
         in_channels: of the images.
         member_output: "logit", one number per member of a binary code, or "symbols", one per symbol.
         branch: a member's own layers, see `Branches`. "linear" has none: each member is a linear map of the
-            whole ResNet's features, `feature_dim` plays no part.
+            whole ResNet's features, and `feature_dim` is ignored.
         batch_norm: after every convolution but the shortcuts'.
         share_trunk: one trunk for all members, or one each (run as grouped convolutions).
         share_head: one head for all members, or one each; None shares it except for "linear", where members
-            that share both trunk and head would all say the same.
+            that share both trunk and head would all give the same logits.
         width: channels of the first stack, and of a "conv" branch.
         depth: of the ResNet that is cut in two, 6n + 2.
-        trunk: any module from images to maps (batch, channel, h, w) or vectors (batch, channel), in place of
-            the ResNet's, or the name of one (`backbones.make_trunk`); it is run once on zeros, in eval mode, to
-            learn its number of channels.
+        trunk: any module from images to maps (batch, channel, h, w) or vectors (batch, channel), or the name of
+            one (`backbones.make_trunk`), in place of the ResNet's. It is run once on zeros, in eval mode, to
+            find its number of channels.
         feature_dim: length of a member's features.
         activation: a name of `ACTIVATIONS`.
         decoder: a name of `DECODERS`; None takes "tanh" for logit and "sigmoid" for symbols members.
         mean: subtracted from the images: a number, (channel,) or (channel, height, width); saved with the
             weights.
 
-    Departs: tab:func names the residual unit Res_{2,2} as branch; the printed counts, except those of the
-        unshared network, are those of a 3x3 convolution to 16 channels: `branch`.
+    Departs: tab:func names the residual unit Res_{2,2} as branch. The printed parameter counts, except those of the
+        unshared network, are those of a 3x3 convolution to 16 channels, so the default is branch="conv".
     """
 
     code_symbols: Tensor
@@ -191,7 +191,7 @@ class ECNN(nn.Module):
         self.head = _make_head(self.branches.out_features, outputs, None if share_head else code.code_length)
         self._config: dict[str, Any] | None = None
         if trunk is None or isinstance(trunk, str):
-            named = {} if trunk is None else {"trunk": trunk}  # specs of before do not have it
+            named = {} if trunk is None else {"trunk": trunk}  # older specs lack the key
             self._config = {
                 "in_channels": in_channels,
                 "member_output": member_output,
@@ -227,7 +227,10 @@ class ECNN(nn.Module):
 
     @property
     def config(self) -> dict[str, Any]:
-        """Plain JSON values: `ECNN(code, **config)` builds the same network; the mean is with the weights."""
+        """Plain JSON values: `ECNN(code, **config)` builds the same network, without weights and mean.
+
+        Raises InputError if the trunk is a module of your own.
+        """
         if self._config is None:
             raise InputError(
                 "a model with a trunk of your own cannot be described by names: rebuild the trunk yourself "
@@ -236,7 +239,7 @@ class ECNN(nn.Module):
         return dict(self._config)
 
     def features(self, images: Tensor) -> Tensor:
-        """(batch, member, feature_dim) what each member's head reads.
+        """(batch, member, feature_dim) input of each member's head.
 
         Args:
             images: (batch, channel, height, width) in [0, 1]; values are not checked.
@@ -256,11 +259,11 @@ class ECNN(nn.Module):
         return full_precision(logits)
 
     def member_logits(self, images: Tensor) -> Tensor:
-        """What each member thinks of its task: (batch, member), or (batch, member, symbol)."""
+        """Logits of the members for their tasks: (batch, member), or (batch, member, symbol)."""
         return self.apply_head(self.features(images))
 
     def decode(self, member_logits: Tensor) -> Tensor:
-        """(batch, class) scores of member logits; softmax or argmax them."""
+        """(batch, class) scores from member logits; their softmax gives probabilities, their argmax the class."""
         scores: Tensor = self.decoder(member_logits)
         return scores
 
@@ -305,7 +308,7 @@ def _make_head(in_features: int, out_features: int, num_members: int | None) -> 
 
 
 def _trunk_channels(trunk: nn.Module, in_channels: int, mean: Tensor) -> int:
-    """Channels of what the trunk returns, found on zeros; modes, statistics and generators stay."""
+    """Number of channels that the trunk returns, found on zeros; it and torch's random state stay unchanged."""
     if not isinstance(trunk, nn.Module):
         raise InputError(f"trunk must be a torch module, not {type(trunk).__name__}.")
     height, width = (IMAGE_SIZE, IMAGE_SIZE) if mean.shape[1:] == (1, 1) else mean.shape[1:]

@@ -1,4 +1,4 @@
-"""Every model, objective and recipe that has a name, and the functions that make one from its name.
+"""All named models, objectives and recipes, and functions that make one from its name.
 
 A new kind of model is one file with its `KIND` and one line here.
 """
@@ -25,20 +25,20 @@ from ecnn.kinds import ModelKind
 from ecnn.objectives import Objective, make_objective
 from ecnn.recipes import MEMBER_OPTIONS, Recipe
 
-#: How many weights a spec can ask for (1 GiB of them).
+#: Most weights that the model of a spec may have (1 GiB in float32).
 MOST_WEIGHTS = 2**28
 
 _FILES: tuple[Any, ...] = (model, resnet, multiscale, adp, tanh_ensemble, ecoc, specialists, squeezing, empir)
 
 #: Kinds of models.
 MODELS: dict[str, ModelKind] = {file.KIND.name: file.KIND for file in _FILES}
-#: Objectives: those that train any model, or any with a code, and those that a kind brings.
+#: Objectives: those for any model, those for any model with a code, and those of single kinds.
 OBJECTIVES: dict[str, Callable[..., Objective]] = {
     **objectives.OBJECTIVES,
     "trades": trades.TRADESObjective,
     **{name: made for kind in MODELS.values() for name, made in kind.own_objectives.items()},
 }
-#: Recipes, likewise.
+#: Recipes: those for any model, and those of single kinds.
 RECIPES: dict[str, Recipe] = {
     **recipes.RECIPES,
     **{name: recipe for kind in MODELS.values() for name, recipe in kind.own_recipes.items()},
@@ -62,12 +62,15 @@ def build_model(
 ) -> nn.Module:
     """A model by name, with weights drawn from torch's generator; options are its keyword arguments.
 
-    It is first built without memory, so that a size that cannot be meant ends in a sentence.
+    It is first built on torch's meta device, which takes no memory, so that an impossible size is an InputError.
     """
     entry = find_kind(kind)
     entry.check(options)
     made_by: Any = entry.model.__init__ if inspect.isclass(entry.model) else entry.model
-    kinds = {**typing.get_type_hints(made_by), "trunk": str | None}  # a module cannot be named
+    kinds = {
+        **typing.get_type_hints(made_by),
+        "trunk": str | None,
+    }  # a spec holds the name of a trunk, not a module
     check_entries("[model]", options, {name: kinds[name] for name in options if name in kinds})
     for name, value in {"num_classes": num_classes, "in_channels": in_channels, **options}.items():
         if isinstance(value, int) and not isinstance(value, bool):
@@ -79,7 +82,7 @@ def build_model(
             weights = sum(parameter.numel() for parameter in build().parameters())
     except InputError:
         raise
-    # Without memory there is nothing that could go wrong but the options.
+    # On the meta device nothing but the options can be wrong.
     except Exception as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
         raise InputError(f"the model {kind!r} cannot be built so: {reason}.") from error
@@ -92,7 +95,7 @@ def build_model(
 
 
 def describe_model(model: nn.Module, num_classes: int, image_shape: Sequence[int]) -> dict[str, Any] | None:
-    """What `rebuild_model` makes the model of again, as JSON holds it; None for a class or a trunk of one's own.
+    """Plain JSON values from which `rebuild_model` builds the model; None for a class or trunk of the caller's own.
 
     Args:
         image_shape: (channel, height, width).
@@ -101,7 +104,7 @@ def describe_model(model: nn.Module, num_classes: int, image_shape: Sequence[int
     kind = next((kind for kind in MODELS.values() if {kind.model, kind.model.__module__} & {*made_by}), None)
     try:
         config: dict[str, Any] = getattr(model, "config", {})
-    except InputError:  # a trunk of one's own
+    except InputError:  # the trunk is a module of the caller's own
         return None
     if kind is None:
         return None
@@ -112,7 +115,11 @@ def describe_model(model: nn.Module, num_classes: int, image_shape: Sequence[int
 
 
 def rebuild_model(owner: str, described: Any, mean: Mean) -> nn.Module:
-    """The model that `describe_model` described, with random weights."""
+    """The model that `describe_model` described, with random weights.
+
+    Args:
+        owner: what an error message calls the description.
+    """
     kinds = {"kind": str, "num_classes": int, "image_shape": list[int], "options": dict, "code": dict | None}
     check_entries(owner, described, kinds)
     code = None if described["code"] is None else CodeMatrix.from_dict(described["code"])
@@ -122,7 +129,7 @@ def rebuild_model(owner: str, described: Any, mean: Mean) -> nn.Module:
 
 
 def resolve_recipe(recipe: str | Recipe, **changes: Any) -> Recipe:
-    """The named recipe with every change that is not None."""
+    """The recipe, given as such or by name, with every change that is not None."""
     if isinstance(recipe, str):
         check_choice("recipe", recipe, RECIPES)
         recipe = RECIPES[recipe]
@@ -130,7 +137,7 @@ def resolve_recipe(recipe: str | Recipe, **changes: Any) -> Recipe:
     check_options("a recipe", changes, [entry.name for entry in dataclasses.fields(Recipe)])
     changes = {key: value for key, value in changes.items() if value is not None}
     if changes.get("objective", recipe.objective) != recipe.objective:
-        # The options were those of the objective that is replaced.
+        # The recipe's options belong to the objective that is replaced.
         changes = {"objective_options": {}, **changes}
     return dataclasses.replace(recipe, **changes)
 
@@ -145,7 +152,7 @@ def objective_of(recipe: Recipe) -> Objective:
 
 
 def spell_out(recipe: Recipe) -> Recipe:
-    """The same recipe with every setting of its objective, so that later defaults cannot change an old run."""
+    """The recipe with every setting of its objective written out, so that later defaults cannot change an old run."""
     objective: Any = objective_of(recipe)
     options = {
         entry.name: getattr(objective, entry.name)

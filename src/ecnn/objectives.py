@@ -1,7 +1,7 @@
-"""What training minimises: member losses, entropy terms, margins as pure functions, and named objectives.
+"""Training objectives by name, and the member losses, entropy terms and margins that they are made of.
 
-Nothing here waits for the device or has a shape that depends on values, so a training step can be captured in
-a CUDA graph. Losses and entropies are computed in float32 or better and stay exact for confident members.
+No loss waits for the device or has a shape that depends on values, so a training step can be captured in a CUDA graph.
+Losses and entropies are computed in float32 or better and stay exact for confident members.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ ENTROPY_UNITS: tuple[str, ...] = ("nats", "normalised")
 
 
 class CodedModel(Protocol):
-    """What a member objective needs of a model; `ECNN` is one."""
+    """A model that member objectives can train, such as `ECNN`."""
 
     code_symbols: Tensor
     share_head: bool
@@ -38,7 +38,7 @@ class CodedModel(Protocol):
     def member_logits(self, images: Tensor) -> Tensor: ...
 
 
-#: A scalar loss of a batch: (model, images, labels) -> Tensor. One that takes `generator=` too gets that of the run.
+#: (model, images, labels) -> scalar loss of the batch. If it has an argument `generator`, it gets the run's generator.
 Objective = Callable[..., Tensor]
 
 
@@ -71,12 +71,12 @@ def member_cross_entropy(member_logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def member_hinge(member_logits: Tensor, targets: Tensor, *, margin: float = 1.0) -> Tensor:
-    """How far binary members stay below the margin on the right side, averaged over members (eqn:loss).
+    """Hinge loss of binary members: how far their signed logits are below the margin, on average (eqn:loss).
 
     Args:
         member_logits: (batch, member) logits of symbol 1.
         targets: (batch, member) zeros and ones.
-        margin: where a logit is good enough.
+        margin: the size of a logit of the right sign from which the loss is 0.
 
     Returns:
         (batch,) mean of max(margin - t z, 0) with t = -1 or +1.
@@ -86,14 +86,14 @@ def member_hinge(member_logits: Tensor, targets: Tensor, *, margin: float = 1.0)
 
 
 def symbol_hinge(member_logits: Tensor, targets: Tensor, *, margin: float = 1.0) -> Tensor:
-    """How far the right symbol stays below the margin over the best other, averaged over members (eq:enc_q).
+    """Hinge loss of q-ary members: how far the leads of the right symbols are below the margin, on average (eq:enc_q).
 
-    It sees only differences of a member's logits and leaves their common level free.
+    It depends only on differences of a member's logits: adding a constant to all of them changes nothing.
 
     Args:
         member_logits: (batch, member, symbol).
         targets: (batch, member) right symbols.
-        margin: by how much the right symbol should win; the paper's kappa.
+        margin: the lead of the right symbol's logit over the best other from which the loss is 0; the paper's kappa.
 
     Returns:
         (batch,) mean of max(margin - (z_true - max of the others), 0).
@@ -105,8 +105,8 @@ def symbol_hinge(member_logits: Tensor, targets: Tensor, *, margin: float = 1.0)
 def member_entropy(member_logits: Tensor, *, entropy_unit: EntropyUnit = "nats") -> Tensor:
     """Average uncertainty of the members about their own tasks.
 
-    Training rewards it so that members do not grow confident on shared features (eq:div2). With a shared head
-    it has no term across members: it is a penalty on confidence.
+    Training rewards it so that members do not grow confident on shared features (eq:div2). No term compares different
+    members: it is a penalty on confidence.
 
     Args:
         member_logits: (batch, member) one logit per binary task, or (batch, member, symbol).
@@ -134,8 +134,8 @@ def cross_member_entropy(
 ) -> Tensor:
     """Average uncertainty of each member's head about every other member's features (eq:div1).
 
-    Features that only their own head can read are what the paper calls diverse. When all heads are the same,
-    this is `member_entropy`.
+    The paper calls features diverse if only the member's own head can read them. When all heads are the same, this is
+    `member_entropy`.
 
     Args:
         features: (batch, member, feature).
@@ -162,7 +162,7 @@ def cross_member_entropy(
         raise InputError("the entropy across members needs at least 2 members, not 1.")
     binary = weight.ndim == 2
     unit = _unit(entropy_unit, 2 if binary else weight.shape[2])
-    # i: the head, j: whose features it reads.
+    # i: the member whose head it is, j: the member whose features it reads.
     logits = torch.einsum("bjf,if->bij" if binary else "bjf,ifs->bijs", features, weight)
     if bias is not None:
         logits = logits + (bias[:, None] if binary else bias[:, None, :])
@@ -184,13 +184,12 @@ def joint_loss(loss: Tensor, entropy: Tensor, diversity_weight: float) -> Tensor
 def stationary_logit(diversity_weight: float, *, entropy_unit: EntropyUnit = "nats", arity: int = 2) -> float:
     """The logit at which member cross entropy minus the weighted entropy is smallest (lem:solution).
 
-    Where softplus(-z) - weight * H(sigmoid(z)) has derivative zero, weight * z * sigmoid(z) = 1. For several
-    symbols z is the lead of the right symbol over the others, which are then all equal.
+    The derivative of softplus(-z) - weight * H(sigmoid(z)) is zero where weight * z * sigmoid(z) = 1. For more than two
+    symbols, z is the lead of the right symbol's logit over the others, which are then all equal.
 
     Args:
-        diversity_weight: from 0 (no finite optimum: infinity) up.
-        entropy_unit: of the entropy that the weight multiplies; normalised by log(arity), a weight counts
-            more.
+        diversity_weight: 0 or more; for 0 the result is infinite.
+        entropy_unit: unit of the entropy that the weight multiplies. "normalised" means divided by log(arity).
         arity: symbols per member.
 
     Returns:
@@ -211,9 +210,9 @@ def stationary_logit(diversity_weight: float, *, entropy_unit: EntropyUnit = "na
 def stationary_confidence(
     diversity_weight: float, *, entropy_unit: EntropyUnit = "nats", arity: int = 2
 ) -> float:
-    """The probability that a member gives the right symbol when `stationary_logit` is reached (lem:solution).
+    """The probability that a member gives to the right symbol at `stationary_logit` (lem:solution).
 
-    1 for a weight of 0, and, rounded, for any logit above 37: prefer the logit then.
+    It is 1 for a weight of 0, and rounds to 1 for logits above 37, where `stationary_logit` is the better measure.
 
     Returns:
         0.99995 for a weight of 0.1 in nats.
@@ -223,12 +222,12 @@ def stationary_confidence(
 
 
 def stationary_weight(confidence: float, *, entropy_unit: EntropyUnit = "nats", arity: int = 2) -> float:
-    """The diversity weight at which members settle at that probability of the right symbol (lem:solution).
+    """The diversity weight at which members end with that probability of the right symbol (lem:solution).
 
     The inverse of `stationary_confidence`.
 
     Args:
-        confidence: above 1/arity and below 1.
+        confidence: probability of the right symbol, above 1/arity and below 1.
     """
     unit = _unit(entropy_unit, arity)
     check_number("confidence", confidence, least=1 / arity, above=True, most=1, below=True)
@@ -238,8 +237,8 @@ def stationary_weight(confidence: float, *, entropy_unit: EntropyUnit = "nats", 
 def score_cross_entropy(scores: Tensor, labels: Tensor) -> Tensor:
     """(batch,) softmax cross entropy of class scores, in nats.
 
-    Exact where the usual form is not: in float32 that one has an exactly zero gradient in the true score once
-    the lead exceeds 17.
+    It stays exact for confident scores. In float32 the gradient of the usual form in the true class's score is exactly
+    zero once that score leads by more than 17.
 
     Args:
         scores: (batch, class).
@@ -249,7 +248,9 @@ def score_cross_entropy(scores: Tensor, labels: Tensor) -> Tensor:
 
 
 def member_margin(member_logits: Tensor, targets: Tensor) -> Tensor:
-    """(batch, member) by how much each member prefers the right answer; negative where its bit is wrong.
+    """(batch, member) lead of each member's right symbol over the best other; negative where the member is wrong.
+
+    Of a single logit it is the logit itself, with the sign changed for symbol 0.
 
     Args:
         member_logits: (batch, member) logits of symbol 1, or (batch, member, symbol).
@@ -262,32 +263,32 @@ def member_margin(member_logits: Tensor, targets: Tensor) -> Tensor:
 def score_margin(scores: Tensor, labels: Tensor) -> Tensor:
     """(batch,) score of the true class minus the best other; negative when the image is misclassified.
 
-    Infinite scores count as very large ones (`bounded`), so that only scores that are no numbers have no margin.
+    Infinite scores count as very large ones (`bounded`), so the margin is NaN only if a score is NaN.
     """
     return _lead(bounded(scores), labels)
 
 
 def predicted_classes(scores: Tensor) -> Tensor:
-    """(batch,) the class of the highest score; -1, which is no class, where the scores give no answer.
+    """(batch,) the class of the highest score, or -1 if the scores give no answer.
 
-    This is what every room means by an answer. A row with a score that is no number gives none, and neither does one
-    whose highest score is infinite and not the only one; a single +inf wins. Of equal finite scores the first counts.
+    All of ecnn decides by this function which class a model predicts. The answer is -1 if a score is NaN, or if the
+    highest score is infinite and occurs more than once; a single +inf wins. Of equal finite scores the first wins.
 
     Args:
         scores: (batch, class).
     """
     scores = full_precision(scores)  # votes may be integers or booleans
     highest, classes = scores.max(dim=1, keepdim=True)  # the highest is NaN if one of them is
-    # What has no difference from the highest: itself if it is infinite, all others as high, and everything from NaN.
+    # The difference is NaN for infinite scores equal to the highest, itself included, and for all scores if one is NaN.
     is_answer = (scores - highest).isnan().sum(dim=1) < 2
     return torch.where(is_answer, classes.squeeze(1), -1)
 
 
 def codeword_distances(member_logits: Tensor, code_symbols: Tensor) -> Tensor:
-    """(batch, class) how many members are expected to disagree with each codeword, 0 to N.
+    """(batch, class) expected number of members that disagree with each codeword, 0 to N.
 
-    For confident members it is the Hamming distance of their answers. A binary member says 1 with probability
-    (1 + tanh z) / 2, as the paper's decoder reads it: its scores are N minus twice these distances.
+    For confident members it is the Hamming distance of their answers. A binary member is taken to answer 1 with
+    probability (1 + tanh z) / 2, as in the paper's decoder, whose scores are N minus twice these distances.
 
     Args:
         member_logits: (batch, member) or (batch, member, symbol).
@@ -302,47 +303,47 @@ def codeword_distances(member_logits: Tensor, code_symbols: Tensor) -> Tensor:
 
 
 def flagging_threshold(distances: Tensor, share: float) -> Tensor:
-    """The distance above which that share of all these lies, in whole images; float64.
+    """The threshold above which that share of the distances lies, rounded down to whole images; a float64 scalar.
 
-    It is half way between the smallest distance that is flagged and the next below, so that rounding moves no image
-    across. Where these two are equal, fewer images are flagged.
+    It is half way between the smallest flagged distance and the next smaller one, so that rounding errors change no
+    decision. If these two are equal, fewer images are flagged.
 
     Args:
-        distances: (image,) of clean validation images, neither trained on nor tested on.
-        share: from 0 to below 1.
+        distances: (image,) distances of clean validation images, neither trained on nor tested on.
+        share: share of the images to be flagged, from 0 to below 1.
     """
     check_number("the share to be flagged", share, most=1, below=True)
     if len(distances) == 0:
         raise InputError("a threshold needs at least one image, and none came.")
     ranked = distances.sort(descending=True).values.double()
-    # The share is a decimal that floating numbers may miss by little: 0.29 * 100 is just below 29.
+    # In floating point 0.29 * 100 is just below 29.
     allowed = math.floor(share * len(ranked) + 1e-9)
     return (ranked[max(allowed - 1, 0)] + ranked[allowed]) / 2
 
 
 def bounded(scores: Tensor) -> Tensor:
-    """The scores in float32 or better, infinite ones as numbers whose sums and differences are numbers too."""
+    """The scores in float32 or better, clamped to +-`largest_score` so that sums and differences are finite."""
     scores = full_precision(scores)
     limit = largest_score(scores.dtype)
     return scores.clamp(-limit, limit)
 
 
 def largest_score(dtype: torch.dtype) -> float:
-    """What `bounded` makes of infinity: about 1e27 in float32."""
+    """The number that `bounded` puts in place of infinity: about 1e27 in float32."""
     return float(torch.finfo(dtype).max ** 0.7)
 
 
 @dataclass(frozen=True)
 class MemberObjective:
-    """Mean member loss minus the weighted entropy; the decoder plays no part (eq:enc_dec, eq:enc_dec_q).
+    """Mean member loss minus the weighted entropy, without the decoder (eq:enc_dec, eq:enc_dec_q).
 
     Attributes:
         kind: "hinge" or "cross_entropy".
-        diversity_weight: the paper's gamma; 0.1 for MNIST and CIFAR-10 there.
+        diversity_weight: the paper's gamma; the paper takes 0.1 for MNIST and CIFAR-10.
         entropy_unit: "normalised" by log(arity) as in the authors' program, or "nats" as printed.
         margin: of the hinge.
-        diversity: "own" rewards each member's own entropy (eq:div2), "cross" that of each head on the others'
-            features (eq:div1). With a shared head the two are equal.
+        diversity: "own" rewards the entropy of each member (eq:div2), "cross" the entropy of each member's head on the
+            other members' features (eq:div1). With a shared head the two are equal.
         scale: multiplies everything; the authors' program trains with 5.
     """
 
@@ -396,7 +397,7 @@ class ScoreObjective:
         return score_cross_entropy(model(images), labels).mean()
 
 
-#: name -> what makes the objective from its attributes; models bring more of their own (`ecnn.models.OBJECTIVES`).
+#: name -> constructor, which takes the objective's attributes. `ecnn.models.OBJECTIVES` adds those of single kinds.
 OBJECTIVES: dict[str, Callable[..., Objective]] = {
     "member_hinge": partial(MemberObjective, kind="hinge"),
     "member_cross_entropy": partial(MemberObjective, kind="cross_entropy"),
@@ -417,7 +418,7 @@ def make_objective(
 
 
 def _checked_logits(member_logits: Tensor, targets: Tensor, ndim: int | None = None) -> Tensor:
-    """The logits in float32 or better, once their shape is known to fit the targets."""
+    """The logits in float32 or better; InputError unless their shape fits the targets'."""
     allowed = (2, 3) if ndim is None else (ndim,)
     if member_logits.ndim not in allowed or member_logits.shape[:2] != targets.shape:
         shapes = {2: "(batch, member)", 3: "(batch, member, symbol)"}
@@ -448,7 +449,7 @@ def _lead(logits: Tensor, targets: Tensor) -> Tensor:
 def _cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
     """-log softmax at the target, along the last axis.
 
-    Computed as softplus of the others against the target: the usual form is 0 when the target's probability
+    Computed as softplus(logsumexp of the others - target), because the usual form is 0 once the target's probability
     rounds to 1.
     """
     right = logits.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
@@ -462,7 +463,7 @@ def _binary_entropy(logits: Tensor) -> Tensor:
 
 
 def _symbol_entropy(logits: Tensor) -> Tensor:
-    # The same for several symbols, against the most probable one: log(1 + rest) plus the mean lead.
+    # As above for several symbols, relative to the most probable one: log(1 + rest) plus the mean lead.
     best = logits.argmax(dim=-1, keepdim=True)
     lead = logits.gather(-1, best) - logits
     odds = torch.exp(-lead).scatter(-1, best, 0.0)
@@ -471,7 +472,7 @@ def _symbol_entropy(logits: Tensor) -> Tensor:
 
 
 def _unit(entropy_unit: str, arity: int) -> float:
-    """What an entropy in nats is divided by."""
+    """The number by which an entropy in nats is divided."""
     check_choice("entropy_unit", entropy_unit, ENTROPY_UNITS)
     return 1.0 if entropy_unit == "nats" else math.log(arity)
 

@@ -1,4 +1,4 @@
-"""Pictures in, named classes out: a trained model with all that it takes to use it."""
+"""Prediction with a trained model: pictures in, named classes out, and an option to reject."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ if TYPE_CHECKING:
     from PIL import Image
 
 BATCH_SIZE = 64
-#: What describes a model in a folder without a spec.
+#: Format and version of config.json, which describes the model in a folder without a spec.
 CONFIG_FORMAT, CONFIG_VERSION = "ecnn-pretrained", 1
 _BYTES = bytes | bytearray | memoryview
-_GREY = (0.299, 0.587, 0.114)  # of red, green and blue, as Pillow has them
+_GREY = (0.299, 0.587, 0.114)  # weights of red, green and blue, as in Pillow
 
 
 @dataclass(frozen=True)
 class Guess:
-    """A class that an image may show: its number, its name and its probability."""
+    """A class that an image may show: its number, its name and its softmax probability."""
 
     label: int
     name: str
@@ -47,14 +47,14 @@ class Guess:
 
 @dataclass(frozen=True)
 class Prediction:
-    """What a classifier says of one image.
+    """The result of a classifier for one image.
 
     Attributes:
-        image: its path, or "image 3" by its place among those given.
-        guesses: the most probable classes, best first; none if there is an error.
-        margin: by how much the best score leads the second.
+        image: its path or, without one, "image 3" for the image at index 3.
+        guesses: the most probable classes, best first; empty if there is an error.
+        margin: difference between the best and the second best score.
         distance: expected number of members that disagree with the nearest codeword; None for a model without a code.
-        rejected: whether that is more than what was asked for.
+        rejected: whether the distance is above the `reject` that was asked for.
         error: why there is no answer: the image could not be used, or the model's scores are not numbers.
     """
 
@@ -67,22 +67,23 @@ class Prediction:
 
     @property
     def name(self) -> str | None:
-        """Of the most probable class."""
+        """Name of the most probable class; None if there is an error."""
         return self.guesses[0].name if self.guesses else None
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON values."""
+        """The prediction as plain JSON values."""
         return asdict(self)
 
 
 @dataclass(frozen=True, eq=False)
 class Reading:
-    """What a model says of some images, on the CPU and in float32 or better.
+    """Outputs of a model for some images, on the CPU and in float32 or better.
 
     Attributes:
         scores: (image, class).
         member_logits: (image, member) or (image, member, symbol); None for a model without a code.
-        distances: (image, class) expected number of members that disagree with each codeword; None likewise.
+        distances: (image, class) expected number of members that disagree with each codeword; None for a model without
+            a code.
     """
 
     scores: Tensor
@@ -95,18 +96,19 @@ class Reading:
         return torch.zeros(0) if self.distances is None else self.distances.amin(dim=1)
 
     def take(self, rows: slice) -> Reading:
-        """What it says of some of the images."""
+        """The outputs for some of the images."""
         parts = (self.scores, self.member_logits, self.distances)
         return Reading(*(None if part is None else part[rows] for part in parts))  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True, eq=False)
 class Classifier:
-    """A trained model with the form of its images and the names of its classes; `load_classifier` makes one of a run.
+    """A trained model with the form of its images and the names of its classes. `load_classifier` loads one of a run.
 
     Attributes:
         model: from pixels (batch, channel, height, width) in [0, 1] to scores.
-        class_names: in the order of the scores. Scores beyond them, of codewords that no class has, are named so.
+        class_names: in the order of the scores. A model may have more scores, of codewords that belong to no class;
+            predictions name them "none (codeword ...)".
         in_channels: 1 for grey images, 3 for colour.
         image_size: (height, width) in pixels.
     """
@@ -129,12 +131,14 @@ class Classifier:
 
         Args:
             images: one image or several: paths of files or folders, the bytes of a file, Pillow images, arrays or
-                tensors. Bytes in an array are (height, width, channel) and floats in [0, 1] (channel, height, width),
-                unless only the other reading gives 1, 3 or 4 channels; an axis of images may come first. They are
-                converted and resized as a folder of images is for training.
+                tensors. An array of bytes is read as (height, width, channel); floats in [0, 1], and every tensor, as
+                (channel, height, width). If only the other order gives 1, 3 or 4 channels, that one is taken. Two axes
+                are a grey image; of four axes the first counts images. Images are converted and resized like a folder
+                of images for training.
             top: how many classes to name.
             reject: images further than this from every codeword are rejected (`reject_distance` chooses it).
             keep_going: an image that cannot be used gives a prediction with an `error`; otherwise an InputError.
+            batch_size: images per forward pass.
         """
         check_count("top", top, most=MOST_OF_ANYTHING)
         check_count("batch_size", batch_size)
@@ -161,7 +165,7 @@ class Classifier:
         return [found[place] for place in range(len(sources))]
 
     def read(self, image: Any, name: str = "the image") -> Tensor:
-        """(channel, height, width) the image as the model takes it, float32 in [0, 1]; the name is for sentences."""
+        """(channel, height, width) the image as the model takes it, float32 in [0, 1]; `name` is for error messages."""
         return self._read(image, name)
 
     def distances(self, images: Tensor) -> Tensor:
@@ -178,14 +182,14 @@ class Classifier:
 
         Args:
             val: images neither trained on nor tested on, as `load_data(...).val`.
-            share: of good images that may be lost.
+            share: largest share of good images that may be rejected.
         """
         if len(val) == 0:
             raise InputError("a distance to reject by needs validation images, and there are none.")
         return float(flagging_threshold(self.distances(val[:][0]), share))
 
     def describe(self, reading: Reading, top: int = 1, reject: float | None = None) -> Iterator[Prediction]:
-        """What the model said of each image, in words; the images have no names yet."""
+        """One prediction per image from the model's outputs; their `image` is still empty."""
         scores, distances = reading.scores, reading.nearest
         best = torch.softmax(scores.double(), dim=1).topk(min(top, scores.shape[1]), dim=1)
         leads = scores.double().topk(2, dim=1).values.diff(dim=1).neg()
@@ -206,7 +210,7 @@ class Classifier:
             )
 
     def class_name(self, label: int) -> str:
-        """Of the class with that score; codewords that no class has are called so."""
+        """Name of the class with that index; "none (codeword ...)" for a codeword that belongs to no class."""
         return self.class_names[label] if label < len(self.class_names) else f"none (codeword {label})"
 
     def _read(self, source: Any, name: str) -> Tensor:
@@ -223,11 +227,11 @@ class Classifier:
         return torch.from_numpy(planes.copy()).to(torch.float32) / 255
 
     def _fit_floats(self, planes: np.ndarray, name: str) -> np.ndarray:
-        """The same conversion of (channel, height, width) float32 without rounding to bytes."""
+        """Converts (channel, height, width) float32 to the model's channels and size, without rounding to bytes."""
         from PIL import Image
 
         if len(planes) == 4:
-            # What is transparent is laid on white, as in files.
+            # Transparent pixels are put on white, as in images from files.
             planes = planes[:3] * planes[3] + (1 - planes[3])
         if len(planes) == 3 and self.in_channels == 1:
             planes = np.tensordot(np.array(_GREY, dtype=np.float32), planes, axes=1)[None]
@@ -261,7 +265,7 @@ def load_classifier(source: str | os.PathLike[str], *, device: str | torch.devic
 
 
 def _described_classifier(model: nn.Module, path: Path) -> Classifier:
-    """The model with what config.json says of its images and classes, as `ecnn.hub` writes it."""
+    """The model with the form of its images and its classes from the config.json that `ecnn.hub` writes."""
     config = files.read_json(path)
     form = (config.get("format"), config.get("version")) if isinstance(config, dict) else None
     if form != (CONFIG_FORMAT, CONFIG_VERSION):
@@ -281,13 +285,13 @@ def _described_classifier(model: nn.Module, path: Path) -> Classifier:
 
 @dataclass(frozen=True)
 class RejectionResult:
-    """What a reject option is worth, of the same images as they are and attacked.
+    """How well a model does that may reject images: rates over the same images, clean and attacked.
 
     Attributes:
-        kept: clean images that are not rejected.
-        right: clean images that are not rejected and classified right.
-        fooled: images that are misclassified and not rejected, before or after the attack.
-        attacked_rejected: attacked images that are rejected.
+        kept: share of clean images that are not rejected.
+        right: share of clean images that are not rejected and correctly classified.
+        fooled: share of images that are misclassified and not rejected, before or after the attack.
+        attacked_rejected: share of attacked images that are rejected.
     """
 
     kept: Rate
@@ -306,16 +310,19 @@ class RejectionResult:
 def evaluate_rejection(
     model: nn.Module, split: Split, attack: Attack, *, reject: float, limit: int | None = None, seed: int = 0
 ) -> RejectionResult:
-    """How often a model that rejects what is far from every codeword is fooled all the same.
+    """How often an attack fools a model that rejects images far from every codeword.
 
-    Give it an attack that knows of the rejection, `PGD(on=Accepted(reject=...), ...)`: one that does not is no test.
-    Images that are wrong at first and rejected are attacked too: accepted, they fool.
+    Use an attack that takes the rejection into account, `PGD(on=Accepted(reject=...), ...)`. Another one is no test.
+    Images that are misclassified but rejected when clean are attacked too: if the attack has them accepted, the model
+    is fooled.
 
     Args:
-        model: with members and a code, on the CPU or where its weights are.
+        model: with members and a code; images are moved to its device.
         split: test images.
-        reject: the distance that was chosen on validation images.
-        limit: the first so many images; None for all.
+        attack: an `Attack`, which should take the rejection into account.
+        reject: images further than this from every codeword are rejected; choose it on validation images.
+        limit: how many images, from the first; None for all.
+        seed: of the attack.
     """
     check_number("reject", reject)
     check_has_code(model)
@@ -349,7 +356,7 @@ def _verdict(model: nn.Module, images: Tensor, labels: Tensor, reject: float) ->
 
 @torch.no_grad()
 def ask_model(model: nn.Module, images: Tensor) -> Reading:
-    """What the model says of pixels (image, channel, height, width) in [0, 1], and what its members say."""
+    """The model's outputs for pixels (image, channel, height, width) in [0, 1], those of its members included."""
     images = images.to(next(model.parameters(), torch.zeros(0, device="cpu")).device)
     with undisturbed(model):
         if not has_code(model):
@@ -361,7 +368,7 @@ def ask_model(model: nn.Module, images: Tensor) -> Reading:
 
 
 def check_has_code(model: nn.Module) -> None:
-    """Raises InputError unless the model can reject."""
+    """Raises InputError unless the model has a code, without which it cannot reject."""
     if not has_code(model):
         raise InputError(
             f"{type(model).__name__} has no codewords to be far from: only a model with a code can reject."
@@ -369,7 +376,7 @@ def check_has_code(model: nn.Module) -> None:
 
 
 def _each(images: Any) -> Iterator[tuple[str, Any]]:
-    """Every single image with its name; in place of one that is not there, the InputError that says so."""
+    """(name, image) for every single image; an image that is missing is an InputError in its place."""
     for number, (name, source) in enumerate(_listed(images)):
         yield name or f"image {number}", source
 
@@ -392,7 +399,7 @@ def _listed(images: Any) -> Iterator[tuple[str, Any]]:
         if not own:
             yield str(path), InputError(f"{path} has no image ({', '.join(IMAGE_SUFFIXES)}) in it.")
         yield from ((str(entry), entry) for entry in own if not entry.name.startswith("."))
-    elif hasattr(images, "read"):  # an open file, which would else come line by line
+    elif hasattr(images, "read"):  # an open file, over which the last case would iterate line by line
         yield str(getattr(images, "name", "")), images.read()
     elif isinstance(images, np.ndarray | Tensor) and images.ndim == 4:
         yield from (("", image) for image in images)
@@ -423,7 +430,7 @@ def _picture(source: Any, name: str) -> Image.Image:
 
 
 def _as_planes(image: np.ndarray | Tensor, name: str) -> np.ndarray:
-    """(channel, height, width) of bytes or of float32 in [0, 1]."""
+    """The image as (channel, height, width), bytes or float32 in [0, 1]; InputError if it cannot be read so."""
     if isinstance(image, Tensor):
         image = image.detach().cpu()
         array = (image.float() if image.is_floating_point() else image).numpy()  # NumPy has no bfloat16
@@ -432,7 +439,7 @@ def _as_planes(image: np.ndarray | Tensor, name: str) -> np.ndarray:
     is_bytes = array.dtype == np.uint8
     if not is_bytes and array.dtype.kind != "f":
         raise InputError(f"{name} should be bytes (uint8) or floats in [0, 1], not {array.dtype}.")
-    is_flat = array.ndim == 2  # then nothing is to be guessed, however few columns there are
+    is_flat = array.ndim == 2  # then its axes are known, even if it has only 1, 3 or 4 columns
     array = array[None] if is_flat else array
     last, first = (array.ndim == 3 and array.shape[axis] in (1, 3, 4) for axis in (2, 0))
     last = last and not is_flat

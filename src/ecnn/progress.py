@@ -1,4 +1,4 @@
-"""How long work tells its caller where it is, and a bar that shows it; no room prints by itself."""
+"""Progress of long work: the callable by which it is reported, and a bar that shows it. No room prints by itself."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-#: Called as progress(done, total, what_is_known_so_far), often and cheaply.
+#: Called often, as progress(steps done, steps in all, results so far in a few words), so it should be fast.
 Progress = Callable[[int, int, str], None]
 
 
 class Milestone(str):
-    """News at the end of an epoch or a stage: worth a line of its own where there is no bar."""
+    """News at the end of an epoch or a stage, which is printed as a line where no bar is shown."""
 
     __slots__ = ()
 
 
 @contextmanager
 def progress_bar(title: str) -> Iterator[Progress]:
-    """A bar on standard error, to be passed as `progress=`; where that is no terminal, a line for every milestone."""
+    """A bar on standard error, to be passed as `progress=`; a line per milestone if that is no terminal."""
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 

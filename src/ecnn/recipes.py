@@ -1,4 +1,4 @@
-"""Recipes: everything that decides a training run, as data; those that suit any model, by name."""
+"""Recipes: all settings of a training run as data, and the recipes for any model by name."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ OPTIMIZERS = ("adam", "adamw", "sgd")
 SCHEDULES = ("authors", "steps", "onecycle", "cosine", "constant")
 PRECISIONS = ("auto", "float32", "bfloat16")
 FILLS = ("nearest", "zero")
-#: Settings of member objectives that a recipe holds itself.
+#: Options of member objectives that are fields of a recipe.
 MEMBER_OPTIONS = ("diversity_weight", "entropy_unit")
 
 
@@ -21,7 +21,8 @@ class Recipe:
     """A complete training recipe.
 
     Attributes:
-        epochs, batch_size: the batch is the global one when several processes train together.
+        epochs: passes over the training images.
+        batch_size: images per step, of all processes together if several train.
         optimizer: "adam", "adamw" or "sgd" (Nesterov momentum 0.9).
         lr: the largest learning rate.
         weight_decay: on every parameter with two or more axes that is no bias (so not on norms either). "adamw" takes
@@ -29,11 +30,11 @@ class Recipe:
             penalty of weight_decay / 2 times its square would.
         schedule: "authors" (x0.1, x1e-2, x1e-3, x0.5e-3 after 40, 60, 80, 90 % of the epochs), "steps" (x0.1, x1e-2
             after 50, 75 %), "onecycle" (up linearly over the first fifth, down linearly to 0), "cosine", "constant".
-        objective: name of an objective, with diversity_weight and entropy_unit where its members have them.
-        objective_options: its other settings, by their names.
-        shift, flip, fill: augmentation: whole pixels, mirror images, what comes in at the border.
-        ema: decay of a running average of the weights that is used instead of them; None for none.
-        adversarial_ratio: share of adversarial images when an attack is given; 0.5 is the paper's 1:1.
+        objective: name of an objective. diversity_weight and entropy_unit are options of member objectives.
+        objective_options: further options of the objective, by name.
+        shift, flip, fill: augmentation: largest shift in pixels, mirror images or not, and the filling of the border.
+        ema: decay of a running average of the weights, which is validated and kept in their place; None for none.
+        adversarial_ratio: share of attacked images in a batch if an attack is given; 0.5 is the paper's 1:1.
         precision: "auto" is bfloat16 on CUDA and float32 elsewhere.
     """
 
@@ -71,7 +72,7 @@ class Recipe:
             check_number("ema", self.ema, above=True, most=1, below=True)
 
     def lr_at(self, progress: float) -> float:
-        """The learning rate after that share (0 to 1) of all steps."""
+        """The learning rate after that share of all steps, from 0 to 1."""
         if self.schedule == "authors":
             # x0.1 after epoch 80 of 200, x1e-2 after 120, x1e-3 after 160, x0.5e-3 after 180 (authors' program).
             passed = sum(progress >= limit for limit in (0.4, 0.6, 0.8, 0.9))
@@ -126,17 +127,17 @@ RECIPES["small"] = replace(
 )
 
 
-#: The recipe that `auto_recipe` makes, as specs call it.
+#: Name, in specs, of the recipe that `auto_recipe` makes.
 AUTO = "auto"
 
 
 def auto_recipe(num_images: int, image_size: tuple[int, int]) -> Recipe:
-    """What suits a folder of images that nobody has tuned for: from dozens to many thousands (docs/own_images.md).
+    """A recipe for images of one's own without any tuning, from dozens to many thousands (docs/own_images.md).
 
-    The fewer images, the smaller the batches and the more epochs, so that there are some 800 steps at least.
+    The fewer images, the smaller the batches and the more epochs: about 800 steps or more, from 32 images up.
 
     Args:
-        num_images: to train on.
+        num_images: number of training images.
         image_size: (height, width).
     """
     batch_size = min(max(num_images, 1), max(8, min(256, 2 ** int(math.log2(max(num_images / 8, 1))))))

@@ -1,4 +1,4 @@
-"""A run directory: what was asked for, the code, the weights, the log; and the models that come with the package."""
+"""Run folders (spec, code, weights, log, results), and the models that come with the package."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _REPAIR = "start the same training again to have it repaired, or delete DONE to 
 
 
 def describe_model(kind: str, model: nn.Module) -> dict[str, Any]:
-    """The [model] table of a spec: every option spelled out, so that later defaults cannot change an old run."""
+    """The [model] table of a spec with every option written out, so that later defaults cannot change an old run."""
     config: dict[str, Any] = getattr(model, "config", {})
     return {
         "kind": kind,
@@ -41,11 +41,11 @@ def describe_model(kind: str, model: nn.Module) -> dict[str, Any]:
 
 
 def start_run(folder: Path, spec: Spec, code: CodeMatrix | None, class_names: Sequence[str]) -> None:
-    """Writes what is known before training: the resolved spec, the code, classes, environment; takes DONE away.
+    """Writes the files that are known before training: resolved spec, code, classes, environment. Removes DONE.
 
-    A folder that holds another run is refused.
+    Raises InputError if the folder holds another run.
     """
-    # A file that a fault of the disk has emptied says nothing.
+    # An empty spec.toml is what a fault of the disk left, not another run.
     if files.exists(folder / SPEC) and _identity(folder) and not holds(folder, spec):
         raise InputError(
             f"{folder} holds a run with another spec.toml ({difference(_identity(folder), spec.identity)}): choose "
@@ -60,12 +60,12 @@ def start_run(folder: Path, spec: Spec, code: CodeMatrix | None, class_names: Se
 
 
 def holds(folder: Path, spec: Spec) -> bool:
-    """Whether the folder's spec.toml is this one, wherever the images were."""
+    """Whether the folder's spec.toml is this spec, apart from the path of the images."""
     return _identity(folder) == spec.identity
 
 
 def _identity(folder: Path) -> dict[str, Any]:
-    """What `Spec.identity` is of the folder's spec.toml, which need not be a spec."""
+    """The tables of the folder's spec.toml as `Spec.identity` gives them; they need not be a valid spec."""
     tables = files.read_toml(folder / SPEC)
     data = tables.get("data")
     if isinstance(data, dict):
@@ -89,14 +89,14 @@ def finish_run(folder: Path) -> None:
 
 
 def damaged_files(folder: Path) -> tuple[str, ...]:
-    """The files of a finished run that are gone or not as they were when it ended; none of an unfinished run."""
+    """Names of the files of a finished run that are missing or changed since it ended; none for an unfinished run."""
     if not files.exists(folder / DONE):
         return ()
     try:
         sums = _read_sums(folder)
     except InputError:
         return (DONE,)
-    # Runs of before have an empty DONE.
+    # Older runs have an empty DONE: of those the weights and the log must be readable.
     return tuple(name for name in sums or (BEST, LOG) if not _is_whole(folder / name, sums.get(name)))
 
 
@@ -110,7 +110,7 @@ def _is_whole(path: Path, expected: str | None) -> bool:
 
 
 def _read_sums(folder: Path) -> dict[str, str]:
-    """SHA-256 by file, as DONE holds them; empty for a run that has not ended, or ended when none were kept."""
+    """SHA-256 by file name, from DONE; empty for an unfinished run and for an older one, whose DONE is empty."""
     if not files.exists(folder / DONE):
         return {}
     content = files.read_bytes(folder / DONE, most=files.MAX_JSON_BYTES)
@@ -122,7 +122,7 @@ def _read_sums(folder: Path) -> dict[str, str]:
 
 
 def _check_whole(folder: Path, *names: str) -> None:
-    """Raises InputError if one of these files of a finished run is not as it was when the run ended."""
+    """Raises InputError if one of these files has changed since the run ended; an unfinished run has no checksums."""
     sums = _read_sums(folder)
     for name in names:
         if name in sums and files.file_sum(folder / name) != sums[name]:
@@ -134,16 +134,16 @@ def _check_whole(folder: Path, *names: str) -> None:
 
 @contextmanager
 def kept_in(folder: str | os.PathLike[str] | None, *, resume: bool = True) -> Iterator[None]:
-    """Notes on whatever ends the work early, Ctrl-C or a fault, what the folder keeps of it and how to go on.
+    """Adds a note to any exception inside, Ctrl-C included: what the folder keeps and how to go on.
 
     Args:
-        folder: where the work writes; None where it keeps nothing.
-        resume: whether the same request goes on with what it finds there.
+        folder: where the work writes; None if it keeps nothing.
+        resume: whether the same command continues from what it finds there.
     """
     try:
         yield
     except BaseException as error:
-        if getattr(error, "__notes__", None):  # what was under way has said where it is kept
+        if getattr(error, "__notes__", None):  # a step inside has already said what is kept
             raise
         again = "the same command" if resume else "the same command without --no-resume"
         error.add_note(
@@ -155,7 +155,7 @@ def kept_in(folder: str | os.PathLike[str] | None, *, resume: bool = True) -> It
 
 
 def environment() -> dict[str, Any]:
-    """Versions and hardware, for whoever wants to know where a number comes from."""
+    """Versions and hardware, recorded with a run so that its numbers can be traced."""
     has_cuda = torch.cuda.is_available()
     return {
         "ecnn": ecnn.__version__,
@@ -173,7 +173,7 @@ def find_device(name: str | torch.device) -> torch.device:
         name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         device = torch.device(name)
-        torch.zeros(1, device=device).item()  # "meta" has no values
+        torch.zeros(1, device=device).item()  # fails on "meta", which has no values
     except (RuntimeError, AssertionError, ValueError, TypeError) as error:
         raise InputError(
             f"the device {str(name)!r} cannot be used here: {str(error).splitlines()[0]}"
@@ -187,8 +187,9 @@ def load_model(
     """The best weights of a run directory or of a shipped model (see `models`), in eval mode.
 
     Args:
-        source: what `ecnn train` or `fit(run_dir=)` left, or a name.
-        module: gets the weights and is returned; for a network, or a trunk, of your own, which no file describes.
+        source: a run folder that `ecnn train` or `fit(run_dir=)` wrote, or the name of a shipped model.
+        module: gets the weights and is returned; needed for a network or trunk of your own, which no file describes.
+        device: of the returned model; "auto" is CUDA where there is one.
     """
     folder = run_folder(source)
     model = module
@@ -208,7 +209,7 @@ def load_model(
 
 
 def _model_of_weights(folder: Path) -> nn.Module:
-    """The model that the file of weights describes, as `fit` leaves it, with random ones."""
+    """The model that the file of weights from `fit` describes, with random weights."""
     tensors, facts = load_checkpoint(folder / BEST)
     if facts.get("model") is None:
         raise InputError(
@@ -218,10 +219,10 @@ def _model_of_weights(folder: Path) -> nn.Module:
 
 
 def model_for(owner: str, described: Any, tensors: Mapping[str, Tensor]) -> nn.Module:
-    """The model of that description that these weights are for, with random ones.
+    """The model of that description, with random weights and with a mean of the shape that these tensors have.
 
     Args:
-        owner: what a sentence calls the description.
+        owner: what an error message calls the description.
     """
     means = [value for name, value in tensors.items() if name.endswith("centre.mean")]
     return rebuild_model(owner, described, torch.zeros_like(means[0]) if means else 0.0)
@@ -242,7 +243,7 @@ def _model_of_spec(folder: Path) -> nn.Module:
         code=load_code(folder / CODE) if files.exists(folder / CODE) else None,
         num_classes=facts.num_classes,
         in_channels=facts.in_channels,
-        mean=torch.zeros(facts.in_channels, *facts.image_size),  # the true one is among the weights
+        mean=torch.zeros(facts.in_channels, *facts.image_size),  # the true mean is loaded with the weights
         **options,
     )
 
@@ -267,7 +268,7 @@ def read_spec(source: str | os.PathLike[str]) -> Spec:
 def class_names(source: str | os.PathLike[str]) -> tuple[str, ...]:
     """Names of the classes of a run or of a shipped model, in the order of its scores.
 
-    Runs of before do not list theirs: then those of a dataset that has known ones, or else numbers.
+    Older runs do not list theirs. They get the names of a dataset with known classes, or else numbers.
     """
     folder = run_folder(source)
     facts = read_spec(folder).data
@@ -283,7 +284,7 @@ def class_names(source: str | os.PathLike[str]) -> tuple[str, ...]:
 
 
 def check_same_model(folder: str | os.PathLike[str], model: nn.Module) -> None:
-    """Raises InputError if a folder is the run of another model: what is found out here would be taken for its own."""
+    """Raises InputError if a folder is the run of another model: results put there would be taken for that model's."""
     path = Path(folder)
     if not files.exists(path / SPEC) or not files.exists(path / BEST):
         return
@@ -303,12 +304,12 @@ def run_folder(source: str | os.PathLike[str]) -> Path:
 
 
 def zoo_folder(name: str) -> Path:
-    """Where a shipped model lies."""
+    """The folder of a shipped model."""
     return Path(str(resources.files("ecnn") / "zoo" / name))
 
 
 def describe_run(folder: Path) -> dict[str, Any]:
-    """What a list of models shows of one: kind, data, radius of adversarial training, best epoch, test accuracy."""
+    """A run's kind, dataset, radius of adversarial training, best epoch and test accuracy, for lists of models."""
     spec = read_spec(folder)
     attack = spec.train.get("attack") or spec.train.get("val_attack") or {}
     result = read_results(folder) if files.exists(folder / RESULTS) else {}
@@ -323,7 +324,7 @@ def describe_run(folder: Path) -> dict[str, Any]:
 
 
 def read_results(folder: Path) -> dict[str, Any]:
-    """What eval.json of a finished run holds."""
+    """The content of eval.json of a finished run; InputError unless it has a test accuracy and a number of images."""
     result: dict[str, Any] = files.read_json(folder / RESULTS)
     check_entries(str(folder / RESULTS), result, {"test_accuracy": float, "images": int})
     check_number(f"{folder / RESULTS}: test_accuracy", result["test_accuracy"], most=1)

@@ -1,17 +1,17 @@
-"""One spec: everything that decides a result, as a table that TOML can hold.
+"""`Spec`: everything that decides a result, as tables that TOML can hold.
 
-The command line fills it, Python passes it, an experiment file holds several, and a run folder keeps the one it came
-from in spec.toml with every choice spelled out. Keys are the keyword arguments of the rooms that use them:
+The command line fills one in, Python passes it, an experiment file holds several, and a run folder keeps its own in
+spec.toml with every choice written out. Keys are the keyword arguments of the functions that use them:
 
     seed = 0
     [data]         name, val_fraction, test_limit: which images
     [code]         name of a shipped code or file, or code_length and other options of `design_code`
     [model]        kind, a name of `ecnn.models.MODELS`, and options of that kind
     [train]        recipe, a name of `ecnn.models.RECIPES`, and entries that replace its own; attack, val_attack
-    [attacks.NAME] kind, a name of `ecnn.attacks.ATTACKS`, and options of that kind; limit: of so many images;
-                   data: on these images in place of the test images; source: crafted on this model, shown to ours;
-                   members: on each of the first so many members, shown to all of them
-    [audit]        norm, eps, claim, min_accuracy, limit, budget, seed: arguments of `ecnn.audit`; data, likewise
+    [attacks.NAME] kind, a name of `ecnn.attacks.ATTACKS`, and options of that kind; limit: number of images; data:
+                   images in place of the test images; source: the model that it is made on, to be tried on ours;
+                   members: made on each of the first so many members, to be tried on all of them
+    [audit]        norm, eps, claim, min_accuracy, limit, budget, seed: arguments of `ecnn.audit`; data: as for attacks
 """
 
 from __future__ import annotations
@@ -53,16 +53,17 @@ _TRAIN_KEYS = ("recipe", "attack", "val_attack", *(entry.name for entry in datac
 
 @dataclass(frozen=True, kw_only=True)
 class DataTable:
-    """Which images; the last five are facts that a run writes down, and later runs must meet all but the place.
+    """Which images. A run records the last five entries; whoever uses the run later must match them, except the path.
 
     Attributes:
         name: of a dataset, or a folder of images by class.
-        val_fraction: share of the training images that chooses the epoch.
-        test_limit: attacks see the first so many test images; None for all. Of a folder they are of all classes alike.
-        image_size: [height, width]; of a folder of images, what they are resized to.
+        val_fraction: share of the training images held out to choose the best epoch.
+        test_limit: how many test images are attacked, from the first; None for all. The test images of a folder are
+            ordered so that the first ones are spread evenly over the classes.
+        image_size: [height, width]; images of a folder are resized to it.
         num_classes, in_channels: of the dataset.
-        fingerprint: of all its images and labels.
-        path: where a folder of images was; looked for there first, then by its name.
+        fingerprint: checksum of all its images and labels.
+        path: where a folder of images was. It is looked for there first, then by its name.
     """
 
     name: str
@@ -83,7 +84,7 @@ class DataTable:
             raise InputError(f"data.image_size must be [height, width], not {shown(self.image_size)}.")
 
     def check_shape(self, data: Dataset) -> None:
-        """Raises InputError unless the dataset has the form that is written down here."""
+        """Raises InputError unless the dataset has the number of classes, channels and pixels recorded here."""
         size = [self.image_size] * 2 if isinstance(self.image_size, int) else self.image_size
         for name, known, came in (
             ("num_classes", self.num_classes, data.num_classes),
@@ -99,11 +100,11 @@ class CodeTable:
     """Which code: one that has a name, or one to be designed.
 
     Attributes:
-        name: of a shipped code, or a code file.
-        code_length, arity, objective, steps, seed: of `design_code`, where there is no name. If not given: binary, the
-            largest distances ("distance"), the spec's seed.
-        doubled: each task twice, the second time complemented (the paper's M').
-        content_hash: of the code, a fact that a run writes down.
+        name: of a shipped code, or the path of a code file.
+        code_length, arity, objective, steps, seed: arguments of `design_code`, for a code without a name. By default
+            the arity is 2, the objective "distance" and the seed the spec's.
+        doubled: every task twice, the second time complemented (the paper's M').
+        content_hash: of the code; a run records it.
     """
 
     name: str | None = None
@@ -129,7 +130,7 @@ class CodeTable:
 
 @dataclass(frozen=True, kw_only=True)
 class AuditTable:
-    """What is audited; arguments of `ecnn.audit`, which explains them.
+    """Arguments of `ecnn.audit`, which explains them, and the images to audit.
 
     Attributes:
         data: a dataset whose test images are audited, or "optprojtran"; None for the model's own.
@@ -156,10 +157,10 @@ class AuditTable:
 
 @dataclass(frozen=True, kw_only=True)
 class Spec:
-    """What is trained, attacked and audited; see the head of this file for its keys.
+    """What is trained, attacked and audited; the head of this file lists its keys.
 
-    Unknown names are refused when it is made, with a guess which was meant. The tables are not to be changed in place:
-    `changed` makes another spec.
+    An unknown key is an InputError that suggests the nearest known one. Do not change the tables in place: `changed`
+    makes another spec.
     """
 
     seed: int = 0
@@ -199,7 +200,7 @@ class Spec:
         return cls(**made)
 
     def to_dict(self) -> dict[str, Any]:
-        """The spec as nested tables of plain values, as TOML holds them: what is None or empty is left out."""
+        """The spec as nested tables of plain values, as TOML holds them; None and empty tables are left out."""
         plain = _plain(dataclasses.asdict(self))
         return {name: value for name, value in plain.items() if value != {}}
 
@@ -210,11 +211,11 @@ class Spec:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """What decides the result: all of it but the place of the images, which may be moved."""
+        """The tables that decide the result: all but the path of the images, which may be moved."""
         return dataclasses.replace(self, data=dataclasses.replace(self.data, path=None)).to_dict()
 
     def changed(self, values: Mapping[str, Any]) -> Spec:
-        """Another spec: `{"train.lr": 0.1}` replaces or adds entries by their dotted names; None changes nothing."""
+        """A new spec with entries replaced or added by dotted name: `{"train.lr": 0.1}`. None changes nothing."""
         return Spec.from_dict(with_values(self.to_dict(), values))
 
 
@@ -233,7 +234,7 @@ def save_spec(path: str | os.PathLike[str], spec: Spec) -> None:
 
 
 def with_values(tables: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
-    """The tables with entries replaced or added by their dotted names; values that are None are passed over."""
+    """New tables with entries replaced or added by their dotted names; values that are None are skipped."""
     result = dict(tables)
     for name, value in values.items():
         if value is None:
@@ -247,7 +248,7 @@ def with_values(tables: Mapping[str, Any], values: Mapping[str, Any]) -> dict[st
 
 
 def parse_settings(settings: Iterable[str]) -> dict[str, Any]:
-    """`["train.lr=0.1"]` as {"train.lr": 0.1}; values are read as TOML reads them, or else taken as text."""
+    """`["train.lr=0.1"]` as {"train.lr": 0.1}. Values are parsed as TOML; what is no TOML is taken as text."""
     values: dict[str, Any] = {}
     for setting in settings:
         name, equals, text = setting.partition("=")
@@ -261,7 +262,7 @@ def parse_settings(settings: Iterable[str]) -> dict[str, Any]:
 
 
 def parse_settings_of(table: str, settings: Iterable[str]) -> dict[str, Any]:
-    """The same for a command that takes one table alone: `["attack.steps=5"]` as {"steps": 5}."""
+    """`parse_settings` for a command with a single table: `["attack.steps=5"]` as {"steps": 5}."""
     values = parse_settings(settings)
     for name in values:
         if not name.startswith(f"{table}."):
@@ -288,7 +289,7 @@ def attack_options(kind: str) -> list[str]:
 
 
 def needed_options(kind: str) -> list[str]:
-    """Names of those that have no default."""
+    """Names of the options that have no default."""
     check_choice("attack", kind, ATTACKS)
     return [entry.name for entry in dataclasses.fields(ATTACKS[kind]) if is_needed(entry)]
 
@@ -326,7 +327,7 @@ def _checked_table(name: str, value: Any) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """The value as TOML gives it back: without None, and with lists for tuples."""
+    """The value as TOML would return it: without entries that are None, with lists for tuples."""
     if isinstance(value, Mapping):
         return {str(key): _plain(item) for key, item in value.items() if item is not None}
     return [_plain(item) for item in value] if isinstance(value, list | tuple) else value

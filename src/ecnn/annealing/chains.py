@@ -13,11 +13,11 @@ from ecnn.annealing import kernel
 from ecnn.errors import InputError
 from ecnn.progress import Progress
 
-_ENERGY_UNITS = 2.0**36  # per unit of energy: the smallest differences between codes are about 1e-6
-_FEWEST_UNITS = 2.0**20  # for codes so large that sums need the room
-_LARGEST_ENERGY = 2.0**62  # a sum over all pairs of columns, with the rows' beside it, stays a 64-bit number
+_ENERGY_UNITS = 2.0**36  # per unit of energy: energies of codes differ by as little as about 1e-6
+_FEWEST_UNITS = 2.0**20  # per unit of energy, at least, for large codes whose sums need the range
+_LARGEST_ENERGY = 2.0**62  # of the column term, so that its sum with the row term fits in 64 bits
 _VI_UNITS = 2.0**40  # per nat
-_DISTANCE_UNITS = 2.0**24  # cost of a pair of columns as close as the reference
+_DISTANCE_UNITS = 2.0**24  # cost of a pair of columns at the reference distance
 _HALF_POWER = 16  # a pair of columns costs VI^-32, so steep that nearly only the closest pair matters
 _LEVELS = 400  # temperatures per chain, at least
 _HEAT = 0.1  # first temperature / average change of energy by a proposal
@@ -26,7 +26,7 @@ _COOLING = 300.0  # first temperature / last temperature
 
 @dataclass
 class Allowance:
-    """What the search may use, in proposals and seconds, how much of it is used up, and what ended it."""
+    """The budget of a search in proposals and seconds, how much of it is spent, and what ended the search."""
 
     steps: int
     seconds: float | None
@@ -34,7 +34,7 @@ class Allowance:
     news: str = ""
     proposals: int = 0
     ended_by: str | None = None  # what ended the search early
-    hurried: bool = False  # whether the clock made a chain cool faster than its steps would
+    hurried: bool = False  # whether a chain cooled faster than by its steps, for lack of time
     started: float = field(default_factory=time.monotonic)
 
     @property
@@ -57,7 +57,7 @@ class Allowance:
         return self.ended_by is not None
 
     def seconds_for(self, steps: int) -> float:
-        """The share of the remaining time that falls to so many of the remaining steps."""
+        """The part of the remaining seconds for this many of the remaining steps; infinite without a time limit."""
         if self.seconds is None:
             return math.inf
         left = self.started + self.seconds - time.monotonic()
@@ -67,7 +67,7 @@ class Allowance:
 def energy_problem(num_classes: int, code_length: int, arity: int, column_weight: float) -> kernel.Problem:
     """The paper's energy (eq:Mobj_alternative) in the kernel's fixed point."""
     distances = np.maximum(np.arange(code_length + 1), 0.25)  # equal rows cost 16 times a distance of 1
-    # No two different splits of the classes are closer than moving one class out of a pair.
+    # The smallest VI of two different splits: one class moves out of a group of two.
     closest = (2 / num_classes) * math.log(2)
     clash = 16 * column_weight / closest**2
     worst = clash * math.comb(code_length, 2)
@@ -92,10 +92,10 @@ def energy_problem(num_classes: int, code_length: int, arity: int, column_weight
 def distance_problem(
     size: tuple[int, int, int], *, target: int, smallest_group: int, column_distance: float, row_weight: float
 ) -> kernel.Problem:
-    """Keeps rows at least `target` apart and pushes the closest columns apart.
+    """The problem of keeping rows at least `target` apart while the closest columns are pushed apart.
 
-    A pair of columns at `column_distance` costs 1 and the cost falls steeply from there; a pair of rows that is
-    short of the target by k costs row_weight * k^2.
+    A pair of columns costs 1 at `column_distance` and steeply less at larger distances. A pair of rows that is short of
+    the target by k costs row_weight * k^2.
     """
     short = np.maximum(target - np.arange(size[1] + 1), 0)
     return _problem(
@@ -136,7 +136,7 @@ def _for_kernel(array: np.ndarray) -> Any:
 
 
 def start_state(problem: kernel.Problem, symbols: np.ndarray, seed: np.random.SeedSequence) -> kernel.State:
-    """A code with all that the kernel keeps of it (distances, counts, costs), counted from scratch."""
+    """The kernel's state for a code: its symbols, with distances, counts and costs computed from scratch."""
     size, length, arity = problem.num_classes, problem.code_length, problem.arity
     symbols = symbols.astype(np.int64)
     one_hot = (symbols[:, :, None] == np.arange(arity)).astype(np.float64)
@@ -149,14 +149,14 @@ def start_state(problem: kernel.Problem, symbols: np.ndarray, seed: np.random.Se
     table = np.asarray(problem.count_log_count)
     own, shared = table[counts].sum(axis=1), table[joint].sum(axis=(2, 3))
     vi = own[:, None] + own[None, :] - 2 * shared
-    # Few distances are different ones, so that their costs are a short table.
+    # There are few different distances: the cost of each is computed once.
     values, number = np.unique(vi, return_inverse=True)
     costs = np.array([kernel.column_cost(problem, int(value)) for value in values], dtype=np.int64)
     pair_cost = costs[number].reshape(length, length)
     np.fill_diagonal(pair_cost, 0)
     row_cost = np.asarray(problem.row_cost)
     energy = int(row_cost[distance[np.triu_indices(size, 1)]].sum() + pair_cost.sum() // 2)
-    words = seed.generate_state(4).astype(np.int64) | np.array([1, 0, 0, 0])  # all-zero words would stay zero
+    words = seed.generate_state(4).astype(np.int64) | np.array([1, 0, 0, 0])  # all zeros would stay zeros
     arrays = (symbols, symbols.T, distance, counts, joint, own, shared, pair_cost)
     scratch = (np.zeros(length, dtype=np.int64), np.zeros(length, dtype=np.int64), symbols.copy())
     tally = np.array([energy, energy, 0, 0, 0])
@@ -166,10 +166,10 @@ def start_state(problem: kernel.Problem, symbols: np.ndarray, seed: np.random.Se
 def anneal_chain(
     problem: kernel.Problem, symbols: np.ndarray, steps: int, budget: Allowance, seed: np.random.SeedSequence
 ) -> tuple[int, np.ndarray]:
-    """The lowest energy (in the problem's fixed point) that one chain met, and its (class, task) symbols.
+    """The lowest energy (in the problem's fixed point) that one chain found, and its (class, task) symbols.
 
     A descent without uphill moves comes first. Then the temperature falls geometrically from a tenth of the average
-    change of energy by a proposal. When the seconds would cut the chain short, it cools faster instead, and
+    change of energy by a proposal. If the seconds do not suffice for all steps, the chain cools faster, and
     `budget.hurried` is set.
     """
     state = start_state(problem, symbols, seed)

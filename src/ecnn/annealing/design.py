@@ -1,4 +1,4 @@
-"""design_code: many chains, and for the largest distances also warm starts from known constructions."""
+"""`design_code`: many annealing chains, and for the largest distances also starts from known constructions."""
 
 from __future__ import annotations
 
@@ -21,13 +21,14 @@ CodeObjective = Literal["energy", "distance"]
 
 _STEPS = {"energy": 4_000_000, "distance": 24_000_000}
 
-# What a pair of rows one short of the target costs, in units of a pair of columns at the distance aimed for. Too
-# light, and the target is missed; too heavy, and nothing moves. The best differs by size, so chains try them in turn.
-# Raising the row distance takes heavier weights than spreading the columns at a row distance already reached.
+# Cost of a pair of rows one short of the target, relative to a pair of columns at the distance aimed for. If it is too
+# small, the target is missed; if it is too large, no change is accepted. The best value depends on the size of the
+# code, so chains try these in turn. Raising the row distance takes larger weights than spreading the columns at a row
+# distance already reached.
 _RAISING_WEIGHTS = (3000.0, 30000.0, 300.0)
 _SPREADING_WEIGHTS = (3.0, 300.0, 30.0, 3000.0)
 _ROW_SWAPS = 4000
-_MAX_TABLED_ROWS = 100  # a table has the third power of it
+_MAX_TABLED_ROWS = 100  # a table has the third power of this many entries
 
 
 def design_code(
@@ -110,7 +111,7 @@ def _checked_steps(objective: str, chains: int, steps: int | None, seconds: floa
 
 
 class _Search:
-    """The best code so far and the means to improve it."""
+    """A search in progress: the best code so far, the budget, and the methods that improve the code."""
 
     def __init__(
         self,
@@ -129,7 +130,7 @@ class _Search:
         self.best = init or self._random_start()
 
     def lower_energy(self, steps: int) -> None:
-        """Anneals the energy and keeps the code of the lowest."""
+        """Anneals the energy in several chains and keeps the code with the lowest energy."""
         problem = energy_problem(*self.size, self.column_weight)
         lowest = math.inf
         start = self.best
@@ -145,7 +146,7 @@ class _Search:
             start = self.init or self._random_start()
 
     def raise_distance(self) -> None:
-        """Makes the row distance as large as it gets, then the column distance.
+        """Makes the row distance as large as possible, then the column distance.
 
         A quarter of the steps goes to each: annealing the energy, starts from constructions, pushing the rows apart,
         pushing the columns apart.
@@ -178,7 +179,7 @@ class _Search:
                 return
 
     def _push(self, target: int, steps: int, starts: list[CodeMatrix], row_weights: Sequence[float]) -> None:
-        """Keeps rows `target` apart and pushes columns apart; chains take the starts, then the weights, in turn."""
+        """Pushes columns apart while rows are kept `target` apart. Chains go through the starts, then the weights."""
         chains = max(self.chains, len(starts))
         for chain in range(chains):
             if steps < chains or self.budget.is_over():
@@ -195,7 +196,7 @@ class _Search:
             self._keep_better(_code_or(symbols, start))
 
     def _column_goal(self) -> float:
-        """A distance between columns that is worth aiming for: the bound, or a fifth more than we have."""
+        """The column distance to aim for: a fifth above the best so far, but at most the bound."""
         goal = min(self.column_bound, 1.2 * self.best.min_column_distance)
         return goal if 0 < goal < math.inf else 1.0
 
@@ -206,32 +207,32 @@ class _Search:
             self._stop_at_the_bounds()
 
     def _stop_at_the_bounds(self) -> None:
-        """Ends the search when no code of this size can be better."""
+        """Ends the search if no code of this size can have larger distances."""
         if self._quality(self.best)[:3] >= (self.row_bound, True, round(self.column_bound, 9)):
             self.budget.ended_by = "bounds"
 
     def _quality(self, code: CodeMatrix) -> tuple[int, bool, float, float]:
         even = int(code.group_sizes.min()) >= self.smallest_group
-        # Rounded, so that the last bit of a sum of logarithms does not outrank the energy.
+        # Rounded, so that rounding errors of logarithms do not outrank the energy.
         columns = round(code.min_column_distance, 9)
         return code.min_row_distance, even, columns, -code.energy(self.column_weight)
 
     def _pools(self, target: int) -> Iterator[np.ndarray]:
-        """(row, column) known binary codes of that row distance with enough rows, at most as long as the design."""
+        """(row, column) known binary codes with that row distance, enough rows and at most the design's length."""
         rng = np.random.default_rng(self._next_seed())
         for length in range(self.size[1], target - 1, -1):
             if length > 2 * target + target % 2 or _levenshtein_rows(length, target) < self.size[0]:
                 continue
             try:
                 yield levenshtein_code(length, target, hadamard=_shuffled_hadamard(rng)).symbols
-            except InputError:  # no Hadamard matrix of an order that it needs
+            except InputError:  # no Hadamard matrix of an order that the code needs
                 continue
 
     def _start_from(self, pool: np.ndarray) -> CodeMatrix:
-        """A start made of a known code: rows of it whose columns differ, and random columns where it is too short."""
+        """A start from a known code: rows of it whose columns differ, filled up with random columns if too short."""
         seed = self._next_seed()
         rng = np.random.default_rng(seed)
-        # Complementing a column changes no distance; without it Hadamard codes contain an all-ones codeword.
+        # Complementing random columns changes no distance. Without it, Hadamard codes have an all-ones codeword.
         rows = choose_rows(pool, self.size[0], _ROW_SWAPS, rng) ^ rng.integers(2, size=pool.shape[1])
         free = self.size[1] - pool.shape[1]
         if free:
@@ -250,10 +251,10 @@ class _Search:
 
 
 def choose_rows(pool: np.ndarray, num_rows: int, swaps: int, rng: np.random.Generator) -> np.ndarray:
-    """(row, column) that many rows of a binary pool whose columns are as different as a local search gets them.
+    """(row, column) `num_rows` rows of a binary pool, chosen by a local search so that their columns are far apart.
 
-    A subset of rows keeps the pool's row distance, so only the columns matter: exchanges that lower the sum of
-    VI^-16 are kept.
+    A subset of rows keeps the pool's row distance, so only the columns matter. The search exchanges rows and keeps an
+    exchange unless it raises the sum of VI^-16 over pairs of columns.
     """
     order = rng.permutation(len(pool))
     left, right = np.triu_indices(pool.shape[1], k=1)
@@ -281,7 +282,7 @@ def choose_rows(pool: np.ndarray, num_rows: int, swaps: int, rng: np.random.Gene
 
 
 def _pair_costs(num_rows: int, left: np.ndarray, right: np.ndarray, both: np.ndarray) -> np.ndarray:
-    """VI^-16 of pairs of binary columns, by how many ones the left, the right and both in the same row have."""
+    """VI^-16 of pairs of binary columns, from the numbers of ones on the left, on the right, and in both at once."""
     counts = np.arange(num_rows + 1)
     table = counts * np.log(np.maximum(counts, 1)) / num_rows
     cells = (both, left - both, right - both, num_rows - left - right + both)
@@ -293,7 +294,7 @@ def _pair_costs(num_rows: int, left: np.ndarray, right: np.ndarray, both: np.nda
 
 @functools.cache
 def _tabled_costs(num_rows: int) -> Callable[[np.ndarray, np.ndarray, np.ndarray], np.ndarray]:
-    """`_pair_costs` of these many rows, looked up: a search asks for few different ones, many thousand times."""
+    """`_pair_costs` for this many rows from a table, as a search needs few different values many thousand times."""
     counts = np.arange(num_rows + 1)
     table = _pair_costs(num_rows, counts[:, None, None], counts[:, None], counts).ravel()
     width = num_rows + 1
@@ -301,7 +302,7 @@ def _tabled_costs(num_rows: int) -> Callable[[np.ndarray, np.ndarray, np.ndarray
 
 
 def _code_or(symbols: np.ndarray, fallback: CodeMatrix) -> CodeMatrix:
-    """The code of these symbols, or the fallback where they are not one (two equal rows, a constant column)."""
+    """The code of these symbols, or the fallback if they are no valid code (two equal rows, a constant column)."""
     try:
         return CodeMatrix(symbols, fallback.arity)
     except InputError:
@@ -309,14 +310,14 @@ def _code_or(symbols: np.ndarray, fallback: CodeMatrix) -> CodeMatrix:
 
 
 def _levenshtein_rows(length: int, distance: int) -> int:
-    """How many codewords `levenshtein_code` gives."""
+    """Number of codewords that `levenshtein_code` gives."""
     if distance % 2:
         length, distance = length + 1, distance + 1
     return 4 * distance if length == 2 * distance else 2 * (distance // (2 * distance - length))
 
 
 def _shuffled_hadamard(rng: np.random.Generator) -> HadamardSource:
-    """A source that draws one of the known matrices and shuffles it, for codes that are not equivalent."""
+    """A function that draws a known matrix of an order and shuffles its rows and columns, to vary the codes."""
 
     def source(order: int) -> np.ndarray:
         known = _known_hadamard_matrices(order)

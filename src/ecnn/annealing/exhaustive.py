@@ -1,4 +1,4 @@
-"""The best code of a small size, found by trying all of them: what annealing is tested against."""
+"""The best code of a small size, found by exhaustive search; tests compare annealing with it."""
 
 from __future__ import annotations
 
@@ -19,9 +19,8 @@ def exhaustive_code(
 ) -> CodeMatrix:
     """A code of the lowest energy that exists at this size, by branch and bound over sets of columns.
 
-    Renaming symbols in a column, permuting columns and permuting rows change no distance, so columns are splits
-    of the classes, taken in increasing order, and the first one is the first of its kind up to a permutation
-    of the classes.
+    Renaming symbols in a column, permuting columns and permuting rows change no distance. So columns are splits of the
+    classes, taken in increasing order, and as first column one split per list of group sizes is enough.
     """
     check_size(num_classes, code_length, arity)
     if num_classes > MAX_CLASSES or code_length > MAX_LENGTH:
@@ -44,7 +43,7 @@ def exhaustive_code(
 def _splits(num_classes: int, arity: int) -> np.ndarray:
     """(split, class) every split into 2 to arity groups once, group numbers in order of first appearance.
 
-    Splits with the same group sizes stand together, the most balanced sizes first.
+    Splits are sorted by their group sizes, the most balanced first.
     """
     names = itertools.product(range(arity), repeat=num_classes)
     found = [
@@ -56,12 +55,12 @@ def _splits(num_classes: int, arity: int) -> np.ndarray:
 
 
 def _kind(split: np.ndarray) -> tuple[int, ...]:
-    """Group sizes, largest first: the same for two splits exactly when permuting classes maps one to the other."""
+    """Group sizes, largest first; equal for two splits exactly if permuting the classes maps one to the other."""
     return tuple(sorted(np.bincount(split).tolist(), reverse=True))
 
 
 class _Search:
-    """Depth-first search over increasing sets of splits that keeps the best and drops what cannot beat it."""
+    """Depth-first search over increasing sets of splits; it keeps the best code and skips what cannot beat it."""
 
     def __init__(self, splits: np.ndarray, code_length: int, weight: float) -> None:
         self.splits, self.code_length = splits, code_length
@@ -82,7 +81,7 @@ class _Search:
             return
         seen: set[tuple[int, ...]] = set()
         for index, split in enumerate(self.splits):
-            if _kind(split) not in seen:  # every other column is of this kind or a later one
+            if _kind(split) not in seen:  # the later columns are of this kind or a later one
                 seen.add(_kind(split))
                 self._extend([index], self.separated[index], 0.0, self.pair_cost[index])
 
@@ -91,8 +90,8 @@ class _Search:
 
         Args:
             distances: (pair of rows,) Hamming distances so far.
-            cost: of the pairs of columns so far.
-            added: (split,) what each split would add to it.
+            cost: energy of the pairs of columns so far.
+            added: (split,) energy that each split would add as the next column.
         """
         options = np.arange(columns[-1] + 1, len(self.splits))
         left = self.code_length - len(columns) - 1
@@ -111,10 +110,10 @@ class _Search:
     def _complete(
         self, columns: list[int], options: np.ndarray, distances: np.ndarray, cost: np.ndarray
     ) -> None:
-        """Remembers the best of the codes with one more column, if it beats the best so far.
+        """Keeps the best of the codes with one more column, if it beats the best so far.
 
         Args:
-            cost: (split,) of all pairs of columns, by the last column.
+            cost: (split,) energy of all pairs of columns with that split as the last column.
         """
         if not len(options):
             return

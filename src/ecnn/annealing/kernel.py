@@ -1,10 +1,10 @@
-"""The inner loop of annealing: one text that runs as plain Python and, where numba is installed, as machine code.
+"""The inner loop of annealing: one source that runs as plain Python or, if numba is installed, as machine code.
 
-Both give the same code for the same seed, because nothing in here is rounded differently: energies and c log c are
-whole numbers in fixed point (so they do not drift either), random numbers come from an integer generator, the
-logarithms of the acceptance rule from a table, and the few floating-point operations are single IEEE steps.
+Both give the same code for the same seed, because nothing is rounded differently: energies and c log c are whole
+numbers in fixed point (so they do not drift either), random numbers come from an integer generator, the logarithms of
+the acceptance rule from a table, and the few floating-point operations are single IEEE operations.
 
-Arrays are flat, so that the same text indexes lists (fast in Python) and arrays (fast in numba).
+Arrays are flat, so that the same source indexes lists (fast in Python) and arrays (fast in numba).
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ COMPILED: bool = numba is not None and not numba.config.DISABLE_JIT
 
 
 def compiled(function: Function) -> Function:
-    """The function as machine code where numba is installed, else the function itself."""
+    """The function compiled by numba, or the function itself if numba is not installed."""
     if not COMPILED:
         return function
     try:
         return cast(Function, numba.njit(cache=True)(function))
-    except RuntimeError:  # nowhere to keep the machine code, as in a read-only installation
+    except RuntimeError:  # no place to cache the machine code, as in a read-only installation
         return cast(Function, numba.njit(function))
 
 
 class Problem(NamedTuple):
-    """What is being minimised; never changes during a chain."""
+    """The objective that is minimised; constant during a chain."""
 
     num_classes: int
     code_length: int
@@ -43,26 +43,26 @@ class Problem(NamedTuple):
     row_cost: Sequence[int]  # (code_length + 1,) cost of a pair of rows by its Hamming distance
     column_scale: float  # cost of a pair of columns is column_scale / VI^(2 * half_power) ...
     half_power: int
-    column_clash: int  # ... but never more than this, which is also what VI = 0 costs
+    column_clash: int  # ... but at most this, which is also the cost at VI = 0
     count_log_count: Sequence[int]  # (num_classes + 1,) c log c / num_classes, in units of VI
     vi_unit: float  # nats per unit of VI
     minus_log: Sequence[float]  # (4096,) -log of evenly spaced probabilities
 
 
 class State(NamedTuple):
-    """A code with everything needed to know at O(classes + tasks) what a change of it would cost."""
+    """A code, with the counts from which the cost of a change is computed in O(classes + tasks)."""
 
     rows: Any  # (class, task) symbols
     columns: Any  # (task, class) the same, transposed
     distance: Any  # (class, class) Hamming distances
-    counts: Any  # (task, symbol) classes that write the symbol
-    joint: Any  # (task, task, symbol, symbol) classes that write both
+    counts: Any  # (task, symbol) number of classes with the symbol
+    joint: Any  # (task, task, symbol, symbol) number of classes with both symbols
     own: Any  # (task,) sum of c log c over counts
     shared: Any  # (task, task) sum of c log c over joint
-    pair_cost: Any  # (task, task)
-    new_shared: Any  # (task,) of the column being changed, valid until the next proposal
-    new_cost: Any  # (task,)
-    best: Any  # (class, task) symbols of the best code so far, once it has been left
+    pair_cost: Any  # (task, task) cost of each pair of columns
+    new_shared: Any  # (task,) `shared` of the column that a proposal changes, valid until the next proposal
+    new_cost: Any  # (task,) `pair_cost` of that column, likewise
+    best: Any  # (class, task) symbols of the best code so far, saved when the chain leaves it
     random: Any  # (4,) words of the generator
     tally: Any  # (5,) see the indices below
 
@@ -88,7 +88,7 @@ def draw_below(words: Any, limit: int) -> Any:
 
 @compiled
 def column_cost(problem: Problem, vi: int) -> int:
-    """What two columns at that distance cost."""
+    """Cost of two columns with that VI."""
     if vi <= 0:
         return problem.column_clash
     nats = vi * problem.vi_unit
@@ -104,7 +104,7 @@ def column_cost(problem: Problem, vi: int) -> int:
 
 @compiled
 def row_change(problem: Problem, state: State, row: int, skip: int, column: int, old: int, new: int) -> int:
-    """Change of the row term when `row` writes `new` instead of `old`, pairs with `skip` left out."""
+    """Change of the row term if the symbol of `row` changes from `old` to `new`, without the pair with row `skip`."""
     row_cost, size = problem.row_cost, problem.num_classes
     change = 0
     for other in range(size):
@@ -121,7 +121,7 @@ def row_change(problem: Problem, state: State, row: int, skip: int, column: int,
 
 @compiled
 def flip_column_change(problem: Problem, state: State, row: int, column: int, old: int, new: int) -> int:
-    """Change of the column term when `row` writes `new` instead of `old`; fills new_shared and new_cost."""
+    """Change of the column term if the symbol of `row` changes from `old` to `new`; fills new_shared and new_cost."""
     length, arity, table = problem.code_length, problem.arity, problem.count_log_count
     fewer, more = state.counts[column * arity + old], state.counts[column * arity + new]
     own = state.own[column] + table[fewer - 1] - table[fewer] + table[more + 1] - table[more]
@@ -144,7 +144,7 @@ def flip_column_change(problem: Problem, state: State, row: int, column: int, ol
 def swap_column_change(
     problem: Problem, state: State, row: int, partner: int, column: int, old: int, new: int
 ) -> int:
-    """Change of the column term when `row` (old) and `partner` (new) exchange symbols; fills the scratch arrays."""
+    """Change of the column term if `row` (old) and `partner` (new) exchange symbols; fills new_shared and new_cost."""
     length, arity, table = problem.code_length, problem.arity, problem.count_log_count
     change = 0
     for other in range(length):
@@ -169,7 +169,7 @@ def swap_column_change(
 
 @compiled
 def write_symbol(problem: Problem, state: State, row: int, column: int, new: int) -> None:
-    """Makes `row` write `new` in `column` and brings counts and distances along (not the costs)."""
+    """Sets the symbol of `row` in `column` to `new` and updates counts and distances, but not the costs."""
     size, length, arity, table = (
         problem.num_classes,
         problem.code_length,
@@ -204,7 +204,7 @@ def write_symbol(problem: Problem, state: State, row: int, column: int, new: int
 def accept(
     problem: Problem, state: State, change: int, row: int, partner: int, column: int, old: int, new: int
 ) -> None:
-    """Carries out the proposal whose new costs stand in the scratch arrays, and remembers a best code it leaves."""
+    """Carries out a proposal, with costs from new_shared and new_cost; saves the best code before it leaves it."""
     tally = state.tally
     if change > 0 and tally[ENERGY] == tally[BEST_ENERGY] and tally[BEST_IS_SAVED] == 0:
         for index in range(len(state.rows)):
@@ -228,9 +228,9 @@ def accept(
 
 @compiled
 def anneal(problem: Problem, state: State, proposals: int, temperature: float) -> None:
-    """Tries that many random changes at one temperature; a negative temperature measures and changes nothing.
+    """Tries `proposals` random changes at one temperature; if that is negative, it only sums up their energy changes.
 
-    Half of the proposals flip one symbol, half exchange two symbols of a column, which keeps its balance.
+    Half of the proposals flip one symbol, half exchange two symbols of a column, which keeps its group sizes.
     """
     size, length, arity = problem.num_classes, problem.code_length, problem.arity
     words, tally = state.random, state.tally

@@ -14,15 +14,15 @@ from ecnn.errors import InputError
 
 @dataclass(frozen=True)
 class Augmentation:
-    """Moves each image by its own whole number of pixels, then mirrors each with probability 1/2.
+    """Shifts each image by random whole numbers of pixels and then, with `flip`, mirrors it with probability 1/2.
 
     One indexing operation does the whole batch. Shapes do not depend on the random numbers and nothing is read back
-    to the host, so that a CUDA graph can contain the call.
+    to the host, so a CUDA graph can contain the call.
 
     Attributes:
-        shift: largest move in pixels, up, down, left and right; 4 with fill="zero" is the usual crop for CIFAR.
+        shift: largest shift in pixels, up, down, left and right; 4 with fill="zero" is the usual crop for CIFAR.
         flip: mirror left and right.
-        fill: what moves in from outside: the nearest edge pixel, or zeros.
+        fill: what fills the border: the nearest edge pixel, or zeros.
     """
 
     shift: int = 0
@@ -36,11 +36,11 @@ class Augmentation:
         check_choice("fill", self.fill, ("nearest", "zero"))
 
     def __call__(self, images: Tensor, generator: torch.Generator | None = None) -> Tensor:
-        """The moved and mirrored images, of the same shape, dtype and memory format.
+        """The shifted and mirrored images, of the same shape, dtype and memory format.
 
         Args:
             images: (batch, channel, height, width) of any dtype.
-            generator: where random numbers come from, on the images' device; None is torch's own.
+            generator: random generator on the images' device; None for torch's global one.
         """
         check_array("images", images, "batch", "channel", "height", "width")
         if generator is not None and generator.device.type != images.device.type:

@@ -1,4 +1,4 @@
-"""What a loaded dataset is: Split, Dataset and AdversarialSigns, and how images are held out of a split."""
+"""Loaded data (`Split`, `Dataset`, `AdversarialSigns`), and the choice of images that are held out."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _CHUNK = 4096
 
 
 def check_dense(name: str, values: object) -> None:
-    """Raises InputError for a tensor that holds its numbers otherwise than one beside the other, or holds none."""
+    """Raises InputError for a tensor that is nested, sparse, quantised or on the device meta."""
     if not isinstance(values, Tensor):
         return
     if values.is_nested:
@@ -37,10 +37,10 @@ def check_dense(name: str, values: object) -> None:
 
 
 def check_range(pixels: Tensor, rounding: float = 0.0) -> None:
-    """Raises InputError unless floating pixels lie in [0, 1]; the sentence guesses what they are.
+    """Raises InputError unless floating-point pixels lie in [0, 1]; the message guesses how they were scaled.
 
     Args:
-        rounding: how far beyond they may reach.
+        rounding: by how much they may lie outside of it.
     """
     if not pixels.numel():
         return
@@ -65,8 +65,8 @@ class Split:
     """Images and their classes, kept as bytes so that a whole dataset fits on the device that trains on it.
 
     Attributes:
-        images: (image, channel, height, width) uint8; or float32 in [0, 1], to be evaluated and not to be trained on,
-            where bytes would round a perturbation away.
+        images: (image, channel, height, width) uint8. Float32 in [0, 1] is for evaluation only, where rounding to bytes
+            would remove a perturbation.
         labels: (image,) int64 class numbers from 0 up.
     """
 
@@ -126,7 +126,7 @@ class Split:
         return Split(self.images[:limit], self.labels[:limit])
 
     def select(self, indices: Tensor | np.ndarray) -> Split:
-        """The images with these numbers, in this order."""
+        """The images with these indices, in this order; a boolean mask selects too."""
         chosen = torch.as_tensor(indices, device=self.images.device)
         if chosen.ndim != 1 or (len(chosen) and chosen.dtype not in (torch.int64, torch.int32, torch.bool)):
             raise InputError(
@@ -142,11 +142,11 @@ class Split:
 
 @dataclass(frozen=True, eq=False)
 class Dataset:
-    """Images to train on, to choose an epoch by (`val`) and to report on (`test`), and the names of their classes.
+    """Images to train on, to choose the best epoch by (`val`) and to report on (`test`), and the names of the classes.
 
     Attributes:
-        may_be_mirrored: whether a mirrored image still belongs to its class; of digits and road signs it may not.
-        folder: where one's own images are, as an absolute path; None for a dataset that has a name.
+        may_be_mirrored: whether a mirrored image still belongs to its class; digits and road signs may not.
+        folder: absolute path of the images if they come from a folder; None for a named dataset.
     """
 
     name: str
@@ -225,15 +225,15 @@ class Dataset:
 
 @dataclass(frozen=True, eq=False)
 class AdversarialSigns:
-    """Traffic signs changed by others so that their own network misread them (OptProjTran).
+    """Adversarial traffic signs that others made against a network of theirs (OptProjTran).
 
     The images are float32 because a small perturbation can be lost by rounding to bytes.
 
     Attributes:
-        images: (image, 3, 32, 32) float32 in [0, 1], the changed signs.
-        labels: (image,) the GTSRB class that the sign shows.
+        images: (image, 3, 32, 32) float32 in [0, 1], the adversarial signs.
+        labels: (image,) the true GTSRB class of the sign.
         targets: (image,) the class that the attack aimed at.
-        victims: (image,) which clean image each one was made from.
+        victims: (image,) index of the clean image that each one was made from.
         clean_images: (victim, 3, 32, 32) float32 in [0, 1].
         clean_labels: (victim,) GTSRB classes.
     """
@@ -263,7 +263,7 @@ class AdversarialSigns:
 
     @property
     def split(self) -> Split:
-        """The changed signs with their true classes, to be evaluated and audited like any other images."""
+        """The adversarial signs with their true classes, to be evaluated and audited like any other images."""
         return Split(self.images, self.labels)
 
     def __repr__(self) -> str:
@@ -271,9 +271,10 @@ class AdversarialSigns:
 
 
 def balanced_order(labels: np.ndarray, seed: int) -> np.ndarray:
-    """All image numbers in an order whose every beginning has the classes alike, as far as there are images of them.
+    """All image indices, in an order whose first n images are spread as evenly over the classes as possible, for any n.
 
-    Each class is shuffled by itself; then come the first of all classes, the second, and so on, each in random order.
+    Each class is shuffled by itself. Then come the first images of all classes, the second ones, and so on; each such
+    round is in random order.
     """
     order = np.random.default_rng(seed).permutation(len(labels))
     turn = np.zeros(len(labels), dtype=int)
@@ -286,16 +287,16 @@ def balanced_order(labels: np.ndarray, seed: int) -> np.ndarray:
 def hold_out(
     labels: np.ndarray, fraction: float, seed: int, groups: np.ndarray | None = None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Image numbers that stay and image numbers that are held out, both in rising order.
+    """The indices of the images that are kept and of those held out, both in increasing order.
 
-    Every class gives the rounded fraction of its images: at least one when it has two, and never all.
+    Of every class the rounded fraction of its images is held out: at least one if it has two, and never all.
 
     Args:
         labels: (image,) class of each image.
         fraction: 0 <= fraction < 1; 0 holds nothing out.
         seed: decides which images.
-        groups: (image,) images of a class with the same number are kept together and counted as one. Frames of one
-            passing car look alike, so a split between them would measure memory.
+        groups: (image,) group of each image. Images of a class in the same group stay together and count as one:
+            frames from one drive past a sign look alike, so a split between them would measure memorisation.
     """
     rng = np.random.default_rng(seed)
     held = np.zeros(len(labels), dtype=bool)

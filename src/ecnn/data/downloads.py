@@ -1,4 +1,4 @@
-"""Fetching official archives through pooch, and unpacking them without letting them write anywhere else."""
+"""Download of official archives through pooch, and unpacking that cannot write outside the target folder."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ class Archive:
     """An official file to download.
 
     Attributes:
-        url: where it is.
-        sha256: what it must be.
-        folder: where it goes, or is unpacked, below the root.
+        url: address of the file.
+        sha256: checksum that it must have.
+        folder: folder below the root that it is put into, or unpacked into.
         provides: files below the root that are there afterwards.
         unpack: whether it is a .tar.gz or .zip to unpack; otherwise it is used as it is.
     """
@@ -44,7 +44,7 @@ class Archive:
         return self.url.rsplit("/", 1)[1]
 
     def missing(self, root: Path) -> Path | None:
-        """The first file that is not there; of `x` and `x.gz` one is enough."""
+        """The first of its files that is missing, or None; an unpacked `x` will do in place of `x.gz`."""
         for relative in self.provides:
             if not files.exists(root / relative) and not files.exists(root / relative.removesuffix(".gz")):
                 return root / relative
@@ -54,7 +54,7 @@ class Archive:
 def provide(
     name: str, archives: tuple[Archive, ...], root: Path, download: bool, progress: Progress | None
 ) -> None:
-    """Downloads what is missing; when that is impossible, one sentence says which file is needed and from where."""
+    """Downloads the archives whose files are missing; InputError if that fails, with the file and its address."""
     for archive in archives:
         missing = archive.missing(root)
         if missing is None:
@@ -73,7 +73,7 @@ def provide(
             _download(pooch, archive, root, progress)
         except InputError as error:
             raise InputError(f"{name}: {error}") from error
-        except (OSError, ValueError) as error:  # pooch's ValueError: the checksum is another
+        except (OSError, ValueError) as error:  # pooch raises ValueError for a wrong checksum
             reason = "wrong checksum" if isinstance(error, ValueError) else type(error).__name__
             raise InputError(
                 f"{name} needs {missing}, and downloading it failed ({reason}): {by_hand}."
@@ -134,7 +134,7 @@ def _plain_files(archive: Path) -> Iterator[tuple[str, IO[bytes]]]:
 
 
 class _Bar:
-    """What pooch calls while it downloads, passed on to our `progress`."""
+    """Stands in for pooch's progress bar and passes its calls on to our `progress`."""
 
     def __init__(self, progress: Progress, what: str) -> None:
         self.total = 0  # pooch sets it from the server's answer

@@ -27,17 +27,17 @@ if TYPE_CHECKING:
     from PIL import Image
 
 _GREY_MODES = ("1", "L", "LA", "La")
-_DEEP_MODES = ("I", "F")  # 32 bits, whose largest value may be anything
-_DEEP_FORMATS = ("PNG", "PPM")  # whose mode "I" has 16 bits
+_DEEP_MODES = ("I", "F")  # 32 bits per value, whose range is unknown
+_DEEP_FORMATS = ("PNG", "PPM")  # in these formats mode "I" has 16 bits
 _CLEAR_MODES = ("LA", "La", "PA", "RGBA", "RGBa")
-_ORIENTATION = 0x0112  # the number of EXIF's entry
+_ORIENTATION = 0x0112  # number of the tag in EXIF
 _IDX_HEAD = 4
 _MOST_ARRAYS = 16
 _MOST_RESIZED = 2**30
 
 
 def read_checked(path: Path, sha256: str | None) -> bytes:
-    """The bytes of a file, which must have the known SHA-256 if one is known."""
+    """The bytes of a file; InputError unless it has this SHA-256, if one is given."""
     content = files.read_bytes(path)
     found = hashlib.sha256(content).hexdigest()
     if sha256 is not None and found != sha256:
@@ -79,12 +79,12 @@ def read_idx(content: bytes, path: Path, ndim: int) -> np.ndarray:
 class _ArrayUnpickler(pickle.Unpickler):
     """Reads lists, dictionaries, texts, numbers and arrays; a pickle that asks for anything else is refused.
 
-    All that an array in a pickle needs is given here, in forms that take no more memory than the pickle itself.
+    The functions that a pickled array calls are replaced by harmless ones, which take no more memory than the pickle.
     """
 
     def __init__(self, content: bytes) -> None:
         for opcode, argument, _ in pickletools.genops(content):
-            # Both ask for memory by a number that the pickle names.
+            # Both would allocate as much memory as the pickle says.
             if opcode.name == "BYTEARRAY8" or ("PUT" in opcode.name and int(argument or 0) > len(content)):
                 raise pickle.UnpicklingError(f"its {opcode.name} asks for more memory than a dataset needs")
         super().__init__(io.BytesIO(content), encoding="bytes")
@@ -103,14 +103,14 @@ class _ArrayUnpickler(pickle.Unpickler):
         return self.harmless[module, name]
 
     def _empty_array(self, *_: Any) -> np.ndarray:
-        """What every array starts as; shape and values follow, and must have as many bytes as the shape says."""
+        """The start of every array. The pickle then gives shape and values, which NumPy checks against each other."""
         self.arrays_left -= 1
         if self.arrays_left < 0:
             raise pickle.UnpicklingError(f"it holds more than {_MOST_ARRAYS} arrays")
         return np.empty(0, dtype=np.uint8)
 
     def _latin1(self, text: str, encoding: str) -> bytes:
-        """What `_codecs.encode` does for bytes in pickles of protocol 2, and nothing else that it could do."""
+        """Replaces `_codecs.encode`, with which pickles of protocol 2 hold bytes; only Latin-1 is allowed."""
         self.bytes_left -= len(text)
         if encoding != "latin1" or self.bytes_left < 0:
             raise pickle.UnpicklingError(f"the encoding {encoding!r}, or more text than it holds")
@@ -125,7 +125,7 @@ def _plain_dtype(kind: str | bytes, *_: Any) -> np.dtype[Any]:
 
 
 def read_pickle(content: bytes, path: Path, keys: Sequence[str]) -> dict[str, Any]:
-    """The named entries of a dictionary pickled by Python 2, without running anything that the pickle asks for."""
+    """The named entries of a dictionary pickled by Python 2. No code that the pickle names is run."""
     try:
         value = _ArrayUnpickler(content).load()
     # Damaged pickles raise nearly every kind of error.
@@ -147,7 +147,7 @@ def read_images(
     """(image, channel, height, width) uint8 from image files: one channel if all are grey, else RGB.
 
     Args:
-        image_size: (height, width) that every image is resized to, bilinearly; None when all have the same.
+        image_size: (height, width) that every image is resized to, bilinearly; None if all have the same size.
     """
     pictures: list[np.ndarray] = []
     for done, path in enumerate(paths, start=1):
@@ -176,7 +176,7 @@ def read_images(
 def resize(
     images: np.ndarray, image_size: tuple[int, int] | None, progress: Progress | None = None
 ) -> np.ndarray:
-    """(image, channel, height, width) images resized bilinearly to (height, width), or as they are."""
+    """(image, channel, height, width) images resized bilinearly to `image_size`; unchanged if that is None."""
     if image_size is None or images.shape[2:] == image_size:
         return images
     from PIL import Image
@@ -194,7 +194,7 @@ def resize(
 
 
 def check_memory(needed: int, most: int) -> None:
-    """Raises InputError if images would take more bytes than they may."""
+    """Raises InputError if images would take more than `most` bytes."""
     if needed > most:
         raise InputError(
             f"the images would take {needed / 2**30:.1f} GiB of memory, more than {most / 2**30:.0f}: use fewer "
@@ -208,22 +208,22 @@ def read_image(path: Path) -> Image.Image:
 
 
 def header_size(path: Path) -> tuple[int, int] | None:
-    """(height, width) that an image file will have when it is read, or None of what is no image."""
+    """(height, width) that an image file will have when it is read; None if it cannot be read as an image."""
     from PIL import Image
 
     try:
         with _quietly(), Image.open(io.BytesIO(files.read_bytes(path, most=files.MAX_IMAGE_BYTES))) as image:
-            # Where it is not at the head of a PNG, EXIF would have all pixels unpacked.
+            # EXIF behind the pixels of a PNG is ignored: to read it, Pillow would decode all pixels.
             is_known = image.format != "PNG" or "exif" in image.info
             upright = _upright(image) if is_known and _orientation(image) > 4 else image
             return upright.height, upright.width
-    except Exception:  # whoever reads the image will say why
+    except Exception:  # the error is raised when the image is read
         return None
 
 
 @contextmanager
 def _quietly() -> Iterator[None]:
-    """Pillow says nothing of what does no harm, such as damaged EXIF; too many pixels are an error."""
+    """Silences Pillow's warnings inside, such as those on damaged EXIF; only too many pixels are an error."""
     from PIL import Image
 
     with warnings.catch_warnings():
@@ -233,7 +233,7 @@ def _quietly() -> Iterator[None]:
 
 
 class TooManyPixels(InputError):  # noqa: N818 what happened, not a fault
-    """An image has more pixels than may be unpacked: `most`."""
+    """An image has more than `most` pixels, too many to be decoded."""
 
     def __init__(self, name: str, most: int) -> None:
         super().__init__(f"{name} has more than {most:,} pixels, and no more are read: make it smaller.")
@@ -242,7 +242,7 @@ class TooManyPixels(InputError):  # noqa: N818 what happened, not a fault
 
 @contextmanager
 def _in_one_sentence(name: str, most_pixels: int | None = None) -> Iterator[None]:
-    """Whatever Pillow raises of a picture that cannot be used is an InputError, which calls it by this name."""
+    """Turns every error of Pillow inside into an InputError that calls the picture by this name."""
     from PIL import Image, UnidentifiedImageError
 
     try:
@@ -251,7 +251,7 @@ def _in_one_sentence(name: str, most_pixels: int | None = None) -> Iterator[None
     except InputError:
         raise
     except (Image.DecompressionBombWarning, Image.DecompressionBombError) as error:
-        most = Image.MAX_IMAGE_PIXELS or 0  # there is one, or nothing would have been raised
+        most = Image.MAX_IMAGE_PIXELS or 0  # not None here, or Pillow would not have raised this
         raise TooManyPixels(name, most if most_pixels is None else min(most, most_pixels)) from error
     except UnidentifiedImageError as error:
         raise InputError(f"{name} cannot be read as an image: it is none, or of an unknown kind.") from error
@@ -263,11 +263,11 @@ def _in_one_sentence(name: str, most_pixels: int | None = None) -> Iterator[None
 def decode_image(
     content: bytes, name: str, *, formats: tuple[str, ...] | None = None, most_pixels: int | None = None
 ) -> Image.Image:
-    """The picture that the bytes of an image file hold, as `plain_image` gives it; `name` is what sentences call it.
+    """The picture in the bytes of an image file, as from `plain_image`; `name` is for error messages.
 
     Args:
-        formats: the only ones to try, as Pillow names them; None for all that it knows.
-        most_pixels: more than these are refused (TooManyPixels) before they are unpacked; None for Pillow's own limit.
+        formats: the only formats to try, by Pillow's names; None for all that it knows.
+        most_pixels: a larger image is refused (TooManyPixels) before it is decoded; None for Pillow's own limit.
     """
     from PIL import Image
 
@@ -281,10 +281,10 @@ def decode_image(
 
 
 def plain_image(image: Image.Image, name: str) -> Image.Image:
-    """The picture as a person sees it, in mode "L" if it is grey, else in "RGB", and nothing else that a file says.
+    """The picture as a viewer shows it, in mode "L" if it is grey, else in "RGB", without the file's metadata.
 
-    It is turned as its camera says; what is transparent is laid on white. Of 16 bits per value the upper 8 count, as
-    Pillow has it for colours; 32 bits are refused.
+    It is rotated and mirrored as EXIF says, and put on white where it is transparent. Of 16 bits per value the upper 8
+    are kept, as Pillow does for colours; 32 bits per value are an InputError.
     """
     with _in_one_sentence(name):
         if 0 in image.size:
@@ -298,12 +298,12 @@ def plain_image(image: Image.Image, name: str) -> Image.Image:
                 "8 bits first."
             )
         plain = _on_white(upright).convert("L" if image.mode in _GREY_MODES else "RGB")
-        plain.info = {}  # whoever saw the entry of the camera would turn the picture again
+        plain.info = {}  # a reader of EXIF's orientation would rotate the picture again
         return plain
 
 
 def _orientation(image: Image.Image) -> int:
-    """How EXIF says that the picture lies: 1 as it should, above 4 on its side; 1 where EXIF is damaged."""
+    """The orientation in EXIF: 1 is upright, above 4 the picture lies on its side; 1 if EXIF is missing or damaged."""
     try:
         return int(image.getexif().get(_ORIENTATION, 1))
     except Exception:
@@ -311,7 +311,7 @@ def _orientation(image: Image.Image) -> int:
 
 
 def _upright(image: Image.Image) -> Image.Image:
-    """The picture turned as EXIF, if a camera left any, says."""
+    """The picture rotated and mirrored as EXIF says."""
     from PIL.Image import Transpose
 
     image.load()  # first, so that an error in the pixels is not taken for one in EXIF
@@ -329,7 +329,7 @@ def _upright(image: Image.Image) -> Image.Image:
 
 
 def _upper_bits(image: Image.Image) -> Image.Image:
-    """A grey picture of 16 bits per value in 8, on white where it is transparent."""
+    """A grey picture with the upper 8 of its 16 bits per value, white where it is transparent."""
     from PIL import Image
 
     values = np.asarray(image)
@@ -338,7 +338,7 @@ def _upper_bits(image: Image.Image) -> Image.Image:
 
 
 def _on_white(image: Image.Image) -> Image.Image:
-    """The picture without transparency, as browsers and printers show it."""
+    """The picture on a white background, without transparency."""
     from PIL import Image
 
     is_palette = image.mode == "P" and image.palette is not None and image.palette.mode.endswith("A")

@@ -1,4 +1,4 @@
-"""Which dataset files are where, what is absent, and what a folder of one's own images holds."""
+"""Which datasets can be loaded, which files they lack, and what a folder of images holds."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ class DatasetFiles:
     """Whether a named dataset can be loaded.
 
     Attributes:
-        where: what it is read from, a folder or a package.
+        where: the folder or package that it is read from.
         missing: files, or a package, that it needs and that are not there.
-        fetch: addresses of what is missing; `load_data` downloads it where there is a network.
+        fetch: addresses of the missing files, from which `load_data` downloads them.
     """
 
     name: str
@@ -35,15 +35,15 @@ class DatasetFiles:
 
 @dataclass(frozen=True)
 class OwnImages:
-    """What a folder of images by class holds.
+    """The contents of a folder of images by class.
 
     Attributes:
-        counts: images by class, those of train/ and test/ together.
-        sizes: images by (height, width).
-        grey: how many are grey.
+        counts: number of images by class, in train/ and test/ together.
+        sizes: number of images by (height, width).
+        grey: number of grey images.
         problems: a sentence for each image that cannot be used.
-        left_out: what is there and not used: how many files by suffix, and folders as "folders".
-        untested: classes with too few images to set one aside for the test.
+        left_out: number of entries that are not used: files by suffix, and folders under "folders".
+        untested: classes with too few images to hold one out for testing.
     """
 
     folder: str
@@ -56,7 +56,7 @@ class OwnImages:
 
 
 def find_datasets(root: str | os.PathLike[str] | None = None) -> list[DatasetFiles]:
-    """Every named dataset, and the adversarial signs, with what it lacks.
+    """Every named dataset, and the adversarial signs, each with the files that it lacks.
 
     Args:
         root: as in `load_data`.
@@ -82,7 +82,7 @@ def find_datasets(root: str | os.PathLike[str] | None = None) -> list[DatasetFil
 
 
 def inspect_folder(name: str | os.PathLike[str], root: str | os.PathLike[str] | None = None) -> OwnImages:
-    """Reads every image of a folder of one's own and says what is there; damaged ones are named, not refused."""
+    """Reads every image of a folder and reports what it holds; damaged images are listed as problems."""
     folder = find_folder(str(name), resolve_root(root))
     if folder is None:
         check_choice(f"there is no folder {str(name)!r}, and a dataset by name", str(name), READERS)
@@ -107,7 +107,7 @@ def inspect_folder(name: str | os.PathLike[str], root: str | os.PathLike[str] | 
 
 
 def _count_left_out(folder: Path, parts: tuple[Path, ...]) -> dict[str, int]:
-    """What lies among the images and is not read: other files by suffix, and folders that are no class."""
+    """Number of entries among the images that are not read: other files by suffix, and folders that are no class."""
     counts = Counter[str]()
     classes = {
         entry

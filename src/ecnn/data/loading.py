@@ -1,4 +1,4 @@
-"""load_data: a dataset by its name or from a folder of images, with a validation part taken from training images."""
+"""`load_data`: a dataset by name or from a folder of images, with a validation split taken from the training images."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from ecnn.progress import Progress
 
 #: Datasets that `load_data` knows by name.
 NAMES: tuple[str, ...] = tuple(READERS)
-#: The longest side that images are resized to.
+#: Largest height and width, in pixels, that images are resized to.
 MOST_PIXELS = 1024
 
 
@@ -45,20 +45,20 @@ def load_data(
     download: bool = True,
     progress: Progress | None = None,
 ) -> Dataset:
-    """A dataset with its train, val and test splits as bytes; nothing is normalised, so attacks see true pixels.
+    """A dataset with train, val and test splits as bytes. Nothing is normalised, so that attacks work on true pixels.
 
     Args:
         name: digits, mnist, cifar10, cifar100, gtsrb, or a folder of images by class, also looked for below `root`.
         root: folder of the files; None is the environment's ECNN_DATA, or else `data` in the working directory.
         val_fraction: how much of each class is taken from the training images for validation, 0 up to below 1.
-        seed: which images those are; test images do not depend on it.
+        seed: decides which images those are; test images do not depend on it.
         image_size: pixels of a side, or (height, width), to resize to; None keeps the size (GTSRB: 32), and so does
             "auto", except that images of a folder become 32 x 32 if they differ in size or exceed 64 pixels.
         download: fetch missing official files.
         progress: called while images are read or downloaded.
 
     Returns:
-        The dataset; every way its files can be missing, damaged or altered is an InputError of one sentence.
+        The dataset. Missing, damaged or altered files are an InputError of one sentence.
     """
     check_number("val_fraction", val_fraction, most=1, below=True)
     check_count("seed", seed, least=0)
@@ -70,7 +70,7 @@ def load_data(
         if image_size == "auto":
             request = replace(request, image_size=usual_size(folder))
         found = _as_dataset(folder.resolve().name, read_folder(folder, request), val_fraction, seed)
-        # Files come class by class; so that the first few images are of all classes, whoever takes them.
+        # Files are read class by class. In the new order the first few images, of any number, are of all classes.
         val, test = (
             split.select(balanced_order(split.labels.numpy(), TEST_SEED)) for split in (found.val, found.test)
         )
@@ -146,6 +146,6 @@ def _resolve_size(image_size: int | tuple[int, int] | None) -> tuple[int, int] |
 
 
 def find_folder(name: str, root: Path) -> Path | None:
-    """The folder of one's own images of that name, as it is or below the root, if there is one."""
+    """The folder of that path, taken as it is or below the root; None if there is neither."""
     folders = (Path(name), root / name) if name else ()
     return next((folder for folder in folders if files.is_folder(folder)), None)

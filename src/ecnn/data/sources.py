@@ -20,7 +20,7 @@ from ecnn.data.formats import gunzip, header_size, read_checked, read_idx, read_
 from ecnn.errors import InputError
 from ecnn.progress import Progress
 
-TEST_FRACTION = 0.2  # where a source has no test images of its own
+TEST_FRACTION = 0.2  # for sources without test images of their own
 TEST_SEED = 0  # never the caller's seed: test images must not move between runs
 IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".ppm", ".pgm", ".tif", ".tiff", ".webp")
 
@@ -47,12 +47,12 @@ CHECKSUMS = {
     "optprojtran/optprojtran.npz": "3cc9b290c5c67403c3fc4e668975f79deac6c27d29f89665cc326d5ce8de006c",
 }
 
-#: The adversarial signs, below the root.
+#: Path of the adversarial signs below the root.
 SIGNS_FILE = "optprojtran/optprojtran.npz"
 
 
 class Form(NamedTuple):
-    """What is known of a dataset before its files are read: its numbers of images, and what an image is."""
+    """Sizes of a dataset, known before its files are read: numbers of images, classes, channels and pixels a side."""
 
     train: int
     test: int
@@ -61,7 +61,7 @@ class Form(NamedTuple):
     side: int
 
 
-# Of the datasets that have a name; files without an official checksum are checked by their numbers of images.
+# Of the named datasets. If a file has no official checksum, these numbers of images are the check.
 FORMS = {
     "digits": Form(1437, 360, num_classes=10, in_channels=1, side=8),
     "mnist": Form(60_000, 10_000, num_classes=10, in_channels=1, side=28),
@@ -70,10 +70,10 @@ FORMS = {
     "gtsrb": Form(39_209, 12_630, num_classes=43, in_channels=3, side=32),
 }
 
-# Of one's own images, where no size is given.
+# For a folder of images without a given size: the largest side that is kept, and the size that replaces others.
 _LARGEST_KEPT, _USUAL_SIZE = 64, (32, 32)
 
-# Mirrored images of these belong to another class, or to none.
+# Datasets in which a mirrored image belongs to another class, or to none.
 NEVER_MIRRORED = ("digits", "mnist", "gtsrb")
 
 _MNIST = "https://ossci-datasets.s3.amazonaws.com/mnist/"
@@ -154,7 +154,7 @@ _GTSRB_NAMES = (
 
 _TEN_DIGITS = tuple("0123456789")
 
-#: Of datasets whose classes never change, so that models without a list of their own can name theirs.
+#: Class names of datasets whose classes never change, for models that were saved without a list of names.
 CLASS_NAMES: dict[str, tuple[str, ...]] = {
     "digits": _TEN_DIGITS,
     "mnist": _TEN_DIGITS,
@@ -165,7 +165,7 @@ CLASS_NAMES: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class Request:
-    """What the caller asked for, passed to every reader."""
+    """The caller's options, passed to every reader."""
 
     root: Path
     image_size: tuple[int, int] | None
@@ -177,7 +177,8 @@ class Request:
 class Arrays:
     """A dataset as it was read: images (image, channel, height, width) uint8, labels (image,) whole numbers.
 
-    `tracks` numbers the training images that must stay together inside their class, if there are any.
+    `tracks` (image,) numbers the training images. Those of a class with the same number must not be split between
+    training and validation. It is None if all images may be.
     """
 
     train_images: np.ndarray
@@ -197,7 +198,7 @@ def read_digits(request: Request) -> Arrays:
 
 @functools.cache
 def _embedded_digits() -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Images, labels, and which of them train and test: read once, since a task of an experiment asks ten times."""
+    """Images, labels, indices of training and of test images; cached, as one task of an experiment asks ten times."""
     try:
         from sklearn.datasets import load_digits
         from sklearn.model_selection import train_test_split
@@ -213,7 +214,7 @@ def _embedded_digits() -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
 
 
 def read_mnist(request: Request) -> Arrays:
-    """The four idx files, compressed or not."""
+    """MNIST from its four idx files, compressed or not."""
     provide("mnist", ARCHIVES["mnist"], request.root, request.download, request.progress)
     arrays = []
     for part in ("train", "t10k"):
@@ -234,7 +235,7 @@ def _read_mnist_file(root: Path, file_name: str, ndim: int) -> np.ndarray:
 
 
 def read_cifar10(request: Request) -> Arrays:
-    """The five training batches and the test batch of the Python version."""
+    """CIFAR-10 from the five training batches and the test batch of the Python version."""
     provide("cifar10", ARCHIVES["cifar10"], request.root, request.download, request.progress)
     batches = [
         _read_cifar_file(request, f"cifar-10-batches-py/data_batch_{number}", "labels")
@@ -247,7 +248,7 @@ def read_cifar10(request: Request) -> Arrays:
 
 
 def read_cifar100(request: Request) -> Arrays:
-    """The fine classes of the Python version."""
+    """CIFAR-100 with its fine classes, from the Python version."""
     provide("cifar100", ARCHIVES["cifar100"], request.root, request.download, request.progress)
     train = _read_cifar_file(request, "cifar-100-python/train", "fine_labels")
     test = _read_cifar_file(request, "cifar-100-python/test", "fine_labels")
@@ -278,7 +279,7 @@ def _read_cifar_names(root: Path, relative: str, key: str) -> tuple[str, ...]:
 
 
 def read_gtsrb(request: Request) -> Arrays:
-    """Traffic signs from 32x32 .npz files if they are there and that size is wanted, else from the official folders."""
+    """GTSRB from 32x32 .npz files if they are there and that size is wanted, else from the official folders."""
     size = request.image_size or (32, 32)
     packed = [request.root / "gtsrb" / f"{part}.npz" for part in ("train", "test")]
     if size == (32, 32) and any(files.exists(path) for path in packed):
@@ -329,9 +330,9 @@ def _read_gtsrb_csv(path: Path) -> list[tuple[Path, int]]:
 
 
 def read_folder(folder: Path, request: Request) -> Arrays:
-    """One's own images: folder/train/<class>/* and folder/test/<class>/*, or folder/<class>/* with a test part drawn.
+    """Images from folder/train/<class>/* and folder/test/<class>/*, or from folder/<class>/*.
 
-    Classes are numbered in the order of their names.
+    In the second case a fifth of each class is drawn for testing. Classes are numbered in the order of their names.
     """
     parts = class_folders(folder)
     if len(parts) == 2:
@@ -356,20 +357,20 @@ def read_folder(folder: Path, request: Request) -> Arrays:
 
 
 def usual_size(folder: Path) -> tuple[int, int] | None:
-    """What to resize a folder's images to if nobody says: nothing if all have one small size, else 32 x 32."""
+    """Default (height, width) for a folder's images: None, to keep it, if all have one small size, else 32 x 32."""
     sizes = {header_size(path) for part in class_folders(folder) for path in list_classes(part)[1]} - {None}
     is_small = all(size is not None and max(size) <= _LARGEST_KEPT for size in sizes)
     return None if len(sizes) <= 1 and is_small else _USUAL_SIZE
 
 
 def class_folders(folder: Path) -> tuple[Path, ...]:
-    """Where the folders of the classes are: train and test, if it has both, or else the folder itself."""
+    """The folders that hold the class folders: train and test if there are both, else the folder itself."""
     parts = (folder / "train", folder / "test")
     return parts if all(files.is_folder(part) for part in parts) else (folder,)
 
 
 def list_classes(folder: Path) -> tuple[tuple[str, ...], list[Path], list[int]]:
-    """Names of the classes, and all image files with the number of their class."""
+    """Names of the classes, all image files, and the class number of each file."""
     classes = [
         entry for entry in files.entries(folder) if files.is_folder(entry) and not entry.name.startswith(".")
     ]
@@ -398,7 +399,7 @@ def list_classes(folder: Path) -> tuple[tuple[str, ...], list[Path], list[int]]:
 
 
 def note_on_order(names: Sequence[str]) -> str | None:
-    """A sentence if classes are called by numbers and numbered otherwise: as text "10" comes before "2"."""
+    """A warning if class names are numbers whose order as text is another ("10" comes before "2"); else None."""
     if not all(name.isascii() and name.isdecimal() for name in names):
         return None
     for number, (name, other) in enumerate(zip(names, sorted(names, key=int), strict=True)):
@@ -411,7 +412,7 @@ def note_on_order(names: Sequence[str]) -> str | None:
 
 
 def check_sizes(name: str, train: int, test: int) -> None:
-    """Raises InputError unless the dataset has all of its images."""
+    """Raises InputError unless a named dataset has all of its images; other names are not checked."""
     form = FORMS.get(name)
     if form is not None and (train, test) != (form.train, form.test):
         raise InputError(

@@ -1,4 +1,4 @@
-"""The scikit-learn face of the same parts: an ECNN as an estimator, and designed codes over any binary estimator."""
+"""Estimators for scikit-learn: an ECNN, and a designed code over any binary estimator."""
 
 from ecnn.estimators.network import ECNNClassifier
 from ecnn.estimators.output_codes import ErrorCorrectingClassifier

@@ -1,4 +1,4 @@
-"""Which code the classes get, and what its members' answers say about the classes."""
+"""The code that an estimator uses, and predictions from class scores, as both estimators make them."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from ecnn.codes import CodeMatrix, codebook, load_code
 from ecnn.errors import InputError
 
 _MOST_STEPS, _STEPS_PER_SYMBOL = 400_000, 1000
-# Beyond this many symbols the search for the largest distances takes minutes, and that for a low energy seconds; the
-# columns of so large a code differ without being asked to.
+# Above this many symbols the search for the largest distances takes minutes, and that for a low energy seconds. The
+# columns of such a large code differ even if the energy has no column term.
 _MANY_SYMBOLS = 2000
 
 
 @functools.lru_cache(maxsize=64)
 def find_code(num_classes: int, code_length: int) -> CodeMatrix:
-    """The shipped code of this size, or a design of our own, always the same one.
+    """The shipped code of this size, or one that is designed, with a fixed seed and so always the same.
 
-    Found codes are kept, because a search over parameters or a cross-validation asks for the same one many times.
+    Codes are cached, because a search over parameters or a cross-validation asks for the same one many times.
     """
     name = f"{num_classes}x{code_length}"
     if name in codebook():
@@ -31,41 +31,41 @@ def find_code(num_classes: int, code_length: int) -> CodeMatrix:
     if symbols > _MANY_SYMBOLS:
         search |= {"objective": "energy", "column_weight": 0.0, "chains": 1}
     code = design_code(num_classes, code_length, seed=0, **search)
-    if code.provenance["stopped_by"] == "interrupt":  # the best so far is not the code of this size
+    if code.provenance["stopped_by"] == "interrupt":  # the best so far is not the result of a whole search
         raise KeyboardInterrupt
     return code
 
 
 def check_several_classes(owner: Any, classes: np.ndarray) -> None:
-    """Raises InputError unless there are two classes at least."""
+    """Raises InputError unless there are at least two classes."""
     if len(classes) < 2:
         found = "only one" if len(classes) else "no"
         raise InputError(f"{type(owner).__name__} tells classes apart, but the labels hold {found} class.")
 
 
 def mean_distance(code: CodeMatrix) -> float:
-    """In how many tasks two classes differ, on average over all pairs.
+    """Average Hamming distance between the codewords of two classes.
 
-    A member that tells two classes apart estimates the odds between them. This many do, so a sum over members divided
-    by it is again an estimate of the odds and not a multiple of them.
+    A member whose task separates two classes estimates the log odds between them. On average this many members do. So
+    the sum over members, divided by this number, estimates the log odds and not a multiple of them.
     """
     return float(code.row_distances.sum() / (code.num_classes * (code.num_classes - 1)))
 
 
 def as_decision(scores: np.ndarray) -> np.ndarray:
-    """(sample, class) scores as scikit-learn returns them: of two classes only the lead of the second, (sample,)."""
+    """Scores as scikit-learn returns them: (sample, class), or for two classes (sample,) the second minus the first."""
     return scores[:, 1] - scores[:, 0] if scores.shape[1] == 2 else scores
 
 
 def softmax(scores: np.ndarray) -> np.ndarray:
-    """(sample, class) probabilities."""
+    """(sample, class) probabilities from scores."""
     shares = np.exp(scores - scores.max(axis=1, keepdims=True))
     result: np.ndarray = shares / shares.sum(axis=1, keepdims=True)
     return result
 
 
 def checked_scores(scores: np.ndarray) -> np.ndarray:
-    """(sample, class) the same; InputError unless all are numbers, since the largest of others is no answer."""
+    """(sample, class) the same scores; InputError unless all are finite, as others would give a meaningless class."""
     is_known = np.isfinite(scores).all(axis=1)
     if not is_known.all():
         raise InputError(
@@ -76,18 +76,18 @@ def checked_scores(scores: np.ndarray) -> np.ndarray:
 
 
 class ScoringMixin:
-    """What both estimators answer alike once the classes have scores."""
+    """The predictions of both estimators, made from their class scores."""
 
     classes_: np.ndarray
 
     def _scores(self, X: Any) -> np.ndarray:
-        """(row, class); an error of scikit-learn's when nothing is fitted."""
+        """(row, class) scores on the scale of log odds; scikit-learn's NotFittedError before `fit`."""
         raise NotImplementedError
 
     def decision_function(self, X: Any) -> np.ndarray:
-        """(row, class) scores, the largest for the class that is predicted; of two classes (row,) the second's lead.
+        """(row, class) scores, the largest for the predicted class; for two classes (row,) the second minus the first.
 
-        They are sums over what the members say, on the scale of log odds.
+        They are weighted sums of the members' outputs, on the scale of log odds.
         """
         return as_decision(self._scores(X))
 
@@ -97,6 +97,6 @@ class ScoringMixin:
 
     def predict(self, X: Any) -> np.ndarray:
         """(row,) labels."""
-        best = self._scores(X).argmax(axis=1)  # first, because it says so when nothing is fitted
+        best = self._scores(X).argmax(axis=1)  # first: it raises the right error when nothing is fitted
         labels: np.ndarray = self.classes_[best]
         return labels

@@ -1,4 +1,4 @@
-"""ECNNClassifier: an error-correcting network as a scikit-learn estimator, for feature vectors and for images."""
+"""`ECNNClassifier`: an error-correcting network as a scikit-learn estimator, for feature vectors and for images."""
 
 from __future__ import annotations
 
@@ -48,26 +48,26 @@ class ECNNClassifier(ScoringMixin, ClassifierMixin, BaseEstimator):  # type: ign
     """An error-correcting network with the interface of scikit-learn.
 
     Rows are feature vectors, which are standardised and read by two dense layers; or, with `image_shape`, flattened
-    images, which are read by a residual network. Answers are computed in float64 on the CPU.
+    images, which are read by a residual network. Predictions are computed in float64 on the CPU.
 
     Args:
-        code: which symbol each class writes in each task: a `CodeMatrix`, the name of a shipped code, or a file. None
-            takes a shipped code for as many classes, or designs one.
-        code_length: how many members such a code has; None for 30, or more for more than 2**15 classes.
+        code: a `CodeMatrix`, the name of a shipped code, or the path of a code file. None takes a shipped code for the
+            number of classes, or designs one.
+        code_length: number of members if `code` is None; None for 30.
         image_shape: (channel, height, width) of the images that rows hold; None for feature vectors.
         pixel_range: values of black and white; None takes the smallest and largest value in the training images.
         width: units of a dense layer (64 if None), or channels of the residual network's first stack (16).
         depth: of the residual network, 6n + 2.
-        epochs, batch_size, lr: of the training; None for what suits the number of rows.
-        random_state: of the weights and of the order of the rows; a whole number makes fits repeat.
-        device: that an image network is trained on: auto, cpu, cuda, mps.
+        epochs, batch_size, lr: settings of the training; None for defaults that suit the number of rows.
+        random_state: decides the first weights and the order of the rows; with a whole number fits can be repeated.
+        device: device on which a network for images is trained: auto, cpu, cuda, mps.
 
     Attributes:
         classes_: labels in the order of the scores.
         code_: the `CodeMatrix` that was used.
-        network_: the trained `ECNN`, in float64. It takes images (image, channel, height, width) in [0, 1], as
-            attacks and audits expect; of feature vectors (row, feature, 1, 1), standardised.
-        offset_, scale_: rows minus the one, divided by the other, are what the network takes.
+        network_: the trained `ECNN`, in float64. For images it takes (image, channel, height, width) in [0, 1], as
+            attacks and audits expect; for feature vectors (row, feature, 1, 1), standardised.
+        offset_, scale_: the network takes (rows - offset_) / scale_.
         n_features_in_, feature_names_in_: as in all of scikit-learn.
     """
 
@@ -134,9 +134,9 @@ class ECNNClassifier(ScoringMixin, ClassifierMixin, BaseEstimator):  # type: ign
         return self
 
     def save(self, folder: str | os.PathLike[str]) -> None:
-        """Writes config.json and model.safetensors, which `load` reads; no pickle, so that no file can run code.
+        """Writes config.json and model.safetensors, which `load` reads. There is no pickle, so no file can run code.
 
-        A save that fails leaves the one before as it was. A `random_state` that is no whole number is not kept.
+        A save that fails leaves an earlier one as it was. A `random_state` that is no whole number is saved as None.
         """
         check_is_fitted(self)
         files.check_replaceable(folder, _CONFIG, FORMAT, (_CONFIG, _WEIGHTS))
@@ -197,8 +197,8 @@ class ECNNClassifier(ScoringMixin, ClassifierMixin, BaseEstimator):  # type: ign
         return checked_scores(scores.numpy() / (agreeing * mean_distance(self.code_)))
 
     def _inputs(self, X: np.ndarray) -> Tensor:
-        """(row, channel, height, width) what the network takes, in float64."""
-        with np.errstate(over="ignore"):  # scores that come of it are refused
+        """(row, channel, height, width) input of the network, in float64."""
+        with np.errstate(over="ignore"):  # `checked_scores` refuses the scores that follow
             scaled = (X - self.offset_) / self.scale_
         return torch.from_numpy(scaled).reshape(len(X), *self._input_shape())
 
@@ -212,7 +212,7 @@ class ECNNClassifier(ScoringMixin, ClassifierMixin, BaseEstimator):  # type: ign
             raise InputError(f"image_shape must be (channel, height, width), not {shown(self.image_shape)}.")
         for name, size in zip(("channels", "height", "width"), shape, strict=True):
             check_count(f"image_shape: {name}", size)
-        shape = tuple(map(int, shape))  # NumPy's small ones would overflow
+        shape = tuple(map(int, shape))  # NumPy's small integers would overflow
         if math.prod(shape) != self.n_features_in_:
             raise InputError(
                 f"images of {'x'.join(map(str, shape))} have {math.prod(shape)} values, but the rows have "
@@ -226,7 +226,7 @@ class ECNNClassifier(ScoringMixin, ClassifierMixin, BaseEstimator):  # type: ign
         return shape[0], shape[1], shape[2]
 
     def _find_scale(self, X: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """What is subtracted from a row, and what it is then divided by: (feature,), of images a number."""
+        """Offset and scale of the rows: two (feature,) arrays, or two numbers for images."""
         if self.image_shape is None:
             with np.errstate(over="ignore", invalid="ignore"):
                 means, deviations = X.mean(axis=0), X.std(axis=0)
@@ -242,7 +242,7 @@ class ECNNClassifier(ScoringMixin, ClassifierMixin, BaseEstimator):  # type: ign
             low, high = self.pixel_range
             check_number("pixel_range: black", low, least=-math.inf)
             check_number("pixel_range: white", high, least=low, above=True)
-            low, high = float(low), float(high)  # NumPy's small ones would overflow
+            low, high = float(low), float(high)  # NumPy's small integers would overflow
             if X.min() < low or X.max() > high:
                 raise InputError(
                     f"the values of the images reach from {X.min():g} to {X.max():g}, beyond the pixel_range of "
@@ -294,7 +294,7 @@ class ECNNClassifier(ScoringMixin, ClassifierMixin, BaseEstimator):  # type: ign
         )
 
     def _plain_params(self) -> dict[str, Any]:
-        """The parameters as JSON holds them."""
+        """The parameters as plain JSON values."""
         params = self.get_params(deep=False)
         if isinstance(params["code"], CodeMatrix):
             params["code"] = params["code"].to_dict()
@@ -316,7 +316,7 @@ class ECNNClassifier(ScoringMixin, ClassifierMixin, BaseEstimator):  # type: ign
 
 
 def _feature_recipe(num_rows: int) -> Recipe:
-    """What trains a dense network on so many rows: at least 200 steps, and 20 epochs of many rows."""
+    """The recipe for feature vectors: at least 200 steps and 20 epochs, fewer epochs the more rows there are."""
     batch_size = min(num_rows, 128)
     steps = max(1, num_rows // batch_size)
     return Recipe(
@@ -331,12 +331,12 @@ def _feature_recipe(num_rows: int) -> Recipe:
 
 
 def _image_recipe(num_images: int, image_size: tuple[int, ...]) -> Recipe:
-    """What trains a folder of as many images, without mirroring: nothing says that a mirrored one is the same."""
+    """The recipe for a folder of as many images, but without mirroring, which may change the class of an image."""
     return replace(auto_recipe(num_images, (image_size[0], image_size[1])), flip=False)
 
 
 def _fit_features(network: nn.Module, rows: Tensor, labels: Tensor, recipe: Recipe, seed: int) -> None:
-    """Trains on rows (row, feature, 1, 1) where the network is; `training.fit` is for images kept as bytes."""
+    """Trains the network in place on rows (row, feature, 1, 1), because `training.fit` only takes images as bytes."""
     objective = objective_of(recipe)
     optimizer = torch.optim.AdamW(parameter_groups(network, recipe.weight_decay), lr=recipe.lr)
     generator = torch.Generator().manual_seed(seed)
@@ -355,7 +355,7 @@ def _fit_features(network: nn.Module, rows: Tensor, labels: Tensor, recipe: Reci
 
 
 def _read_params(owner: str, params: dict[str, Any], known: list[str]) -> dict[str, Any]:
-    """Parameters as the estimator takes them, from what JSON holds."""
+    """The estimator's parameters from their JSON values; InputError if one is unknown."""
     check_options(owner, params, known)
     read = {name: tuple(value) if isinstance(value, list) else value for name, value in params.items()}
     if isinstance(read.get("code"), dict):

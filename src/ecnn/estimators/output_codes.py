@@ -1,4 +1,4 @@
-"""ErrorCorrectingClassifier: any binary estimator, once per task of a designed code."""
+"""`ErrorCorrectingClassifier`: any binary estimator, fitted once per task of a designed code."""
 
 from __future__ import annotations
 
@@ -25,28 +25,28 @@ from ecnn.estimators.codewords import (
     mean_distance,
 )
 
-# A probability of 0 or 1, which trees give, counts as one mistake in so many.
+# Members' odds are limited to this, because trees give probabilities of 0 and 1.
 _LARGEST_ODDS = 1e3
 _MOST_MEMBERS = MAX_SYMBOLS // 2  # of two symbols each
 
 
 class ErrorCorrectingClassifier(ScoringMixin, MetaEstimatorMixin, ClassifierMixin, BaseEstimator):  # type: ignore[misc]
-    """Several classes by a binary estimator, once per task of an error-correcting code.
+    """A classifier for several classes that fits a binary estimator for each task of an error-correcting code.
 
-    Takes the place of `sklearn.multiclass.OutputCodeClassifier`, with the same arguments. Its code is designed for
-    large distances where that one's is random, the odds that members state are added up, and there are probabilities.
+    It can replace `sklearn.multiclass.OutputCodeClassifier` and has the same arguments. There the code is random; here
+    it is designed for large distances. The members' log odds are added up, and there is `predict_proba`.
 
     Args:
-        estimator: with `fit` and one of `predict_proba` and `decision_function`.
+        estimator: binary estimator with `fit` and one of `predict_proba` and `decision_function`.
         code_size: members for each class: int(code_size * number of classes) in all.
         random_state: decides which class gets which codeword.
-        n_jobs: members fitted at once; None for one, -1 for one per core.
+        n_jobs: how many members are fitted at once; None for one, -1 for one per core.
 
     Attributes:
         classes_: labels in the order of the scores.
         estimators_: one fitted estimator per task.
         code_: the `CodeMatrix`, a codeword for each class.
-        code_book_: (class, task) the same in signs, as OutputCodeClassifier has it.
+        code_book_: (class, task) the same code as -1 and +1, as in OutputCodeClassifier.
         n_features_in_, feature_names_in_: those of the estimators, if they have them.
     """
 
@@ -62,7 +62,7 @@ class ErrorCorrectingClassifier(ScoringMixin, MetaEstimatorMixin, ClassifierMixi
         """Fits one copy of the estimator per task and returns itself.
 
         Args:
-            fit_params: for the estimators' `fit`, with scikit-learn's metadata routing, which must be enabled.
+            fit_params: passed to the estimators' `fit` by scikit-learn's metadata routing, which must be enabled.
         """
         if fit_params and not get_config()["enable_metadata_routing"]:
             raise InputError(
@@ -91,7 +91,7 @@ class ErrorCorrectingClassifier(ScoringMixin, MetaEstimatorMixin, ClassifierMixi
         return self
 
     def get_metadata_routing(self) -> Any:
-        """How scikit-learn hands arguments of `fit` on to the estimators."""
+        """How scikit-learn routes arguments of `fit` to the estimators."""
         mapping = MethodMapping().add(caller="fit", callee="fit")
         return MetadataRouter(owner=self).add(estimator=self.estimator, method_mapping=mapping)
 
@@ -128,7 +128,7 @@ def _fit_member(estimator: Any, X: Any, bits: np.ndarray, fit_params: dict[str, 
 
 
 def _log_odds(member: Any, X: Any) -> np.ndarray:
-    """(row,) how sure a member is of symbol 1: its log odds, or whatever its decision_function returns."""
+    """(row,) a member's log odds of symbol 1, or its decision_function if it has no predict_proba."""
     if not hasattr(member, "predict_proba"):
         values: np.ndarray = np.asarray(member.decision_function(X), dtype=np.float64).ravel()
         return values

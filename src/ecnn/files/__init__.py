@@ -1,4 +1,4 @@
-"""Reading and writing files so that a reader never sees half of one; the only room that writes to the disk."""
+"""Reading and writing files so that a reader never sees a half-written one; the only room that writes to the disk."""
 
 from ecnn.files.arrays import read_arrays, read_npz, read_tensors, tensor_bytes, write_arrays, write_tensors
 from ecnn.files.disk import (

@@ -1,4 +1,4 @@
-"""Numbers: named tensors as safetensors, named arrays as .npz; nothing in such a file can run code."""
+"""Named tensors as safetensors files and named arrays as .npz files; nothing in such a file can run code."""
 
 from __future__ import annotations
 
@@ -47,14 +47,14 @@ def write_tensors(path: AnyPath, tensors: dict[str, Tensor], header: dict[str, s
 def tensor_bytes(tensors: dict[str, Tensor], header: dict[str, str]) -> bytes:
     """Named tensors as a safetensors file with a header of strings.
 
-    The header is one entry of the file's metadata, JSON in the order of its keys: same tensors and header, same bytes.
-    It holds the SHA-256 of the whole file, computed with zeros in its place.
+    The header is one entry of the file's metadata, JSON with sorted keys, so that equal tensors and headers give equal
+    bytes. It also holds the SHA-256 of the whole file, computed with zeros in place of the checksum.
     """
     return b"".join(_tensor_parts(tensors, header))
 
 
 def _tensor_parts(tensors: dict[str, Tensor], header: dict[str, str]) -> tuple[bytes, memoryview]:
-    """The same in two parts, the second of which is large and not copied."""
+    """`tensor_bytes` in two parts: the head, and the large rest as a view that is not copied."""
     from safetensors.torch import save
 
     plain = {key: value.detach().cpu().contiguous() for key, value in tensors.items()}
@@ -65,25 +65,26 @@ def _tensor_parts(tensors: dict[str, Tensor], header: dict[str, str]) -> tuple[b
 
 
 def _head_size(start: bytes) -> int:
-    """Where the tensors begin in a safetensors file that begins like this."""
+    """Number of bytes before the tensors of a safetensors file, from its first 8 bytes or more."""
     return 8 + int.from_bytes(start[:8], "little")
 
 
 def _sum_in_file(value: str) -> bytes:
-    """The checksum as the bytes of a safetensors file show it, JSON within JSON."""
+    """The bytes of the checksum's entry in a safetensors file: JSON within JSON, so its quotes are escaped."""
     return f'\\"{_SUM}\\": \\"{value}\\"'.encode()
 
 
 def read_tensors(path: AnyPath) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Tensors and header of a safetensors file; nothing in it can run code. One that has a checksum must agree with it.
+    """Tensors and header of a safetensors file; nothing in it can run code.
 
-    Other programs' files, and ours of before, have none and as header the strings of their metadata.
+    Raises InputError if the file is not whole or does not match its checksum. Files of other programs, and old ones of
+    ours, have no checksum; their header is the metadata of the file.
     """
     from safetensors import SafetensorError
     from safetensors.torch import load
 
     try:
-        # Not by name: safetensors takes only names that are UTF-8, and a file that is opened twice may be two.
+        # Opened here: safetensors accepts only paths in UTF-8, and a path opened twice may be two different files.
         with opened(path, MAX_TENSOR_BYTES) as file:
             head, metadata = _read_head(file)
             file.seek(0)
@@ -103,7 +104,7 @@ def read_tensors(path: AnyPath) -> tuple[dict[str, Tensor], dict[str, str]]:
 def _read_head(file: IO[bytes]) -> tuple[bytes, dict[str, str]]:
     """The bytes before the tensors, and the metadata in them; ValueError unless the file has the size they announce.
 
-    So that no memory is asked for before it is known what for.
+    It is checked before the tensors are read, so that a damaged or hostile file cannot make us allocate memory.
     """
     start, size = file.read(8), os.fstat(file.fileno()).st_size
     if _head_size(start) > min(size, _MAX_HEAD):
@@ -143,7 +144,7 @@ def write_arrays(path: AnyPath, arrays: Mapping[str, np.ndarray], header: Mappin
 
 
 def read_arrays(path: AnyPath) -> tuple[dict[str, np.ndarray], dict[str, str]]:
-    """Arrays and header of what `write_arrays` wrote."""
+    """Arrays and header of a file that `write_arrays` wrote; InputError if it is not whole."""
     arrays = read_npz(path)
     try:
         header = json.loads(arrays.pop(_HEADER).tobytes().decode())
@@ -159,11 +160,11 @@ def read_npz(
 ) -> dict[str, np.ndarray]:
     """Arrays of numbers by name from any .npz file, read-only; nothing in the file can run code.
 
-    Sizes are checked before memory is asked for, so that a hostile file is an InputError like a truncated one.
+    Sizes are checked before memory is allocated, so that a hostile file is an InputError like a truncated one.
 
     Args:
-        keys: which arrays; all of them if not given.
-        content: the bytes of the file, where they have been read before.
+        keys: names of the arrays to read; all of them if not given.
+        content: the bytes of the file, if they have been read already.
     """
     source = Path(path)
     try:
@@ -213,7 +214,7 @@ def _read_array(archive: zipfile.ZipFile, entry: zipfile.ZipInfo) -> np.ndarray:
     if entry.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
         raise ValueError(f"{entry.filename} is compressed in an unknown way")
     raw = archive.read(entry)
-    # NumPy's own parser evaluates this text; a pattern is stricter, and asks for no memory before it is checked.
+    # NumPy's own parser evaluates this text. A pattern is stricter, and the size is checked before it allocates memory.
     found = _NPY_START.match(raw)
     if not found or not entry.filename.endswith(".npy"):
         raise ValueError(f"{entry.filename} is no array of plain numbers")

@@ -1,4 +1,4 @@
-"""Files on the disk: written all or nothing, read through one door, folders with one user at a time."""
+"""Files on disk: atomic writes, checked reads, temporary files, and locks on folders."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from ecnn.errors import DiskError, InputError
 fcntl: Any
 try:
     import fcntl
-except ImportError:  # on Windows: there folders are not locked, and what killed writers left stays
+except ImportError:  # Windows: folders are not locked there, and temporary files of killed writers stay
     fcntl = None
 
 AnyPath = str | os.PathLike[str]
@@ -34,7 +34,7 @@ MAX_IMAGE_BYTES = 256 * 2**20
 MAX_ARRAY_BYTES = 4 * 2**30
 MAX_TENSOR_BYTES = 64 * 2**30
 _LOCK, _TEMPORARY = ".ecnn-lock", ".ecnn-tmp-"
-# What the caller can mend by another path; every other error of the system is a fault of the machine.
+# Errors that another path can avoid (InputError). Every other OSError is a fault of the machine (DiskError).
 _MISTAKES = (FileNotFoundError, PermissionError, NotADirectoryError, IsADirectoryError, FileExistsError)
 _MISTAKEN = (errno.EROFS, errno.ENAMETOOLONG, errno.ELOOP, errno.EINVAL)
 _KINDS = {
@@ -48,7 +48,14 @@ _KINDS = {
 
 @contextmanager
 def naming(path: AnyPath, verb: str) -> Iterator[None]:
-    """An error of the operating system inside names the file and the reason: InputError, or DiskError for a fault."""
+    """Turns an OSError inside into an InputError or, for a fault of the machine, a DiskError, with path and reason.
+
+    An impossible file name, which raises ValueError, is an InputError too.
+
+    Args:
+        path: the file or folder that the message names.
+        verb: what is done with it, such as "write".
+    """
     try:
         yield
     except DiskError:
@@ -60,7 +67,7 @@ def naming(path: AnyPath, verb: str) -> Iterator[None]:
             raise
         raise InputError(f"cannot {verb} {str(path)!r}: no file can have this name.") from error
     except OSError as error:
-        # safetensors raises FileNotFoundError without the system's words for it.
+        # safetensors raises FileNotFoundError without a `strerror`.
         reason = "No such file or directory" if isinstance(error, FileNotFoundError) else error.strerror
         if isinstance(error, _MISTAKES) or error.errno in _MISTAKEN:
             raise InputError(f"cannot {verb} {path}: {reason or error}.") from error
@@ -71,9 +78,9 @@ def naming(path: AnyPath, verb: str) -> Iterator[None]:
 
 
 def _kind_of(path: AnyPath) -> str | None:
-    """What lies at a path, links followed: "" for a file, None for nothing, else a word for it."""
+    """The type of what is at a path, with links followed: "" for a file, None for nothing, else words ("a folder")."""
     try:
-        mode = os.stat(os.fspath(path)).st_mode  # a number would be an open file
+        mode = os.stat(os.fspath(path)).st_mode  # fspath refuses numbers, which stat takes for open files
     except (FileNotFoundError, NotADirectoryError):
         return None
     except ValueError as error:  # a zero byte
@@ -82,7 +89,7 @@ def _kind_of(path: AnyPath) -> str | None:
 
 
 def _target_of(path: AnyPath) -> Path:
-    """Where to write what is to be found at a path: links are followed; InputError unless a file can be there."""
+    """The path to write to, with links followed; InputError if something is there that is not a file."""
     with naming(path, "write"):
         kind = _kind_of(path)
         target = Path(os.path.realpath(path))
@@ -96,9 +103,9 @@ def _target_of(path: AnyPath) -> Path:
 def write_atomically(path: AnyPath, write: Callable[[Path], object], *, durable: bool = False) -> Path:
     """Calls `write` with a temporary path beside the target, then moves it there in one step.
 
-    A kill, a full disk or an exception inside `write` leaves the target as it was; only a kill can leave a temporary
-    file behind, which the next writer in that folder removes. A link stays, and what it leads to is replaced.
-    `durable` also waits for the disk, against a loss of power.
+    A kill, a full disk or an exception inside `write` leaves the target as it was. Only a kill can leave a temporary
+    file behind, which the next writer in that folder removes. If the path is a link, its target is replaced.
+    `durable` also waits until the data are on the disk, against a loss of power. Returns the path.
     """
     with _written(path, write, durable) as (temporary, target):
         os.replace(temporary, target)
@@ -106,10 +113,10 @@ def write_atomically(path: AnyPath, write: Callable[[Path], object], *, durable:
 
 
 def write_together(contents: Mapping[Path, bytes]) -> None:
-    """Writes files that belong together; all are on the disk before the first takes its place, in their order.
+    """Writes files that belong together: all to temporary files first, which then replace the targets, in their order.
 
-    A full disk or an exception leaves all of them as they were. A kill can leave the first ones new and the last ones
-    old: let the first hold a checksum of the last, and whoever reads them compare.
+    A full disk or an exception leaves all targets as they were. A kill can leave the first ones new and the last ones
+    old. To detect this, let the first file hold a checksum of the last, and compare them when they are read.
     """
     with ExitStack() as stack:
         written = [
@@ -126,7 +133,7 @@ def _write_bytes(content: bytes, path: Path) -> None:
 
 @contextmanager
 def _written(path: AnyPath, write: Callable[[Path], object], durable: bool) -> Iterator[tuple[Path, Path]]:
-    """A temporary file with what is to be at a path, and where that is; gone at the end unless it was moved there."""
+    """A temporary file with the new content, and the target to move it to; removed at the end unless it was moved."""
     target = _target_of(path)
     _check_not_moved(target)
     with naming(path, "write"):
@@ -145,20 +152,21 @@ def _written(path: AnyPath, write: Callable[[Path], object], durable: bool) -> I
 
 
 def exists(path: AnyPath) -> bool:
-    """Whether anything is there, links followed; InputError where that may not be looked at, or no file can be.
+    """Whether anything is at the path, with links followed.
 
-    "May not be looked at" is another answer than "not there": it would send its reader after a file that is in place.
+    Raises InputError if we lack the permission to look, because the file may be there, or if no file can have this
+    name.
     """
     return _seen_kind(path) is not None
 
 
 def is_file(path: AnyPath) -> bool:
-    """Whether a file is there, likewise."""
+    """Whether a file is at the path, with links followed; raises InputError as `exists` does."""
     return _seen_kind(path) == ""
 
 
 def is_folder(path: AnyPath) -> bool:
-    """Whether a folder is there, likewise."""
+    """Whether a folder is at the path, with links followed; raises InputError as `exists` does."""
     return _seen_kind(path) == _KINDS[stat.S_IFDIR]
 
 
@@ -168,15 +176,15 @@ def _seen_kind(path: AnyPath) -> str | None:
 
 
 def entries(folder: AnyPath) -> list[Path]:
-    """What a folder holds, in order; one that cannot be read, or goes meanwhile, is an InputError."""
+    """The paths in a folder, sorted; InputError if it cannot be read or does not exist."""
     with naming(folder, "read"):
         return sorted(Path(folder).iterdir())
 
 
 def matching(folder: AnyPath, pattern: str) -> list[Path]:
-    """What lies in a folder under a pattern such as "*.npz" or "*/audit.json", in order; nothing if there is no folder.
+    """The paths in a folder that match a pattern such as "*.npz" or "*/audit.json", sorted; none if there is no folder.
 
-    Unlike `Path.glob`, which passes over a folder that may not be read as if it were empty: here that is an InputError.
+    A folder that we may not read is an InputError. `Path.glob` would take it for empty.
     """
     found = [Path(folder)]
     for part in pattern.split("/"):
@@ -186,7 +194,7 @@ def matching(folder: AnyPath, pattern: str) -> list[Path]:
 
 
 def below(folder: AnyPath) -> list[Path]:
-    """Everything below a folder, in order, likewise; links to folders are not followed."""
+    """All paths below a folder, sorted; links to folders are not followed. InputError if a folder cannot be read."""
     found: list[Path] = []
     places = [Path(folder)]
     while places:
@@ -197,7 +205,7 @@ def below(folder: AnyPath) -> list[Path]:
 
 
 def check_writable(path: AnyPath) -> None:
-    """Raises InputError unless a file can be written there, so that long work does not end with nowhere to put it."""
+    """Raises InputError unless a file can be written there. Called before long work, so that its result is not lost."""
     with naming(path, "write"):
         folder = _target_of(path).parent
         while not folder.exists():
@@ -214,13 +222,13 @@ def _new_file(target: Path) -> str:
 
 @contextmanager
 def _temporary(make: Callable[[], str]) -> Iterator[Path]:
-    """A new file or folder, gone at the end, that no other process takes for what a killed one left."""
+    """A new temporary file or folder, removed at the end. It is locked, so that no process removes it as stale."""
     handle = None
     while fcntl is not None:
         name = make()
         try:
             handle = os.open(name, os.O_RDONLY)
-        except FileNotFoundError:  # taken for what a killed writer left, before it could be held
+        except FileNotFoundError:  # another process removed it as stale before it was locked
             continue
         if _take(handle) is not False and os.path.lexists(name):
             break
@@ -241,7 +249,7 @@ def _temporary(make: Callable[[], str]) -> Iterator[Path]:
 
 @contextmanager
 def temporary_folder(beside: AnyPath) -> Iterator[Path]:
-    """A folder for the moment; what a kill leaves of it goes with the next start of anything that writes there."""
+    """A temporary folder beside a path, removed at the end; after a kill, the next writer there removes it."""
     parent = Path(os.path.realpath(beside)).parent
 
     def make() -> str:
@@ -255,7 +263,7 @@ def temporary_folder(beside: AnyPath) -> Iterator[Path]:
 
 
 def remove_stale(folder: AnyPath) -> None:
-    """Removes the temporaries of killed writers from a folder: those that no living process holds."""
+    """Removes the temporary files of killed writers from a folder: those that no process has locked."""
     _tidied.add(Path(os.path.realpath(folder)))
     if fcntl is None or not is_folder(folder):
         return
@@ -273,7 +281,7 @@ def remove_stale(folder: AnyPath) -> None:
 
 
 def _take(handle: int) -> bool | None:
-    """Locks an open file until it is closed or the process ends; False if another holds it, None if none can here."""
+    """Locks an open file until it is closed or the process ends; False if it is locked, None if locks do not work."""
     if fcntl is None:
         return None
     try:
@@ -287,7 +295,7 @@ def _take(handle: int) -> bool | None:
 
 @dataclass(frozen=True)
 class _Lock:
-    """A folder that this process works in: the open lock file, and which thread took it."""
+    """The lock on a folder that this process works in: the open lock file, and the thread that locked it."""
 
     handle: int
     thread: int
@@ -305,13 +313,13 @@ _tidied: set[Path] = set()  # folders whose stale temporaries this process has r
 
 @contextmanager
 def locked(folder: AnyPath, work: str) -> Iterator[None]:
-    """Keeps others from working in a folder until the block ends; InputError that says who does if one is.
+    """Locks a folder, which is made if need be, until the block ends. InputError that names the holder if it is locked.
 
-    The system lets go of the lock when the process ends, however it does. Within the block, and the thread, the same
-    folder can be locked again. Where the file system knows no locks nobody is kept out.
+    The system releases the lock when the process ends, however it ends. Inside the block the same thread can lock the
+    folder again. Where the file system has no locks, nobody is kept out.
 
     Args:
-        work: what is done there, in a word: "training".
+        work: what is done there, in one word such as "training", for the error message that others get.
     """
     with naming(folder, "write"):
         root = Path(os.path.realpath(folder))
@@ -337,7 +345,7 @@ def locked(folder: AnyPath, work: str) -> Iterator[None]:
 
 
 def tidy(folder: AnyPath) -> None:
-    """Removes what killed processes left in a folder, the file of their lock too, unless one works there now."""
+    """Removes temporary files and lock files of killed processes from a folder, unless a process works there now."""
     if is_folder(folder) and any(Path(folder).glob(".ecnn-*")):
         with suppress(InputError, OSError), locked(folder, "tidying"):
             pass
@@ -355,7 +363,7 @@ def _open_lock(root: Path, work: str) -> int:
             )
         if _Lock(handle, 0).is_at(root / _LOCK):
             break
-        os.close(handle)  # who held it has removed it
+        os.close(handle)  # the process before us has removed the lock file
     since = time.strftime("%Y-%m-%d %H:%M:%S")
     try:
         os.ftruncate(handle, 0)
@@ -367,7 +375,7 @@ def _open_lock(root: Path, work: str) -> int:
 
 
 def _check_not_moved(target: Path) -> None:
-    """Raises DiskError if the target lies in a folder that we work in and that has gone from there."""
+    """Raises DiskError if the target is in a folder that we have locked and that has been moved or deleted since."""
     for root, lock in list(_locks.items()):
         if target.is_relative_to(root) and not lock.is_at(root / _LOCK):
             raise DiskError(
@@ -399,14 +407,14 @@ def write_text(path: AnyPath, text: str) -> Path:
 
 
 def keep(source: AnyPath, target: AnyPath) -> Path:
-    """Gives a file that will be replaced a second name, all or nothing; copies it where the disk has no hard links."""
+    """Keeps a file that will be replaced under a second name: a hard link, or a copy where the disk has no links."""
     _check_not_moved(_target_of(target))
     temporary = Path(target).with_name(f"{_TEMPORARY}{os.getpid()}")
     try:
         temporary.unlink(missing_ok=True)
         os.link(source, temporary)
         os.replace(temporary, target)
-        temporary.unlink(missing_ok=True)  # it stays if both are the same file already
+        temporary.unlink(missing_ok=True)  # os.replace does nothing if both are the same file already
     except OSError:
         return copy(source, target)
     return Path(target)
@@ -414,9 +422,9 @@ def keep(source: AnyPath, target: AnyPath) -> Path:
 
 @contextmanager
 def opened(path: AnyPath, most: int) -> Iterator[IO[bytes]]:
-    """A file open for reading, the one door that all of ours are read through.
+    """Opens a file for reading; InputError if it is larger than `most` bytes. All our files are read through this.
 
-    Pipes would wait for ever and devices never end: only files are opened, up to a size.
+    Only plain files are opened, because a pipe would wait for ever and a device never ends.
     """
     with naming(path, "read"):
         kind = _kind_of(path)
@@ -429,11 +437,11 @@ def opened(path: AnyPath, most: int) -> Iterator[IO[bytes]]:
 
 
 def read_bytes(path: AnyPath, *, most: int = MAX_ARRAY_BYTES) -> bytes:
-    """The content of a file of at most so many bytes; one that cannot be read is an InputError."""
+    """The content of a file of at most `most` bytes; InputError if it cannot be read."""
     with opened(path, most) as file:
         size = os.fstat(file.fileno()).st_size
         content = file.read(size + 1)
-    if len(content) != size:  # of the system's own files nobody knows how long they are
+    if len(content) != size:  # the size of a system file, such as those in /proc, is unknown
         raise InputError(f"{path} changed while it was read, or is no plain file.")
     return content
 

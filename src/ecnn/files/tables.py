@@ -1,4 +1,4 @@
-"""Tables as JSON and TOML that people can read; those of ours carry a checksum."""
+"""Tables as JSON and TOML that people can read; our JSON tables carry a checksum."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def write_json(path: AnyPath, value: Any) -> Path:
 def json_text(value: Any) -> str:
     """Strict JSON (no NaN); lists of numbers stay on one line so that people can read them.
 
-    A table gets an entry "sha256", the checksum of all others, which `read_json` checks and takes away.
+    A table gets an entry "sha256", the checksum of all others, which `read_json` checks and removes.
     """
     if isinstance(value, dict):
         value = {**value, _SUM: _sum_of_table(json.loads(json.dumps(value, allow_nan=False)))}
@@ -44,15 +44,15 @@ def json_text(value: Any) -> str:
 
 
 def _sum_of_table(table: Mapping[str, Any]) -> str:
-    """SHA-256 of the table's entries, however the file lays them out."""
+    """SHA-256 of the table's entries, independent of their order and layout in the file."""
     others = {key: value for key, value in table.items() if key != _SUM}
     return hashlib.sha256(json.dumps(others, sort_keys=True).encode()).hexdigest()
 
 
 def read_json(path: AnyPath) -> Any:
-    """The content of a JSON file; every way it can be unreadable is an InputError of one sentence.
+    """The content of a JSON file; InputError of one sentence if it cannot be read, has an entry twice or is no JSON.
 
-    A table that has a checksum must agree with it; those of before have none.
+    A table that has a checksum must match it. Older files have none.
     """
     content = read_bytes(path, most=MAX_JSON_BYTES)
 
@@ -64,7 +64,7 @@ def read_json(path: AnyPath) -> Any:
         return table
 
     try:
-        # Some editors begin with a mark.
+        # Some editors begin a file with a byte order mark, which utf-8-sig skips.
         value = json.loads(content.decode("utf-8-sig"), object_pairs_hook=unique)
     except InputError:
         raise
@@ -85,12 +85,14 @@ def read_json(path: AnyPath) -> Any:
 
 
 def check_replaceable(folder: AnyPath, config: str, kind: str, names: Sequence[str]) -> None:
-    """Raises InputError if files of these names are in a folder, and its config is none that we wrote of this kind.
+    """Raises InputError if a folder has files of these names but is not one that we saved with this format.
 
-    So that what is saved takes the place of what was saved before, and of nothing else.
+    So a save can replace an earlier save, and nothing else.
 
     Args:
-        config: the name of the JSON file that says of what kind the folder is, as its entry "format".
+        config: name of the JSON file whose entry "format" states the format of the folder.
+        kind: the format that it must have.
+        names: of the files that would be replaced.
     """
     there = [name for name in names if exists(Path(folder) / name)]
     if not there:
@@ -112,14 +114,14 @@ def write_described(
     config: tuple[str, Mapping[str, Any]],
     texts: Mapping[str, str] | None = None,
 ) -> None:
-    """Writes a file of weights with the JSON that describes it, and texts beside them, as what belongs together.
+    """Writes a file of weights, the JSON that describes it, and texts beside them, so that they stay consistent.
 
-    The JSON gets an entry "weights_sha256", and the weights come last: what a kill or a full disk leaves is the whole
-    of before, the whole that was to be, or something that `check_described` refuses and the next save replaces.
+    The JSON gets an entry "weights_sha256", and the weights are written last. A full disk leaves the old files. A kill
+    leaves the old files, the new files, or a mixture that `check_described` refuses and the next save replaces.
 
     Args:
-        weights, config: name and content of each.
-        texts: by the names of their files.
+        weights, config: name and content of each file.
+        texts: contents by file name.
     """
     described = {**config[1], _WEIGHTS_SUM: hashlib.sha256(weights[1]).hexdigest()}
     contents = {config[0]: json_text(described), **(texts or {})}
@@ -128,10 +130,12 @@ def write_described(
 
 
 def check_described(config: AnyPath, table: Mapping[str, Any], weights: AnyPath) -> None:
-    """Raises InputError unless the weights are those that a JSON file was written with; those of before do not say.
+    """Raises InputError unless the weights match the checksum in their JSON file; older JSON files have none.
 
     Args:
-        table: what the file `config` holds.
+        config: path of the JSON file.
+        table: its content.
+        weights: path of the file of weights.
     """
     expected = table.get(_WEIGHTS_SUM)
     if expected is not None and file_sum(weights) != expected:
@@ -147,7 +151,7 @@ def write_toml(path: AnyPath, tables: Mapping[str, Any]) -> Path:
 
 
 def toml_lines(table: Mapping[str, Any], name: str = "") -> list[str]:
-    """The table's own entries under its head, then the tables within it."""
+    """Lines of TOML for a table: its header [name], its own entries, then the tables inside it."""
     own = [(key, value) for key, value in table.items() if value is not None and not isinstance(value, dict)]
     inner = {key: value for key, value in table.items() if isinstance(value, dict)}
     lines = ["", f"[{name}]"] if name and (own or not inner) else []
@@ -162,7 +166,7 @@ def _toml_key(key: str) -> str:
 
 
 def _toml_text(text: str) -> str:
-    """A string as TOML writes it: like JSON, but letters beyond 16 bits stand for themselves."""
+    """A string in TOML: as in JSON, but letters beyond ASCII are not escaped, and DEL is."""
     if any("\ud800" <= letter <= "\udfff" for letter in text):
         raise InputError(f"{text!r} is not UTF-8, so that TOML cannot hold it: rename what it names.")
     return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
@@ -181,7 +185,7 @@ def _toml_value(value: Any) -> str:
 
 
 def read_toml(path: AnyPath) -> dict[str, Any]:
-    """The content of a TOML file; every way it can be unreadable is an InputError of one sentence."""
+    """The content of a TOML file; InputError of one sentence if it cannot be read or is no TOML."""
     content = read_bytes(path, most=MAX_JSON_BYTES)
     try:
         return tomllib.loads(content.decode("utf-8-sig"))

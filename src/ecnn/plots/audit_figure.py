@@ -1,4 +1,4 @@
-"""An audit as a figure: attack by attack, and under PGD as the radius grows."""
+"""Figure of an audit: accuracy after each attack, and under PGD as the radius grows."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ if TYPE_CHECKING:
 
 
 def plot_audit(audit: Audit, path: str | os.PathLike[str]) -> Path:
-    """Draws how the accuracy falls from attack to attack beside the claim, and under PGD as the radius grows.
+    """Draws how the accuracy falls from attack to attack, with the claim, and under PGD as the radius grows.
 
     Args:
+        audit: what `audit` returned.
         path: where to write; .png, .pdf or .svg.
     """
     from matplotlib.figure import Figure
@@ -33,7 +34,7 @@ def plot_audit(audit: Audit, path: str | os.PathLike[str]) -> Path:
     height = max(3.4, 1.7 + 0.34 * len(steps))
     figure = Figure(figsize=(10.4 if has_curve else 6.6, height), layout="constrained", facecolor="white")
     axes = figure.subplots(1, 2, width_ratios=[1.5, 1]) if has_curve else [figure.subplots()]
-    # Without a claim there is nothing to be green about: 0 % can be trusted too.
+    # Without a claim the title is not green, because a trustworthy accuracy can be as low as 0 %.
     colours = {"believable": "#15803d", "trustworthy": INK, "inconclusive": "#b45309"}
     colour = colours.get(audit.verdict, ACCENT)
     title = audit.headline.capitalize()
@@ -74,7 +75,7 @@ def _draw_steps(axes: Axes, audit: Audit, steps: list[tuple[str, float]], colour
             axes.axvline(100 * asked, color=ACCENT, lw=1.6, ls=(0, (4, 2)), zorder=3, label=label)
     if audit.certified is not None:
         proven = 100 * audit.certified.accuracy
-        axes.axvline(proven, color="white", lw=3.2, zorder=3)  # so that the dots are seen on dark bars
+        axes.axvline(proven, color="white", lw=3.2, zorder=3)  # so that the dots can be seen on dark bars
         axes.axvline(proven, color=INK, lw=1.8, ls=(0, (1, 1.2)), zorder=3, label="certified")
     quiet = len(audit.stages) + 1 - len(steps)
     others = f"  ({quiet} more attack{'s' if quiet > 1 else ''} broke nothing)" if quiet else ""
@@ -88,12 +89,12 @@ def _draw_steps(axes: Axes, audit: Audit, steps: list[tuple[str, float]], colour
 
 
 def _draw_radius(axes: Axes, audit: Audit, curve: list[dict[str, Any]], evidence: dict[str, Any]) -> None:
-    """Accuracy under PGD on the scores as the radius grows from 0; where it does not fall, the attack has failed.
+    """Draws the accuracy under PGD on the scores as the radius grows from 0. If it does not fall, PGD has failed.
 
-    The diagnostics look at the first images of the audit only, so that its share at eps is not that of the other panel.
+    This diagnostic uses only the first images of the audit, so its accuracy at eps may differ from the other panel's.
     """
     radii, shares = [point["eps"] for point in curve], [100 * point["accuracy"] for point in curve]
-    probed = evidence.get("probed")  # audits of before do not say
+    probed = evidence.get("probed")  # older audits lack it
     if probed:
         radii, shares = [0.0, *radii], [100 * evidence["images"] / probed, *shares]
     axes.plot(radii, shares, marker="o", ms=5, color=INK, lw=1.6, clip_on=False, zorder=3)

@@ -1,4 +1,4 @@
-"""A code as a figure: its matrix, and how far apart its rows and columns are."""
+"""Figure of a code: its matrix, and histograms of the distances of rows and of columns."""
 
 from __future__ import annotations
 
@@ -20,9 +20,10 @@ if TYPE_CHECKING:
 def plot_code(
     code: CodeMatrix, path: str | os.PathLike[str], *, class_names: Sequence[str] | None = None
 ) -> Path:
-    """Draws the matrix, and how far apart its rows and columns are beside the bounds.
+    """Draws the matrix of a code, and histograms of its row and column distances with their bounds.
 
     Args:
+        code: the code.
         path: where to write; .png, .pdf or .svg.
         class_names: one per class; their numbers if not given.
     """
@@ -34,7 +35,7 @@ def plot_code(
     matrix_width = float(np.clip(0.24 * code.code_length, 3.2, 9.0))
     height = float(np.clip(0.24 * code.num_classes, 2.9, 9.0))
     figure = Figure(figsize=(matrix_width + 4.6, height + 1.2), layout="constrained", facecolor="white")
-    # Beside a tall matrix the histograms keep their shape and leave the rest empty.
+    # Beside a tall matrix the histograms keep their shape, and the space below them stays empty.
     heights = [2.6, 2.6, height - 5.2] if height > 5.4 else [1.0, 1.0]
     grid = figure.add_gridspec(len(heights), 2, width_ratios=[matrix_width, 3.6], height_ratios=heights)
     _draw_matrix(figure.add_subplot(grid[:, 0]), code, names)
@@ -103,7 +104,7 @@ def _draw_column_distances(axes: Axes, code: CodeMatrix, bound: float) -> None:
 
 
 def _finish_distances(axes: Axes, bound: float, title: str) -> None:
-    """Marks the largest value that the smallest distance could have, and tidies the axes."""
+    """Marks the bound on the smallest distance, and formats the axes."""
     axes.axvline(bound, color=ACCENT, linewidth=1.5, linestyle=(0, (4, 2)))
     axes.margins(y=0.2)
     side, label = ("right", "bound ") if bound > sum(axes.get_xlim()) / 2 else ("left", " bound")

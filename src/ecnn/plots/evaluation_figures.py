@@ -1,4 +1,4 @@
-"""What attacks left, as figures: against the radius, from member to member, and which members they turned."""
+"""Figures of an evaluation: accuracy against the radius, transfer matrices, and members that attacks made wrong."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ if TYPE_CHECKING:
 
     from ecnn.evaluation import Curve, Evaluation, MemberFlips, TransferMatrix
 
-#: Told apart also without colours, by their order of lightness.
+#: Colours of lines, which also differ in lightness.
 LINES = ("#c2410c", "#1d4e89", "#15803d", "#7e22ce", "#b45309", "#0f766e", "#be185d", "#4b5563")
-_MOST_NUMBERS = 40  # cells in a row that still take a number
+_MOST_NUMBERS = 40  # cells in a row or column that still have room for a number
 
 
 def plot_curve(evaluation: Evaluation, path: str | os.PathLike[str]) -> Path:
     """Draws the accuracy against the radius for every attack, with 95 % intervals; one panel per norm.
 
-    An attack that was run at one radius is a point; nothing is known of it in between.
+    An attack that was run at a single radius is a point, because its accuracy at smaller radii is unknown.
 
     Args:
         evaluation: what `evaluate` returned, of attacks with radii (`eps=`) or of smallest distance.
@@ -46,7 +46,7 @@ def plot_curve(evaluation: Evaluation, path: str | os.PathLike[str]) -> Path:
     ):
         for number, (name, curve) in enumerate(attacks.items()):
             _draw_curve(axes, name, curve, LINES[number % len(LINES)])
-        # Intervals end at 0 and 100 %; their lines are thicker than that.
+        # A margin for intervals that end at 0 or 100 %, whose lines have some thickness.
         axes.set(xlabel=f"radius, {norm.capitalize()}", ylabel="right before and after, %", ylim=(-2, 102))
         axes.set_xlim(left=0)
         axes.set_title(f"{len(evaluation):,} images, 95 % intervals", loc="left", fontsize=10)
@@ -69,12 +69,12 @@ def _draw_curve(axes: Axes, name: str, curve: Curve, colour: str) -> None:
 
 
 def plot_transfer(matrix: TransferMatrix, path: str | os.PathLike[str], *, title: str = "") -> Path:
-    """Draws who falls for what was crafted on whom: per cent right, dark where the victim holds.
+    """Draws the accuracy of each model or member on images attacked on each other one, in per cent; dark is robust.
 
     Args:
         matrix: what `member_transfer` or `model_transfer` returned.
         path: where to write; .png, .pdf or .svg.
-        title: above it; the number of images is said anyway.
+        title: a line above the figure's own title, which has the number of images.
     """
     from matplotlib.figure import Figure
 
@@ -96,7 +96,7 @@ def plot_transfer(matrix: TransferMatrix, path: str | os.PathLike[str], *, title
 
 
 def draw_transfer(axes: Axes, shares: np.ndarray, names: Sequence[str]) -> None:
-    """A matrix of transfer (source, victim) with its numbers in per cent."""
+    """Draws a transfer matrix (source, victim) of accuracies from 0 to 1, with its numbers in per cent."""
     axes.imshow(shares, cmap="Blues", vmin=0, vmax=1)
     _write_numbers(axes, shares, dark_from=0.6)
     axes.set_xticks(range(shares.shape[1]), names, rotation=90 if max(map(len, names)) > 3 else 0)
@@ -107,7 +107,7 @@ def draw_transfer(axes: Axes, shares: np.ndarray, names: Sequence[str]) -> None:
 def plot_members(
     flips: MemberFlips, path: str | os.PathLike[str], *, class_names: Sequence[str] | None = None
 ) -> Path:
-    """Draws which members an attack turned, class by class: per cent of the images on which the member was right.
+    """Draws how often an attack made each member wrong, by class: per cent of the images on which it was right before.
 
     Args:
         flips: what `member_flips` returned.
@@ -126,7 +126,7 @@ def plot_members(
     axes = figure.subplots()
     shown: Any = np.ma.masked_invalid(flips.share)
     axes.imshow(shown, cmap="Oranges", vmin=0, vmax=1, aspect="auto")
-    axes.set_facecolor("#e4e7eb")  # where there is nothing to count
+    axes.set_facecolor("#e4e7eb")  # cells without such images
     _write_numbers(axes, flips.share, dark_from=0.7)
     axes.set_xticks(range(members), [str(member) for member in range(members)])
     axes.set_yticks(
@@ -144,7 +144,7 @@ def plot_members(
 
 
 def _write_numbers(axes: Axes, shares: np.ndarray, *, dark_from: float) -> None:
-    """Per cent in every cell, as far as they can be read."""
+    """Writes the per cent into every cell, unless the matrix is too large for them to be read."""
     if max(shares.shape) > _MOST_NUMBERS:
         return
     for (row, column), share in np.ndenumerate(shares):

@@ -1,4 +1,4 @@
-"""What all figures share: colours, and how one is written."""
+"""Shared by all figures: colours, checks of names and paths, and writing."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ FORMATS = (".png", ".pdf", ".svg")
 
 
 def save_figure(figure: Figure, path: str | os.PathLike[str]) -> Path:
-    """Writes a figure, all or nothing."""
+    """Writes a figure atomically; returns the path."""
     check_figure_path(path)
     return files.write_atomically(path, lambda temporary: figure.savefig(temporary, dpi=160))
 
 
 def names_of(class_names: Sequence[str] | None, count: int) -> list[str]:
-    """The names of so many classes; their numbers if none are given."""
+    """The names of `count` classes; their numbers if none are given. InputError if there are not as many names."""
     if class_names is None:
         return [str(number) for number in range(count)]
     if isinstance(class_names, str) or not isinstance(class_names, Sequence):
@@ -42,6 +42,6 @@ def check_figure_path(path: str | os.PathLike[str]) -> None:
 
 
 def tidy(axes: Axes) -> None:
-    """Leaves only the axes that are read."""
+    """Removes the top and right borders of the axes and formats the ticks."""
     axes.spines[["top", "right"]].set_visible(False)
     axes.tick_params(colors=INK, labelsize=9)

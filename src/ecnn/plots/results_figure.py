@@ -1,4 +1,4 @@
-"""The paper's tables as figures: its numbers, ours and the audited ones."""
+"""Figures of the paper's tables: the paper's numbers, ours and the audited ones."""
 
 from __future__ import annotations
 
@@ -58,10 +58,10 @@ def plot_bars(
 
 
 def plot_transfers(matrices: Mapping[str, np.ndarray], path: str | os.PathLike[str], *, title: str) -> Path:
-    """Draws matrices of transfer side by side, dark where the victim is right; numbers are per cent.
+    """Draws transfer matrices between members side by side, with numbers in per cent; dark is accurate.
 
     Args:
-        matrices: by their titles, (source, victim) shares between 0 and 1.
+        matrices: by title, (source, victim) accuracies between 0 and 1.
         path: where to write; .png, .pdf or .svg.
     """
     from matplotlib.figure import Figure
@@ -76,11 +76,11 @@ def plot_transfers(matrices: Mapping[str, np.ndarray], path: str | os.PathLike[s
     return save_figure(figure, path)
 
 
-_THREE = ("#9aa5b1", "#486581", ACCENT)  # of the paper, of ours, of the audit
+_THREE = ("#9aa5b1", "#486581", ACCENT)  # colours of the paper's values, ours and the audited ones
 
 
 def _draw_three(axes: Axes, place: float, values: Sequence[float | None]) -> None:
-    """Three bars around a place, each with its number in its colour, so that a zero can be told from another."""
+    """Draws three bars around a place, each with its number in its colour, so that bars of 0 can be told apart."""
     for kind, (value, colour) in enumerate(zip(values, _THREE, strict=True)):
         if value is not None:
             middle = place + 0.28 * (kind - 1)

@@ -1,4 +1,4 @@
-"""Signs that a training goes wrong, as sentences that say what to do."""
+"""Alarms about a training that goes wrong: sentences that say what to do."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from typing import Any
 
 from ecnn.recipes import Recipe
 
-_FIRST_EPOCHS = 5  # enough for a network that learns at all to leave chance behind
+_FIRST_EPOCHS = 5  # within these a network that learns at all exceeds chance
 _FEW_STEPS = 20
 
 
 def few_steps_alarm(steps_per_epoch: int, settings: Recipe) -> str:
-    """A sentence where the whole training is a handful of steps, which nobody means; else nothing."""
+    """An alarm if the whole training has fewer than 20 steps, which is hardly intended; else an empty text."""
     steps = steps_per_epoch * settings.epochs
     if steps >= _FEW_STEPS:
         return ""
@@ -22,10 +22,11 @@ def few_steps_alarm(steps_per_epoch: int, settings: Recipe) -> str:
 
 
 def standstill_alarm(epochs: list[dict[str, Any]], share: float) -> str:
-    """A sentence where the first epochs have taught the network nothing; else nothing.
+    """An alarm after the fifth epoch if the network has learned nothing so far; else an empty text.
 
     Args:
-        share: of validation images that are right if all get the same answer, at most.
+        epochs: the records so far.
+        share: the best validation accuracy of a classifier that gives all images the same answer.
     """
     first = [record["val_accuracy"] for record in epochs[:_FIRST_EPOCHS]]
     if len(epochs) != _FIRST_EPOCHS or max(first) > 1.1 * share:
@@ -37,7 +38,7 @@ def standstill_alarm(epochs: list[dict[str, Any]], share: float) -> str:
 
 
 def overfitting_alarms(epochs: list[dict[str, Any]]) -> list[str]:
-    """A sentence each where accuracy under attack has collapsed, or has been below its best for some epochs."""
+    """Alarms if accuracy under attack has collapsed in the last epoch, or was below its best for the last five."""
     robust = [record.get("val_robust_accuracy") for record in epochs]
     known = [value for value in robust if value is not None]
     alarms = []

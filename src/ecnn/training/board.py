@@ -1,4 +1,4 @@
-"""TensorBoard events beside train.jsonl, where TensorBoard is installed."""
+"""TensorBoard events beside train.jsonl, if TensorBoard is installed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ FOLDER = "tensorboard"
 
 
 class Board:
-    """One file of events for each time that a training starts or goes on; nothing where TensorBoard is absent.
+    """Writes a file of TensorBoard events for each start or continuation of a training, if TensorBoard is installed.
 
     Args:
         run_dir: the run folder.
@@ -23,10 +23,12 @@ class Board:
         self._writer: Any = None
 
     def show(self, record: dict[str, Any]) -> None:
-        """Adds the numbers of an epoch, on disk when this returns.
+        """Adds the numbers of an epoch; they are on disk when this returns.
+
+        The first call hides the events of this epoch and later ones that an earlier start has written.
 
         Args:
-            record: of the epoch, as in train.jsonl. Later epochs that an earlier start has shown are taken back.
+            record: of the epoch, as in train.jsonl.
         """
         if importlib.util.find_spec("tensorboard") is None:
             return
@@ -41,7 +43,7 @@ class Board:
             self._writer.flush()
 
     def close(self) -> None:
-        """Ends the file, if one was begun."""
+        """Closes the file, if one was begun."""
         if self._writer is not None:
             with files.naming(self.folder, "write"):
                 self._writer.close()

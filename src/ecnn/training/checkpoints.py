@@ -1,4 +1,4 @@
-"""Checkpoints: one safetensors file with everything needed to go on, written all at once."""
+"""Checkpoints: one safetensors file with everything that is needed to resume, written atomically."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ecnn.errors import InputError
 
 FORMAT = "ecnn-checkpoint"
 VERSION = 1
-# The fact that says that weights were rounded on purpose, to take half the room; they are float32 once loaded.
+# Key of the facts that marks weights rounded to float16 to halve the file. Loading makes them float32 again.
 STORED_AS = "stored_as"
 
 
@@ -33,7 +33,7 @@ def optimizer_tensors(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor]) -> None:
-    """Puts back what `optimizer_tensors` took; learning rates stay the same objects, which a CUDA graph reads."""
+    """Restores the state from `optimizer_tensors`. Learning rates stay the same tensors, which a CUDA graph reads."""
     state: dict[int, dict[str, Tensor]] = {}
     for key, value in tensors.items():
         if key.startswith("optimizer."):
@@ -42,11 +42,11 @@ def load_optimizer(optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor])
     rates = [group["lr"] for group in optimizer.param_groups]
     whole = optimizer.state_dict()
     optimizer.load_state_dict({"state": state, "param_groups": whole["param_groups"]})
-    for group, lr in zip(optimizer.param_groups, rates, strict=True):  # torch puts copies there
+    for group, lr in zip(optimizer.param_groups, rates, strict=True):  # load_state_dict puts copies there
         group["lr"] = lr
     for parameter, entries in optimizer.state.items():
         for name, value in entries.items():
-            if value.shape == parameter.shape:  # fused kernels want the parameter's memory format too
+            if value.shape == parameter.shape:  # fused kernels need the parameter's memory format
                 entries[name] = torch.empty_like(parameter).copy_(value)
 
 
@@ -56,7 +56,7 @@ def save_checkpoint(path: Path, tensors: dict[str, Tensor], facts: dict[str, Any
 
 
 def checkpoint_bytes(tensors: dict[str, Tensor], facts: dict[str, Any]) -> bytes:
-    """What `save_checkpoint` writes."""
+    """The bytes that `save_checkpoint` writes."""
     return files.tensor_bytes(tensors, _header(facts))
 
 
@@ -65,7 +65,7 @@ def _header(facts: dict[str, Any]) -> dict[str, str]:
 
 
 def load_checkpoint(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """What `save_checkpoint` wrote; a truncated or foreign file is an InputError."""
+    """Tensors and facts that `save_checkpoint` wrote; a truncated or foreign file is an InputError."""
     tensors, header = files.read_tensors(path)
     if header.get("format") != FORMAT or header.get("version") != str(VERSION):
         raise InputError(f"{path} is not a checkpoint of this version of ecnn: move it away to start anew.")
@@ -82,9 +82,11 @@ def load_checkpoint(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
 
 
 def save_halved(path: Path, source: Path, *, only: Container[str] | None = None) -> None:
-    """The checkpoint of a finished run once more, its weights rounded to float16; other tensors stay as they are.
+    """Writes a copy of a run's weights rounded to float16; tensors other than weights and biases are unchanged.
 
     Args:
+        path: the file to write.
+        source: the checkpoint to copy.
         only: names of the weights to round; None for all.
     """
     tensors, facts = load_checkpoint(source)
@@ -100,7 +102,7 @@ def save_halved(path: Path, source: Path, *, only: Container[str] | None = None)
 
 
 def model_tensors(model: nn.Module, prefix: str = "") -> dict[str, Tensor]:
-    """A copy of the model's state on the CPU, which further training does not change."""
+    """A copy of the model's state on the CPU, which further training does not change; names get the prefix."""
     return copied_to_cpu({prefix + key: value for key, value in model.state_dict().items()})
 
 
@@ -120,7 +122,7 @@ def copied_to_cpu(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def load_model_tensors(model: nn.Module, tensors: dict[str, Tensor], source: Path, prefix: str = "") -> None:
-    """Loads what `model_tensors` gave; a name, shape or type that the model does not have is an InputError."""
+    """Loads the state from `model_tensors`; a name, shape or type that does not fit the model is an InputError."""
     found = {key.removeprefix(prefix): value for key, value in tensors.items() if key.startswith(prefix)}
     expected = model.state_dict()
     for key in sorted({*found, *expected}):

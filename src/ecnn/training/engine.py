@@ -1,7 +1,7 @@
 """One epoch of training on one device: the step, eager or as one CUDA graph, and the state that it changes.
 
-Randomness is drawn per epoch from (seed, epoch), never carried over, so that a run that resumes at an epoch's end
-repeats exactly what the uninterrupted run would have done.
+Random generators are seeded anew for every epoch, from (seed, epoch). So a run that resumes after an epoch does exactly
+what the uninterrupted run would have done.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from ecnn.errors import InputError
 from ecnn.objectives import Objective
 from ecnn.recipes import Recipe
 
-#: What an adversarial step trains on: (model, images, labels) -> images; every attack of `ecnn.attacks` is one.
+#: An attack to train with: (model, images, labels) -> attacked images; every attack of `ecnn.attacks` is one.
 Craft = Callable[..., Tensor]
 
 _WARM_UP_STEPS = 3
 
 
 def seed_of(seed: int, epoch: int, purpose: int) -> int:
-    """A generator seed that differs by run, epoch and what it is for."""
+    """A seed for a random generator, from the run's seed, the epoch and a number for its purpose."""
     return int(np.random.SeedSequence([seed, epoch, purpose]).generate_state(1, np.uint64)[0] >> 1)
 
 
@@ -61,7 +61,7 @@ class Engine:
             model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         self.averaged = copy.deepcopy(model).requires_grad_(False) if recipe.ema else None
         self.worker = self._make_worker()
-        # Walking through a module for its parameters costs more than launching a kernel.
+        # Kept in lists: collecting the parameters of a module takes longer than launching a kernel.
         self.parameters: list[Tensor] = [*model.parameters()]
         self.worker_parameters: list[Tensor] = [*self.worker.parameters()]
         if compile_parts:
@@ -94,7 +94,7 @@ class Engine:
     def _make_optimizer(self) -> torch.optim.Optimizer:
         groups = parameter_groups(self.model, self.recipe.weight_decay)
         on_cuda = self.device.type == "cuda"
-        # A learning rate in a tensor can change while the graph that reads it stays the same.
+        # A CUDA graph reads the learning rate from a tensor, so that it can change without a new graph.
         options: dict[str, Any] = {"lr": self.lr if on_cuda else 0.0, "fused": on_cuda or None}
         if self.recipe.optimizer == "sgd":
             return torch.optim.SGD(groups, momentum=0.9, nesterov=True, **options)
@@ -112,10 +112,11 @@ class Engine:
         return torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.is_half)
 
     def _make_worker(self) -> nn.Module:
-        """The network that steps run: the model itself, or a twin of it with bfloat16 weights.
+        """The network that steps run: the model itself or, in half precision, a copy with bfloat16 weights.
 
-        Autocast alone would cast every weight and every gradient in a kernel of its own, a tenth of a small step. The
-        twin's weights are refreshed all at once; batch statistics and constants are the model's own tensors.
+        Autocast alone would launch one kernel to cast each weight and each gradient, a tenth of the time of a small
+        step. The copy's weights are refreshed all at once. Its buffers, such as batch statistics, are the model's own
+        tensors.
         """
         if not self.is_half:
             return self.model
@@ -129,10 +130,10 @@ class Engine:
         return worker
 
     def _compile_parts(self) -> None:
-        """Compiles the network's parts, which an attack runs too, and the objective, whose many small kernels fuse.
+        """Compiles the network's parts, which attacks run too, and the objective, to fuse its many small kernels.
 
-        An objective that draws random numbers stays as it is: torch.compile splits a function at every draw from a
-        generator of one's own, and little would be left to fuse.
+        An objective that draws random numbers is not compiled: torch.compile splits a function at every draw from an
+        explicit generator, which leaves little to fuse.
         """
         for part in self.worker.children():
             part.compile(dynamic=False)
@@ -155,7 +156,7 @@ class Engine:
             parameter.grad = None
 
     def _fetch_gradients(self) -> None:
-        """Moves the worker's gradients to the model's weights, in their precision."""
+        """Copies the worker's gradients to the model's parameters, in the precision of these."""
         targets, sources = [], []
         for ours, theirs in zip(self.parameters, self.worker_parameters, strict=True):
             if theirs.grad is not None:
@@ -166,11 +167,11 @@ class Engine:
         torch._foreach_copy_(targets, sources)
 
     def final_model(self) -> nn.Module:
-        """The model whose accuracy counts, in float32: the running average where there is one."""
+        """The model to validate and to keep: the running average of the weights if there is one, else the model."""
         return self.averaged if self.averaged is not None else self.model
 
     def run_epoch(self, epoch: int, on_step: Callable[[int], None]) -> Tensor:
-        """(step,) losses of the epoch, still on the device."""
+        """Trains for one epoch; returns the (step,) losses, still on the device."""
         order_generator = torch.Generator().manual_seed(seed_of(self.seed, epoch, 0))
         order = torch.randperm(len(self.train), generator=order_generator, device="cpu")
         batches = order[: self.steps_per_epoch * self.recipe.batch_size].to(self.device)
@@ -202,13 +203,13 @@ class Engine:
             for group in self.optimizer.param_groups:
                 group["lr"] = lr
         if self.recipe.ema:
-            # A young average forgets faster, or it would remember the random start.
+            # At first the average forgets faster, so that it does not keep the random initial weights for long.
             self.ema_share.fill_(1 - min(self.recipe.ema, (1 + done) / (10 + done)))
 
     def _step(self) -> None:
         images = self.augment(self.train.images[self.index], self.generator)
         labels = self.train.labels[self.index]
-        if self.world > 1:  # every process draws for the whole batch and keeps its part, so draws agree
+        if self.world > 1:  # each process augments the whole batch, so that generators stay in step
             images, labels = images[self.rank :: self.world], labels[self.rank :: self.world]
         order = torch.channels_last if self.device.type == "cuda" else torch.contiguous_format
         images = images.to(torch.float32, memory_format=order).div_(255)
@@ -231,7 +232,7 @@ class Engine:
             self._update_average()
 
     def _with_adversarial(self, images: Tensor, labels: Tensor) -> Tensor:
-        """The batch with its first part attacked; crafted in eval mode so that batch statistics stay clean ones."""
+        """The batch with its first images attacked, in eval mode so that the attack updates no batch statistics."""
         assert self.attack is not None
         count = max(1, round(self.recipe.adversarial_ratio * len(images)))
         with eval_mode(self.worker):
@@ -270,7 +271,7 @@ class Engine:
             torch.cuda.synchronize()
         after = self._all_state()
         with torch.no_grad():
-            for index, tensor in enumerate(after):  # the optimizer's state is new after the first step: zeros
+            for index, tensor in enumerate(after):  # what the optimizer made in its first step becomes zero
                 tensor.copy_(before[index]) if index < len(before) else tensor.zero_()
         self._refresh_worker()
 
@@ -302,7 +303,7 @@ class Engine:
 def craft(
     attack: Craft, model: nn.Module, images: Tensor, labels: Tensor, generator: torch.Generator
 ) -> Tensor:
-    """The attacked images; an attack that takes `generator=` draws from this one."""
+    """The attacked images; an attack with an argument `generator` gets this one."""
     options = {"generator": generator} if takes_generator(attack) else {}
     attacked = attack(model, images, labels, **options)
     check_array("what the attack returned", attacked, *images.shape)
@@ -310,17 +311,17 @@ def craft(
 
 
 def takes_generator(function: Callable[..., Any]) -> bool:
-    """Whether an attack or objective has an argument that says where its random numbers come from."""
+    """Whether an attack or objective has an argument `generator`, the source of its random numbers."""
     try:
         return "generator" in inspect.signature(function).parameters
-    except ValueError:  # one that is built into Python does not say
+    except ValueError:  # some built-in functions have no signature
         return False
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """What an optimizer trains: weights that decay, then those that do not.
+    """The parameter groups of an optimizer: weights, which decay, then biases and norms, which do not.
 
-    Biases and norms do not decay. Biases of members have two axes like weights, so biases are told by their name.
+    Biases of members have two axes, as weights do, so biases are recognised by their names.
     """
     decaying: list[Tensor] = []
     others: list[Tensor] = []
@@ -338,7 +339,7 @@ def _float_state(model: nn.Module) -> list[Tensor]:
 
 
 def _check_loss(loss: Any) -> None:
-    """Raises InputError unless an objective returned one number, and one that training can lower."""
+    """Raises InputError unless an objective returned a scalar tensor with a gradient."""
     if not isinstance(loss, Tensor) or loss.ndim:
         came = (
             f"shape {tuple(loss.shape)}: take its mean" if isinstance(loss, Tensor) else type(loss).__name__

@@ -1,4 +1,4 @@
-"""fit(): epochs with validation, checkpoints, and alarms about overfitting."""
+"""`fit`: epochs with validation, checkpoints, and alarms about overfitting."""
 
 from __future__ import annotations
 
@@ -45,21 +45,21 @@ _logger = logging.getLogger("ecnn")
 
 
 class TrainingError(RuntimeError):
-    """Training went wrong in a way that settings can mend; the last good checkpoint is kept."""
+    """Training went wrong in a way that other settings can avoid; the last good checkpoint is kept."""
 
 
 @dataclass(frozen=True)
 class History:
-    """What happened, epoch by epoch.
+    """The record of a training.
 
     Attributes:
         epochs: one dict per epoch: epoch, loss, lr, val_accuracy, val_robust_accuracy, images_per_second, seconds.
         best_epoch: the epoch whose weights the model has now (-1 when nothing was trained).
         best_accuracy: its validation accuracy (under attack when there is one), None without validation data.
-        alarms: sentences about robust or catastrophic overfitting, a start that teaches nothing, very few steps.
+        alarms: sentences about robust or catastrophic overfitting, first epochs without progress, very few steps.
         note: why the step ran eagerly although a graph was wanted, or which checkpoint could not be read; empty
             otherwise.
-        resumed_from: how many epochs a checkpoint contributed.
+        resumed_from: how many epochs were already done in the checkpoint that the training resumed from.
     """
 
     epochs: tuple[dict[str, Any], ...]
@@ -72,7 +72,7 @@ class History:
 
 @dataclass
 class _LoopState:
-    """State of the loop that a checkpoint carries beside the tensors."""
+    """State of the loop, stored in checkpoints beside the tensors."""
 
     epochs: list[dict[str, Any]] = field(default_factory=list)
     best_epoch: int = -1
@@ -106,23 +106,24 @@ def fit(
     compile_parts: bool = False,
     progress: Progress | None = None,
 ) -> History:
-    """Trains the model where it is and leaves it with its best validated weights, in eval mode.
+    """Trains the model on its device and leaves it in eval mode, with the weights of the best validated epoch.
 
     Args:
-        val: chooses the epoch; split it from the training data. None keeps the last epoch. Under an attack it chooses
-            by the accuracy on its first 1,000 images, attacked.
+        val: validation images, split from the training data, to choose the best epoch by its accuracy. With an attack
+            it is the accuracy on the first 1,000 of them, attacked. None keeps the last epoch.
         recipe: a name of `RECIPES` or a `Recipe`; every option below that is not None replaces its entry.
-        objective: a name, or any callable (model, images, labels) -> scalar. One that takes `generator=` draws from
-            that of this run.
+        objective: a name, or any callable (model, images, labels) -> scalar. If it has an argument `generator`, it
+            gets the random generator of this run.
         attack: any callable (model, images, labels) -> images, for adversarial training.
-        val_attack: attacks the validation images instead of `attack`; for objectives that attack the model themselves,
-            such as TRADES, or to choose by a stronger attack than one can train with.
-        run_dir: where checkpoints and train.jsonl go; a run found there is continued unless resume is False.
+        val_attack: attack on the validation images, in place of `attack`: for objectives that attack the model
+            themselves, such as TRADES, or to choose by a stronger attack than one can train with.
+        run_dir: folder for checkpoints and train.jsonl; a run found there is continued unless resume is False.
         graph: capture the step in a CUDA graph; by default on CUDA with one process.
         compile_parts: also run the model's parts through torch.compile: a start of some 15 s, then faster steps.
-        progress: called with (steps done, steps in all, what is known).
+        progress: called with (steps done, steps in all, results so far as text).
 
-    Under torchrun every process calls it with the same arguments; the batch is shared and gradients are averaged.
+    Under torchrun every process calls `fit` with the same arguments; each takes a part of the batch, and gradients are
+    averaged.
     """
     check_count("seed", seed, least=0)
     name = objective if isinstance(objective, str) else None
@@ -169,13 +170,13 @@ def accuracy(
     batch_size: int = 1000,
     autocast: AbstractContextManager[Any] | None = None,
 ) -> float:
-    """Share of right answers in eval mode, optionally on attacked images.
+    """Share of correctly classified images in eval mode, optionally of attacked images.
 
-    In float32 without TF32, unless `autocast` says otherwise: good enough to compare epochs, not for a verdict.
+    Computed in float32 without TF32, or under `autocast`. It is good enough to compare epochs, not for a verdict.
     """
     device = next(model.parameters()).device
     correct = torch.zeros((), dtype=torch.int64, device=device)
-    generator = torch.Generator(device).manual_seed(0)  # the same starts in every epoch
+    generator = torch.Generator(device).manual_seed(0)  # the attack draws the same numbers in every epoch
     with without_tf32(), eval_mode(model), torch.no_grad(), autocast or nullcontext():
         for start in range(0, len(split), batch_size):
             images, labels = (tensor.to(device) for tensor in split[start : start + batch_size])
@@ -204,7 +205,7 @@ class _Loop:
         self.best: dict[str, Tensor] | None = None
         self.news, self.note = "", ""
         self.best_is_new = False
-        self.about: dict[str, Any] = {}  # what the file of the best weights says besides
+        self.about: dict[str, Any] = {}  # further facts for the file of the best weights
         self.writer = ThreadPoolExecutor(max_workers=1)
         self.writing: Future[None] | None = None
         self.board = None if run_dir is None else Board(run_dir)
@@ -217,7 +218,7 @@ class _Loop:
                 self._one_epoch(epoch)
                 self._save(fingerprint)
                 if epoch == start:
-                    gc.freeze()  # what compiling left in memory need not be searched for garbage every epoch
+                    gc.freeze()  # garbage collection need not search what compilation left in memory
         finally:
             gc.unfreeze()
             try:
@@ -275,7 +276,7 @@ class _Loop:
 
     def _keep_best(self, record: dict[str, Any]) -> None:
         value = record.get("val_robust_accuracy", record.get("val_accuracy"))
-        # Of equals the later: few validation images make ties, and the learning rate has fallen since.
+        # Ties, which are common with few validation images, go to the later epoch: its learning rate is lower.
         if value is None or self.state.best_accuracy is None or value >= self.state.best_accuracy:
             self.state.best_epoch, self.state.best_accuracy = record["epoch"], value
             self.best = model_tensors(self.engine.final_model())
@@ -312,7 +313,7 @@ class _Loop:
             self.progress(epoch * total + step, epochs * total, news)
 
     def _save(self, fingerprint: str) -> None:
-        """Copies everything now and writes it while the next epoch runs; the epoch before is then safely on disk."""
+        """Copies the state and writes it while the next epoch runs, once the previous epoch's state is on disk."""
         if self.run_dir is None or self.board is None or self.engine.rank != 0:
             return
         engine = self.engine
@@ -334,7 +335,7 @@ class _Loop:
             writing.result()
 
     def _resume(self, fingerprint: str) -> int:
-        """How many epochs are done already, with everything put back as it was after them."""
+        """Restores the state from the run folder's checkpoint; returns how many epochs are done, 0 without one."""
         if self.run_dir is None or not any(files.exists(self.run_dir / name) for name in (LAST, PREVIOUS)):
             return 0
         path, tensors, facts = self._read_checkpoint(self.run_dir)
@@ -356,14 +357,14 @@ class _Loop:
             check_entries(f"{path}: an epoch", record, {"epoch": int, "loss": float})
         best = {key.removeprefix("best."): value for key, value in tensors.items() if key.startswith("best.")}
         self.best = best or None
-        if self.engine.rank == 0:  # whatever became of them since
+        if self.engine.rank == 0:  # these files may have been lost or changed since
             if path.name == PREVIOUS:
                 files.keep(path, self.run_dir / LAST)
             _write_products(self.run_dir, vars(self.state), self.best, self.about)
         return len(self.state.epochs)
 
     def _read_checkpoint(self, run_dir: Path) -> tuple[Path, dict[str, Tensor], dict[str, Any]]:
-        """The last checkpoint, or the one before it where the last cannot be read."""
+        """The last checkpoint (path, tensors, facts), or the one before it if the last cannot be read."""
         path, previous = run_dir / LAST, run_dir / PREVIOUS
         try:
             return path, *load_checkpoint(path)
@@ -391,7 +392,7 @@ def _write(
     board: Board,
 ) -> None:
     _write_products(run_dir, facts, best, about)
-    if len(facts["epochs"]) > 1:  # otherwise what is there belongs to another run
+    if len(facts["epochs"]) > 1:  # otherwise the file there belongs to another run
         files.keep(run_dir / LAST, run_dir / PREVIOUS)
     else:
         files.remove(run_dir / PREVIOUS)
@@ -402,7 +403,7 @@ def _write(
 def _write_products(
     run_dir: Path, facts: dict[str, Any], best: dict[str, Tensor] | None, about: dict[str, Any]
 ) -> None:
-    """Writes what a checkpoint holds for others: the best weights, if they are given, and the log."""
+    """Writes the files that are made from a checkpoint: the best weights, if given, and the log."""
     if best is not None:
         own = {key: facts[key] for key in ("best_epoch", "best_accuracy")}
         save_checkpoint(run_dir / BEST, best, {**own, **about})
@@ -415,7 +416,7 @@ def _wants_graph(graph: bool | None, device: torch.device) -> bool:
 
 
 def _check_labels(model: nn.Module, train: Split, val: Split | None) -> int:
-    """How many classes the model knows; InputError if it has no score for some label. One image is scored for it."""
+    """Number of classes that the model scores, found on one image; InputError if there is no score for a label."""
     for name, split in (("train", train), ("val", val)):
         if split is not None or name == "train":
             check_kind(name, split, Split, "a Split such as data.train")
@@ -447,7 +448,7 @@ def _fingerprint(
     attacks: tuple[Craft | None, Craft | None],
     seed: int,
 ) -> str:
-    """A hash of what decides the run: a checkpoint with another one belongs to another run."""
+    """A hash of everything that decides the run. A checkpoint with another hash belongs to another run."""
     shapes = {key: list(value.shape) for key, value in model.state_dict().items()}
     code = getattr(model, "code", None)
     facts = {
