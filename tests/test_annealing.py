@@ -67,7 +67,7 @@ def test_exhaustive_against_every_matrix() -> None:
 def test_exhaustive_refuses_what_it_cannot_do() -> None:
     with pytest.raises(InputError, match="up to 6 classes and length 5"):
         exhaustive_code(7, 3)
-    with pytest.raises(InputError, match="asks some question twice"):
+    with pytest.raises(InputError, match="has two equal tasks"):
         exhaustive_code(3, 4)
     with pytest.raises(InputError, match="different codewords"):
         exhaustive_code(5, 2)

@@ -709,7 +709,7 @@ FLAWED: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor], 
     "probabilities": (same, lambda scores: scores.softmax(dim=1), "probabilities"),
     "zero_gradient": (round_pixels, same, "exactly zero for 100.0%"),
     "no_gradient": (lambda images: images.detach(), same, "No gradient reaches"),
-    "dynamic": (purify, same, "takes gradients while it classifies"),
+    "dynamic": (purify, same, "computes gradients while it classifies"),
     "few_classes": (same, lambda scores: scores[:, :3], "needs 4 classes"),
 }
 

@@ -144,6 +144,54 @@ def assert_in_the_ball(attack: Any, points: Tensor, images: Tensor, slack: float
         assert distance(points, images, attack.norm).max() <= attack.eps + slack
 
 
+@pytest.mark.parametrize("name", ["pgd", "noise", "square", "estimated_pgd"])
+def test_the_verdict_is_of_the_image_that_comes_back(name: str) -> None:
+    """Also of an image that is wrong when clean, where a search that goes on all the same ends at a right point."""
+    model, (images, _) = coded_model(), batch(12)
+    classes = model(images).argmax(1)
+    near = make("pgd", steps=20, eps=0.3)(
+        model, images, classes
+    )  # these have another class, close to a border
+    found = make(name, early_exit=False).run(model, near, classes, seed=1)
+    with torch.no_grad():
+        fresh = model(found.images).argmax(1)
+    assert torch.equal(found.predictions, fresh)
+    assert torch.equal(found.success, fresh != classes)
+
+
+def test_a_search_that_ends_where_the_model_is_right_leaves_the_wrong_clean_image() -> None:
+    @dataclasses.dataclass(frozen=True, kw_only=True)
+    class Back(Attack):
+        def search(self, target: Any, images: Tensor, labels: Tensor, draws: Any) -> Tensor:
+            return good
+
+    model, (images, labels) = coded_model(), batch()
+    good = images[[0]].expand_as(images)
+    labels = torch.full_like(labels, int(model(good)[0].argmax()))
+    wrong = model(images).argmax(1) != labels
+    assert wrong.any()
+    assert not wrong.all()
+    found = Back(early_exit=False).run(model, images, labels)
+    assert torch.equal(found.images, images)
+    assert torch.equal(found.success, wrong)
+    assert torch.equal(found.predictions, model(images).argmax(1))
+
+
+def test_training_attacks_move_away_from_predicted_classes_if_asked() -> None:
+    """With wrong labels an attack on predicted classes gives what one with those classes as labels gives."""
+    model, (images, _) = coded_model().float(), batch()
+    images = images.float()
+    classes = model(images).argmax(1)
+
+    def craft(classes: Tensor, **changes: Any) -> Tensor:
+        generator = torch.Generator().manual_seed(0)
+        return make("pgd", **changes)(model, images, classes, generator=generator)
+
+    wrong = (classes + 1) % 5
+    assert torch.equal(craft(wrong, labels="predicted"), craft(classes))
+    assert not torch.equal(craft(wrong), craft(classes))
+
+
 @pytest.mark.parametrize("change", [{"early_exit": False}, {"keep": "last"}], ids=["whole", "last"])
 @pytest.mark.parametrize("name", VARIED)
 def test_what_comes_back_in_float32_of_a_whole_search(name: str, change: dict[str, Any]) -> None:
@@ -604,7 +652,7 @@ BAD_VALUES: dict[str, dict[str, tuple[Any, ...]]] = {
         *((name, {"precision": "bfloat16"}, "border") for name in ("hopskipjump", "rays")),
         ("apgd", {"on": "members", "loss": "dlr"}, "no DLR"),
         ("apgd", {"keep": "last", "targets": 2}, "one start"),
-        ("apgd", {"targets": 2, "on": lambda model, images, labels: labels}, "no targets"),
+        ("apgd", {"targets": 2, "on": lambda model, images, labels: labels}, "this loss cannot be targeted"),
         ("cw", {"steps": 0}, "steps must be a whole number from 1"),
         ("cw", {"search_steps": 2.5}, "search_steps must be a whole number"),
         ("cw", {"initial_constant": 0}, "initial_constant must be a number above 0"),

@@ -121,8 +121,8 @@ def test_the_figure_is_beside_the_verdict(rounded: Audit, tmp_path: Any) -> None
     assert rounded.power is not None
     assert rounded.missed == rounded.power.missed
     assert 0 < (rounded.missed or 0) < 0.05
-    assert f"It may miss up to {100 * (rounded.missed or 0):.1f} points" in rounded.reason
-    assert rounded.markdown().count("It may miss up to") == 1
+    assert f"may have missed up to {100 * (rounded.missed or 0):.1f} % of the images" in rounded.reason
+    assert rounded.markdown().count("The attacks may have missed up to") == 1
     path = rounded.save(tmp_path / "audit.json")
     assert load_audit(path) == rounded
     older = rounded.to_dict()
@@ -346,7 +346,7 @@ def test_no_sign_outweighs_a_proof() -> None:
     assert judge(0.9, 200, alarms, claim=0.8)[0] == "inconclusive"
     verdict, reason = judge(0.9, 200, alarms, claim=0.8, certified=0.8)
     assert verdict == "believable"
-    assert "80.0 % are proven" in reason
+    assert "80.0 % of the images are proven robust" in reason
     assert judge(0.9, 200, alarms, claim=0.81, certified=0.8)[0] == "inconclusive"
     assert (
         judge(0.9, 200, alarms, certified=0.8)[0] == "inconclusive"

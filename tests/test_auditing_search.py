@@ -276,7 +276,7 @@ def test_the_layer_that_explains_the_answers_is_found() -> None:
     for key in ("linear-4-1", "sub-64-1"):
         view = next(layer.view(4) for layer in layers if layer.key == key)
         assert broken(PGD(on=view, **WALK), model, images, labels) >= 0.9
-    with pytest.raises(InputError, match="did not come past"):
+    with pytest.raises(InputError, match="did not run its layer"):
         LayerScores(layers=("linear-4-9",), num_classes=4).read(model, images)
 
 

@@ -650,7 +650,7 @@ def test_a_mean_image_tells_the_tanh_ensemble_its_size() -> None:
         (lambda: TanhEnsemble(17), "no codewords for 17 classes"),
         (lambda: TanhEnsemble(10, 2), "1 or 3 channels"),
         (lambda: TanhEnsemble(num_chunks=3), "cannot be dealt equally to 3 chunks"),
-        (lambda: TanhEnsemble(filters=(1, 2)), "filters take three"),
+        (lambda: TanhEnsemble(filters=(1, 2)), "filters three"),
         (lambda: TanhEnsemble(bit_filters=0), "whole number from 1 up"),
         (lambda: TanhEnsemble(10, 1, **SMALL_TANH)(torch.rand(2, 1, 8, 8)), r"images of \(8, 12\)"),
         (lambda: tanh_code(12), "power of two"),

@@ -339,7 +339,7 @@ def test_settings_of_an_objective_are_spelled_out() -> None:
         ("adp", {"train": {"diversity_weight": 0.1}}, "the objective 'adp' has no diversity_weight"),
         ("resnet", {"train": {"objective": "trades"}}, "'trades' needs eps, steps, step_size"),
         ("tanh_ensemble", {"objective": {"blend": 2}}, "blend must be a number from 0 to 1"),
-        ("tanh_ensemble", {"model": {"filters": [1, 2]}}, "filters take three"),
+        ("tanh_ensemble", {"model": {"filters": [1, 2]}}, "filters three"),
         ("adp", {"model": {"wide": 3}}, "'adp' has no option 'wide'; .* did you mean 'width'"),
         ("feature_squeezing", {"model": {"bits": 0}}, "bits must be"),
         ("specialists", {}, "docs/baselines.md says how to find them"),

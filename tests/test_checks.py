@@ -166,7 +166,9 @@ class _Wall:
 
 def test_a_dataclass_is_built_from_names() -> None:
     assert build("a wall", _Wall, {"height": 2.0}) == _Wall(2.0)
-    with pytest.raises(InputError, match="a wall needs height: what decides a result has no default"):
+    with pytest.raises(
+        InputError, match="a wall needs height: settings that decide a result have no default"
+    ):
         build("a wall", _Wall, {"width": 2.0})
     with pytest.raises(InputError, match="a wall has no option 'area'"):
         build("a wall", _Wall, {"height": 2.0, "area": 4.0})

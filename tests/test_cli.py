@@ -428,7 +428,7 @@ def test_data_reads_every_image_of_a_folder(tmp_path: Path) -> None:
                 "        1  yield",
                 "height x width: 6 x 4 (6)",
                 "not used: 1 .csv, 1 .heic, 1 folders",
-                "with one image, which trains, and none to test on: yield",
+                "classes with one image, for training, and none to test on: yield",
             ]
             shutil.rmtree(tmp_path / "own")
     (tmp_path / "own" / "test" / "go" / "000.png").write_bytes(b"broken")

@@ -49,7 +49,7 @@ from ecnn.evaluation import (
 )
 from ecnn.evaluation.intervals import compare_counts, mcnemar_p_value
 from ecnn.evaluation.outcomes import COLUMNS, join
-from ecnn.evaluation.provenance import describe, describe_model, hash_images
+from ecnn.evaluation.provenance import ask_probes, describe, describe_model, hash_images, same_answers
 from ecnn.model import ECNN
 from ecnn.progress import Milestone
 
@@ -941,7 +941,7 @@ def test_clean_outcomes_of_another_evaluation_are_refused(tmp_path: Path) -> Non
     go_on(tmp_path / "all")
     go_on(tmp_path / "some", limit=2)
     shutil.copy(tmp_path / "some/eval/clean.npz", tmp_path / "all/eval/clean.npz")
-    with pytest.raises(InputError, match="of 'a' for images of which it has no clean ones"):
+    with pytest.raises(InputError, match="of 'a' for images that are not in its"):
         load_evaluation(tmp_path / "all")
 
 
@@ -1141,7 +1141,7 @@ def test_a_cascade_packs_what_is_left_and_ends_when_nothing_is() -> None:
 
 def test_what_an_attack_of_a_cascade_cannot_say() -> None:
     found = run_cascade({"one": switch(1), "two": switch(2)})
-    with pytest.raises(InputError, match="run only on what one left"):
+    with pytest.raises(InputError, match="run only on images that one left"):
         compare(found.outcomes["two"], found.outcomes["two"])
     assert compare(found.outcomes["one"], found.outcomes["one"]).difference == 0
     with pytest.raises(InputError, match="'two' was run in a cascade"):
@@ -1247,11 +1247,11 @@ def test_progress_of_a_cascade_tells_what_stands() -> None:
     news: list[tuple[int, int, str]] = []
     run_cascade({"one": switch(1), "two": switch(2)}, batch_size=2, progress=lambda *told: news.append(told))
     assert [told for told in news if not isinstance(told[2], Milestone)][-5:] == [
-        (8, 18, "one: 66.7 % stand"),
-        (10, 18, "one: 50.0 % stand"),
-        (12, 18, "one: 33.3 % stand"),
-        (16, 18, "two: 33.3 % stand"),
-        (18, 18, "two: 16.7 % stand"),
+        (8, 18, "one: 66.7 % left"),
+        (10, 18, "one: 50.0 % left"),
+        (12, 18, "one: 33.3 % left"),
+        (16, 18, "two: 33.3 % left"),
+        (18, 18, "two: 16.7 % left"),
     ]
 
 
@@ -1594,3 +1594,27 @@ def test_curves_are_given_by_norm_and_attack() -> None:
     assert list(curves["linf"]["pgd"].eps) == [0, 0.05, 0.2]
     assert [rate.accuracy for rate in curves["linf"]["pgd"].robust] == [1, 1, 0]
     assert curves["l2"]["fmn"].cumulative[-1].accuracy == 0
+
+
+def test_a_model_that_became_random_is_another() -> None:
+    """Also on another machine, where the numbers drawn by one random model are others."""
+
+    class Drawn(nn.Module):
+        def __init__(self, spread: float) -> None:
+            super().__init__()
+            self.spread = spread
+
+        def forward(self, images: Tensor) -> Tensor:
+            scores = images.flatten(1)[:, 10:20]
+            return scores + self.spread * torch.randn_like(scores) if self.spread else scores
+
+    split = Split(torch.rand(9, 1, 8, 8), torch.arange(9))
+    fixed, drawn = (ask_probes(Drawn(spread), split) for spread in (0.0, 0.5))
+    assert fixed is not None
+    assert drawn is not None
+    elsewhere = {**drawn, "environment": "elsewhere", "scores": fixed["scores"]}
+    assert same_answers(drawn, elsewhere)
+    assert same_answers(elsewhere, drawn)
+    for random in (drawn, elsewhere):
+        assert not same_answers(fixed, random)
+        assert not same_answers(random, fixed)

@@ -300,7 +300,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "floats of 0..255": ((PIXELS * 255, LABELS), "reach from 0 to 254: divide them by 255"),
     "floats of 0..16": ((PIXELS * 16, LABELS), "divide them by the value of white"),
     "normalised": ((PIXELS * 2 - 1, LABELS), r"before they were normalised.*ecnn.Normalized"),
-    "no numbers": ((PIXELS * float("nan"), LABELS), "no finite numbers"),
+    "no numbers": ((PIXELS * float("nan"), LABELS), "some are not finite numbers"),
     "channels last": (
         (np.zeros((12, 8, 8, 3), np.uint8), LABELS),
         r"channels last: permute them with \(0, 3, 1, 2\)",

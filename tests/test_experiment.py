@@ -45,6 +45,7 @@ from ecnn.pipeline import (
     table_text,
     tasks_of,
 )
+from ecnn.pipeline.costing import Sizes
 from ecnn.pipeline.recording import Record, covers, read_record, save_record
 from ecnn.pipeline.spreading import waves
 from ecnn.pipeline.training import load_test_images
@@ -276,6 +277,47 @@ def test_an_experiment_runs_resumes_and_becomes_a_table(tmp_path: Path, finished
     assert cells["a", "cw"].truth is not None
     text = table_text(experiment, list(cells.values()))
     assert text.startswith("Tiny (tab:none), per cent\narm  row")
+
+
+def test_a_record_alone_does_not_answer_for_an_attack_on_members(tmp_path: Path) -> None:
+    """Its settings do not tell which members were meant, so the arm trains a network of its own."""
+    ball = {"kind": "pgd", "norm": "linf", "eps": 0.1, "steps": 1, "step_size": 0.1}
+    spec = {**TINY["spec"], "audit": False, "attacks": {"members": {**ball, "members": 2}}}
+    spec = {name: table for name, table in spec.items() if table}
+    arms = [{"name": name, "title": name} for name in "ab"]
+    experiment = from_tables("tiny", {**TINY, "spec": spec, "arms": arms, "rows": ["clean"], "audited": {}})
+    first, second = tasks_of(experiment, tmp_path)
+    run_task(first, device="cpu")
+    for path in first.folder.iterdir():  # as in a clone of the repository
+        if path.name not in ("record.json", "outcomes.npz"):
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+    run_task(second, device="cpu")
+    assert second.is_done()
+    assert second.is_trained()
+
+
+def test_the_cost_of_equal_data_of_two_sizes_is_told_apart() -> None:
+    small, large = (
+        from_tables("tiny", {**TINY, "spec": {**TINY["spec"], "data": {"name": "digits", **more}}})
+        .arms[0]
+        .spec
+        for more in ({"image_size": 8}, {"image_size": 16, "val_fraction": 0.5})
+    )
+    sizes = Sizes()
+    classes, channels, size, training, test = sizes.form(small)
+    assert sizes.form(large) == (classes, channels, (16, 16), 719, test)
+    assert (size, training) == ((8, 8), 1295)
+
+
+def test_files_that_only_an_audit_reads_are_named_before_anything_runs(tmp_path: Path) -> None:
+    spec = {**TINY["spec"], "data": {"name": "gtsrb"}, "code": {"name": "43x30"}}
+    spec["audit"] = {**spec["audit"], "data": "optprojtran"}
+    arm = {"name": "a", "title": "A"}
+    write_experiment(tmp_path / "signs.toml", {**TINY, "spec": spec, "arms": [arm]})
+    words = [str(tmp_path / "signs.toml"), "--root", str(tmp_path), "--device", "cpu", "--dry-run"]
+    done = CliRunner().invoke(app, ["reproduce", *words])
+    assert done.exit_code == 0, done.output
+    assert re.findall("ecnn: (.*) is not there yet", done.stderr) == ["gtsrb", "optprojtran"]
 
 
 @pytest.mark.usefixtures("unofficial", "short_audits")

@@ -103,7 +103,7 @@ def test_a_file_that_answers_otherwise_is_not_kept(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(exporting, "_program_file", write)
     done = CliRunner().invoke(app, ["export", "mnist-tanh16", "--out", str(tmp_path / "digits.pt2")])
     assert done.exit_code == 4
-    assert "answers otherwise than the model" in done.stderr
+    assert "differ from those of the model" in done.stderr
     assert list(tmp_path.iterdir()) == []
 
 
@@ -138,7 +138,7 @@ def test_an_export_replaces_only_an_export(tmp_path: Path) -> None:
     (tmp_path / "README.md").write_text("# My project")
     (tmp_path / "mine.pt2").write_bytes(b"of another program")
     for out, named in (("README", "README.md"), ("mine.pt2", "mine.pt2"), ("run/model.safetensors", "model")):
-        with pytest.raises(InputError, match=f"{named}.* would be replaced, and it is no export of before"):
+        with pytest.raises(InputError, match=f"{named}.* would be replaced, but it is not an earlier export"):
             export_model(run, tmp_path / out, format="torchexport")
     assert {path: path.read_bytes() for path in run.iterdir()} == before
     for _ in range(2):
@@ -197,14 +197,14 @@ def test_the_card_of_a_detector_says_that_the_scores_are_not_all(tmp_path: Path)
     small = {"model": {"kind": "feature_squeezing", "width": 2, "depth": 8}, "train": {"epochs": 1}}
     train_run(Spec.from_dict({"data": {"name": "digits"}, **small}), out=tmp_path / "run")
     card = export_model(tmp_path / "run", tmp_path / "m.pt2").card.read_text()
-    assert "It is also a detector" in card
+    assert "The model also has a detector" in card
     folder = export_folder(tmp_path / "run", tmp_path / "hub", format="huggingface")
     assert "detect(images)" in folder.card.read_text()
     picture = tmp_path / "p.png"
     Image.new("L", (8, 8)).save(picture)
     done = CliRunner().invoke(app, ["predict", str(tmp_path / "run"), str(picture)])
     assert done.exit_code == 0
-    assert "its detector was not asked" in done.stderr
+    assert "the model's detector was not used" in done.stderr
 
 
 @pytest.mark.parametrize(

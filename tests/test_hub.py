@@ -246,7 +246,9 @@ def test_an_audit_of_another_network_is_quoted_by_nobody(run: Path, tmp_path: Pa
 @pytest.mark.parametrize("name", ["audit.json", "eval"])
 def test_no_run_takes_over_what_was_found_of_another(run: Path, tmp_path: Path, name: str) -> None:
     (tmp_path / name).mkdir()
-    with pytest.raises(InputError, match=f"{name} tells of another model, and would be taken for this one's"):
+    with pytest.raises(
+        InputError, match=f"{name} describes another model, and would be mistaken for this one's"
+    ):
         train_run(runs.read_spec(run), out=tmp_path)
     assert {path.name for path in tmp_path.iterdir()} == {name}
 

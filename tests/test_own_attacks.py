@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +25,7 @@ from ecnn.cli import app
 from ecnn.data import Split
 from ecnn.errors import InputError
 from ecnn.evaluation import OwnAttack, evaluate
+from ecnn.evaluation.own_attacks import hash_code
 from ecnn.spec import attack_options, make_attack, needed_options
 
 pytestmark = pytest.mark.usefixtures("one_thread", "short_lessons")
@@ -75,7 +80,7 @@ def test_points_count_inside_the_ball_alone() -> None:
         "below": 6,
     }
     assert float(found.outcomes["much"].linf.max()) == 0.0
-    assert "much: 6 points left the ball or [0, 1], which do not count." in found.table()
+    assert "much: 6 points lie outside the ball or [0, 1] and do not count." in found.table()
     assert found.outcomes["darker"].forwards.tolist() == [-1] * 6
 
 
@@ -240,7 +245,7 @@ def test_audit_takes_an_attack_of_a_file(file: Path) -> None:
     assert done.exit_code in (0, 1, 3), done.output
     assert "and diagnostics and own-mine" in done.stderr
     assert "| own-mine |" in done.stdout
-    assert "Only images of 2 classes were asked: 3, 5." in done.stdout
+    assert "Only images of 2 classes were audited: 3, 5." in done.stdout
 
 
 @pytest.mark.parametrize(
@@ -253,8 +258,8 @@ def test_audit_takes_an_attack_of_a_file(file: Path) -> None:
         (["--attack", "own.py:mine"], "--eps 8/255 is usual"),
         (["--attack", "own.py:mine", "--eps", "0.1", "--steps", "3"], "has an option 'steps'"),
         (["--eps", "0.1"], "--attack autoattack is usual"),
-        (["--attack", "fgsm", "--eps", "0.1", "--classes", "3,fife"], "'fife' is none"),
-        (["--attack", "fgsm", "--eps", "0.1", "--classes", "10"], "'10' is none"),
+        (["--attack", "fgsm", "--eps", "0.1", "--classes", "3,fife"], "'fife' is neither"),
+        (["--attack", "fgsm", "--eps", "0.1", "--classes", "10"], "'10' is neither"),
         (
             ["--attack", "pgd", "--eps", "8/255"],
             "needs steps, step_size, which decide its result and have no default: --steps 100 and --step-size 2/255 "
@@ -335,3 +340,33 @@ def test_an_audit_asks_about_no_more_images_at_once_than_it_may() -> None:
     Counting.largest = 0
     ecnn.audit(model, (images, labels), norm="linf", eps=1e-5, budget=TINY, limit=12, batch_size=8)
     assert Counting.largest == 8
+
+
+def without_source(text: str) -> Any:
+    """What the text names `found`, as a program typed at a prompt has it: without a file to read the source from."""
+    names: dict[str, Any] = {}
+    exec(text, names)  # noqa: S102 one of the texts below, as a prompt does it
+    return names["found"]
+
+
+FUNCTION = "def found(model, images, labels): return images + {}"
+CALLABLE = "class Kind:\n  def __call__(self, model, images, labels): return images + {}\nfound = Kind()"
+INNER = "def found(model, images, labels): return [image + {} for image in images]"
+AMONG = "def found(model, images, labels): return images if 'linf' in {{'a', 'b', 'c', '{}'}} else labels"
+
+
+@pytest.mark.parametrize("text", [FUNCTION, CALLABLE, INNER, AMONG])
+def test_code_without_a_file_is_told_apart_by_its_constants(text: str) -> None:
+    one, same, other = (hash_code(without_source(text.format(value))) for value in (0.1, 0.1, 0.9))
+    assert one == same != other
+    program = "import sys; from test_own_attacks import *; print(hash_code(without_source(sys.argv[1])))"
+    places = {"PYTHONPATH": str(Path(__file__).parent), "PYTHONHASHSEED": "7", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", program, text.format(0.1)]
+    done = subprocess.run(command, env=os.environ | places, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == one, "in another process, where sets have another order"
+
+
+def test_a_partial_function_has_the_code_of_its_function() -> None:
+    one, other = (without_source(FUNCTION.format(value)) for value in (0.1, 0.9))
+    assert hash_code(functools.partial(one, labels=None)) == hash_code(one)
+    assert hash_code(functools.partial(one)) != hash_code(functools.partial(other))

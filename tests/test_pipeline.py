@@ -275,7 +275,7 @@ def test_a_saved_run_is_attacked(digits_run: Path, tmp_path: Path) -> None:
         (["--attack", "fgsm", "--eps", "0.1", "--data", "nothing"], "nothing"),
         (["--attack", "fgsm", "--eps", "0.1", "--limit", "0"], "limit"),
         (["--attack", "fgsm", "--eps", "0.1", "--set", "train.lr=1"], "--set takes attack.NAME=VALUE"),
-        (["--attack", "fgsm", "--eps", "0.1", "--save-images", "code.json"], "code.json is none"),
+        (["--attack", "fgsm", "--eps", "0.1", "--save-images", "code.json"], "code.json is not one: name it"),
     ],
 )
 def test_mistakes_of_evaluate(digits_run: Path, arguments: list[str], sentence: str) -> None:

@@ -159,7 +159,7 @@ def test_predictions_in_order_with_names_and_numbers(tmp_path: Path) -> None:
     ("image", "sentence"),
     [
         ("missing.png", "missing.png"),
-        (b"no picture", "image 0 cannot be read as an image: it is none, or of an unknown kind"),
+        (b"no picture", "image 0 cannot be read as an image: it is not one, or of an unknown kind"),
         ("", "the name of an image is empty"),
         (np.zeros((5, 5, 7), np.uint8), r"with 1, 3 or 4 channels, not \(5, 5, 7\)"),
         (np.zeros((0, 5, 3), np.uint8), "channels, not"),

@@ -176,7 +176,7 @@ def test_a_page_says_what_the_folder_says(run: Path, page: str) -> None:
     assert f"pgd, {len(found)} images" in outline.text
     assert "search on the members, 6 images" in outline.text
     assert "audit, 4 images" in outline.text
-    assert "Which members fall" in outline.headings
+    assert "Which members are turned" in outline.headings
     assert not re.search(r"\{['\"]|\bNone\b|\bnan\b", outline.text)  # no raw values
 
 
@@ -231,7 +231,7 @@ def test_without_images_a_sentence_says_so(run: Path, tmp_path: Path) -> None:
     files.write_toml(moved / "spec.toml", spec)
     outline = Outline(pipeline.write_report([moved], tmp_path / "r.html", device="cpu").read_text())
     assert "Curves and pictures that need images are left out: " in outline.text
-    assert "Which members fall" not in outline.headings
+    assert "Which members are turned" not in outline.headings
     assert "The audit" in outline.headings
 
 
@@ -241,7 +241,7 @@ def test_several_runs_and_one_without_a_code(photos: Path, run: Path, tmp_path: 
     written = pipeline.write_report([run, plain], tmp_path / "r.html", images=4, device="cpu")
     outline = Outline(written.read_text())
     assert outline.headings.count("The code") == 1
-    assert outline.headings.count("Which members fall") == 1
+    assert outline.headings.count("Which members are turned") == 1
     assert outline.headings.count("What an attack does to images") >= 1
     assert "Not audited" in outline.text
     assert f"ecnn audit {plain} --norm linf --eps 8/255 --out {plain}" in outline.text

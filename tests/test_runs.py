@@ -226,7 +226,7 @@ def test_a_finished_run_is_whole_repaired_or_refused(tmp_path: Path) -> None:
             again = train_run(tiny(), out=tmp_path)
             assert not again.was_finished
             if name != "DONE":
-                assert again.notes == (f"damaged or gone, and made again by this run: {name}",)
+                assert again.notes == (f"damaged or missing, and written again by this run: {name}",)
             assert again.test_accuracy == first.test_accuracy
             assert {path.name: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()} == whole
     for name, old, new in (("spec.toml", b"seed = 0", b"seed = 1"), ("eval.json", b": 360", b": 361")):

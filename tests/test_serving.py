@@ -643,6 +643,8 @@ def test_a_worker_outlives_its_work() -> None:
     assert len(worker.submit(torch.zeros(2, 1, 2, 2)).result(10).scores) == 2
     worker.close()
     assert not worker.is_alive
+    with pytest.raises(Ended):
+        worker.submit(torch.zeros(1, 1, 2, 2)).result(10)
 
 
 def test_a_model_that_fails_is_a_fault_and_the_server_keeps_serving() -> None:

@@ -126,7 +126,7 @@ def suite_of(model: nn.Module, data: Any, eps: float, audited: int) -> dict[str,
     examples = Examples(images, labels, are_true=True)
     budget = make_budget("tiny", restarts=1, autoattack=False)
     subject = Subject(model=model, images=images, labels=labels, norm="linf", eps=eps, budget=budget, seed=2)
-    return suite(subject, examples=examples, num_classes=model(images[:1]).shape[1], random=False)
+    return suite(subject, examples=examples, num_classes=model(images[:1]).shape[1], is_random=False)
 
 
 def history_of(history: Any) -> dict[str, Any]:

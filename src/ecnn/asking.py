@@ -318,7 +318,7 @@ def read_model(model: nn.Module, images: Tensor) -> Tensor:
                 advice += ", or have it compute with torch throughout, as attacks that follow gradients need"
         if isinstance(scores, Tensor) and scores.is_floating_point() and scores.numel() == len(images):
             advice = (
-                ": one output z for two classes, as it is before a sigmoid, is wrapped in a module that returns "
+                ": wrap a model with one output z for two classes, as before a sigmoid, in a module that returns "
                 "torch.stack([-z, z], dim=1) of z.flatten()"
             )
         raise InputError(

@@ -291,7 +291,9 @@ def build(
     check_options(owner, options, [entry.name for entry in entries if entry.init])
     missing = [entry.name for entry in entries if is_needed(entry) and entry.name not in options]
     if missing:
-        raise InputError(f"{owner} needs {', '.join(missing)}: what decides a result has no default.")
+        raise InputError(
+            f"{owner} needs {', '.join(missing)}: settings that decide a result have no default."
+        )
     return kind(**given, **options)
 
 

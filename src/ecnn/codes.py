@@ -383,7 +383,7 @@ def load_code(source: str | os.PathLike[str]) -> CodeMatrix:
         with resources.as_file(resources.files("ecnn") / "codebook" / f"{source}.json") as path:
             return _load_file(path)
     if not files.exists(source) and Path(source).suffix == "":
-        check_choice("a code that is no file", str(source), codebook())
+        check_choice("a code that is not a file", str(source), codebook())
     return _load_file(Path(source))
 
 

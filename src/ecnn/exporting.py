@@ -114,7 +114,7 @@ def _check_targets(path: Path, card: Path) -> None:
     for target in (path, card):
         if files.exists(target) and not is_ours:
             raise InputError(
-                f"{target} would be replaced, and it is no export of before: choose another --out."
+                f"{target} would be replaced, but it is not an earlier export: choose another --out."
             )
 
 
@@ -196,8 +196,8 @@ def _compare(classifier: Classifier, answer: Any) -> float:
             apart = float((one - other).abs().max() / one.abs().max().clamp_min(1)) if same_form else math.inf
             if not apart <= TOLERANCE:  # also for nan
                 raise RuntimeError(
-                    f"the exported file answers otherwise than the model (by {apart:.1e}, at most {TOLERANCE:.0e}) and "
-                    "is not kept"
+                    f"the scores of the exported file differ from those of the model by {apart:.1e} (at most "
+                    f"{TOLERANCE:.0e} is allowed), so it is not kept"
                 )
             largest = max(largest, apart)
     return largest
@@ -324,8 +324,8 @@ print(json.loads(facts["classes.json"])[int(scores[0].argmax())])""",
 
 
 _DETECTS = (
-    "- It is also a detector, of which the scores say nothing: `ecnn.load_model(...).detect(images)` does, in Python. "
-    "An attack succeeds where the answer is wrong and not flagged, so that accuracy alone means little."
+    "- The model also has a detector, which the scores do not show: in Python, `ecnn.load_model(...).detect(images)` "
+    "uses it. An attack succeeds where the answer is wrong and not flagged, so accuracy alone means little."
 )
 
 

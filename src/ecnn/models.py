@@ -85,7 +85,7 @@ def build_model(
     # On the meta device nothing but the options can be wrong.
     except Exception as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
-        raise InputError(f"the model {kind!r} cannot be built so: {reason}.") from error
+        raise InputError(f"the model {kind!r} cannot be built with these options: {reason}.") from error
     if weights > MOST_WEIGHTS:
         raise InputError(
             f"the model {kind!r} would have {weights:,} weights, more than the {MOST_WEIGHTS:,} that fit in memory "

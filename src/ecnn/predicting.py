@@ -185,7 +185,7 @@ class Classifier:
             share: largest share of good images that may be rejected.
         """
         if len(val) == 0:
-            raise InputError("a distance to reject by needs validation images, and there are none.")
+            raise InputError("choosing a distance to reject by needs validation images, and there are none.")
         return float(flagging_threshold(self.distances(val[:][0]), share))
 
     def describe(self, reading: Reading, top: int = 1, reject: float | None = None) -> Iterator[Prediction]:

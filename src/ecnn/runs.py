@@ -213,7 +213,7 @@ def _model_of_weights(folder: Path) -> nn.Module:
     tensors, facts = load_checkpoint(folder / BEST)
     if facts.get("model") is None:
         raise InputError(
-            f"{folder} holds weights of a network that has no name here: build it as before and pass it as module=."
+            f"{folder} holds weights of a network that ecnn cannot build: build it yourself and pass it as module=."
         )
     return model_for(str(folder / BEST), facts["model"], tensors)
 

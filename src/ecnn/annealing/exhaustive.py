@@ -33,7 +33,7 @@ def exhaustive_code(
     search.run()
     if search.best_columns is None:
         raise InputError(
-            f"every {num_classes} x {code_length} code of arity {arity} asks some question twice: use fewer tasks."
+            f"every {num_classes} x {code_length} code of arity {arity} has two equal tasks: use fewer tasks."
         )
     symbols = np.stack([search.splits[index] for index in search.best_columns], axis=1)
     provenance = {"method": "exhaustive", "column_weight": weight}

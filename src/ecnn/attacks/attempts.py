@@ -45,7 +45,7 @@ class ClimbingAttack(BallAttack):
         if self.keep == "last" and (self.restarts > 1 or self.targets):
             raise InputError('keep="last" returns one point, so it takes one start and no targets.')
         if self.targets and not find_view(self.on).has_goals:
-            raise InputError("this loss has no targets: look elsewhere (on=), or use targets=0.")
+            raise InputError("this loss cannot be targeted: choose another on=, or use targets=0.")
 
     def num_climbs(self, num_classes: int) -> int:
         """How many searches an image that does not break gets: restarts times targets (1 without targets)."""

@@ -34,14 +34,14 @@ _SENTENCES: dict[DoubtKind, str] = {
     "random, so attack the average over its randomness.",
     "probabilities": "The scores are probabilities (in [0, 1], summing to 1): attack the logits before the softmax, "
     "which do not saturate.",
-    "dynamic": "The model takes gradients while it classifies (a dynamic defence): these attacks do not see through "
+    "dynamic": "The model computes gradients while it classifies (a dynamic defence): these attacks cannot follow "
     "that, so attack the defence itself.",
-    "no_gradient": "No gradient reaches the pixels: the model is not differentiable, so that of "
-    "AutoAttack's attacks only Square has attacked it.",
-    "zero_gradient": "The gradient is exactly zero for {:.1%} of the images: gradient attacks are blind there; look "
-    "before the layer that saturates or quantises.",
-    "few_classes": "The targeted DLR loss needs 4 classes and the model has {}: APGD-T raised the margin, whose "
-    "gradient may vanish with the scale of the scores.",
+    "no_gradient": "No gradient reaches the pixels: the model is not differentiable, so of "
+    "AutoAttack's attacks only Square could work.",
+    "zero_gradient": "The gradient is exactly zero for {:.1%} of the images: gradient attacks cannot work there; "
+    "attack the values before the layer that saturates or quantises.",
+    "few_classes": "The targeted DLR loss needs 4 classes and the model has {}: APGD-T used the margin loss "
+    "instead, whose gradient may vanish with the scale of the scores.",
 }
 
 
@@ -93,7 +93,9 @@ class AutoAttack(BallAttack):
         find_score_view(self.on)
         check_choice("version", self.version, get_args(Version))
         if self.keep == "last":
-            raise InputError('AutoAttack keeps what breaks an image: keep="last" has no meaning here.')
+            raise InputError(
+                'AutoAttack keeps the points that break images: keep="last" has no meaning here.'
+            )
 
     def members(self, num_classes: int) -> dict[str, Attack]:
         """The attacks by name, in the order in which they run, for a model with this number of classes."""

@@ -340,7 +340,7 @@ class Attack:
             seed: random seed. Every image's random numbers depend on it and on the image's index.
             index: (batch,) each image's position in its dataset; the position in the batch if not given.
             generator: for training, where the whole step may be recorded in a CUDA graph. Random numbers come from it
-                instead of seed and index; `early_exit` is off, and `labels` and `quick` have no effect.
+                instead of seed and index; `early_exit` is off, and `quick` has no effect.
         """
         if generator is None:
             return self.run(model, images, labels, seed=seed, index=index).images
@@ -350,6 +350,9 @@ class Attack:
         whole = replace(self, early_exit=False)
         is_training = any(module.training for module in model.modules())
         with undisturbed(model) if is_training else nullcontext():
+            if self.labels == "predicted":
+                with torch.no_grad():
+                    labels = predicted_classes(target.scores(images)).clamp_min(0)
             points = whole.search(target, images, labels, Draws.from_generator(generator, len(images)))
             if self.keep == "best":
                 broken = predicted_classes(target.scores(points)) != labels
@@ -399,9 +402,9 @@ class Attack:
 
     def _run(self, model: nn.Module, images: Tensor, labels: Tensor, draws: Draws) -> Attacked:
         target = self._target(model, images)
-        predictions, num_classes = target.verdict_and_classes(images)
+        clean, num_classes = target.verdict_and_classes(images)
         if self.labels == "predicted":
-            labels = predictions.clamp_min(0)  # an image without an answer has no class to move away from
+            labels = clean.clamp_min(0)  # an image without an answer has no class to move away from
         check_labels(labels, num_classes)
         if self.keep == "last":
             points = self.search(target, images, labels, draws)
@@ -409,17 +412,18 @@ class Attack:
             points = images.clone()
             rows = torch.arange(len(images), device=images.device)
             if self.early_exit:
-                rows = rows[predictions == labels]
+                rows = rows[clean == labels]
             if len(rows):
                 points[rows] = self.search(target.narrow(rows), images[rows], labels[rows], draws.take(rows))
         predictions = target.verdict(points)
-        success = predictions != labels
-        if self.keep == "best":
-            points = torch.where(per_image(success, images), points, images)
-            if not bool(success.all()):  # the clean image is returned where the attack failed
-                predictions = torch.where(success, predictions, labels)
+        if self.keep == "best":  # the clean image is returned where the attack failed
+            broken = predictions != labels
+            points = torch.where(per_image(broken, images), points, images)
+            predictions = torch.where(broken, predictions, clean)
         asked = target.forwards, target.backwards
-        return Attacked(points, predictions, success, *asked, nan_gradients=target.nan_gradients)
+        return Attacked(
+            points, predictions, predictions != labels, *asked, nan_gradients=target.nan_gradients
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -68,7 +68,7 @@ class HopSkipJump(Attack):
         check_counts(self, "init_tries", "max_batch")
         if self.precision != "float32":
             raise InputError(
-                f'HopSkipJump follows the border, which {self.precision} moves: use precision="float32".'
+                f'HopSkipJump follows the border of the class, which {self.precision} moves: use precision="float32".'
             )
 
     def cost(self, num_classes: int) -> Cost:
@@ -245,8 +245,7 @@ class RandomNoise(BallAttack):
         check_choice("kind", self.kind, ("uniform", "corners"))
         if self.kind == "corners" and not NORMS[self.norm].is_box:
             raise InputError(
-                f'kind="corners" moves every pixel by eps, and no point of a ball in {self.norm!r} is so far: use '
-                'kind="uniform".'
+                f'kind="corners" moves every pixel by eps, which leaves the ball in {self.norm!r}: use kind="uniform".'
             )
 
     def cost(self, num_classes: int) -> Cost:

@@ -55,7 +55,7 @@ class Race(BallAttack):
         find_score_view(self.on)
         check_count("effort", self.effort)
         if self.keep == "last":
-            raise InputError('Race keeps what breaks an image: keep="last" has no meaning here.')
+            raise InputError('Race keeps the points that break images: keep="last" has no meaning here.')
 
     @property
     def _factor(self) -> int:

@@ -92,7 +92,7 @@ class RaySearch(BallAttack):
             check_kind("starts", start, Attack, "attacks such as PGD")
         if self.precision != "float32":
             raise InputError(
-                f'RaySearch follows the border, which {self.precision} moves: use precision="float32".'
+                f'RaySearch follows the border of the class, which {self.precision} moves: use precision="float32".'
             )
 
     def cost(self, num_classes: int) -> Cost:

@@ -264,7 +264,7 @@ class Tempered(ScoreView):
         logits, _ = members_of(model, images)
         anything: Any = model
         if not hasattr(model, "decode"):
-            raise InputError(f'{type(model).__name__} has no decode(member_logits): look on="linear".')
+            raise InputError(f'{type(model).__name__} has no decode(member_logits): use on="linear".')
         return anything.decode(temper(logits)), decoded_scores(model, logits)
 
 

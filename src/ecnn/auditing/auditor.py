@@ -370,11 +370,11 @@ def _contradictions(subject: Subject, staged: Staged, certified: Certificate | N
     if not broken:
         return []
     claim = (
-        f"Attacks broke images that are proven robust, {broken} of them: the model answers differently at different "
-        "times, or there is an error in this program."
+        f"Attacks broke {broken} images that are proven robust: the model answers differently at different times, or "
+        "there is an error in this program."
     )
     evidence = {"images": broken, "certified": certified.accuracy, "audited": float(staged.right.mean())}
-    advice = "Do not believe either figure, and report this."
+    advice = "Believe neither the audited nor the certified accuracy, and report this."
     found = alarm(claim, evidence, advice)
     name = "certificate_contradicted"
     return [dataclasses.replace(found, name=name, kind=name, source="the certificate")]

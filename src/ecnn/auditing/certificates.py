@@ -157,7 +157,7 @@ def _compare(program: Program, images: Tensor, scores: Tensor) -> None:
         low, high = bounds.low.squeeze(1), bounds.high.squeeze(1)
         agrees = ((found >= low) & (found <= high)).all(dim=1)
     if not bool(agrees.all()):
-        raise UnknownStepError("it says something else of a batch than of its images")
+        raise UnknownStepError("its scores of a batch are not those of its images")
 
 
 def _ball(images: Tensor, norm: Norm, eps: float) -> Ball:

@@ -131,9 +131,9 @@ class _Examination:
         if taken.trouble:
             self._find(
                 note(
-                    f"The model cannot be copied ({taken.trouble}): what attacks ask and what judges are one object.",
+                    f"The model cannot be copied ({taken.trouble}), so it is attacked and judged as the same object.",
                     {"trouble": taken.trouble},
-                    "Make it possible to deepcopy the model: then it is judged by copies that no attack has asked.",
+                    "Make it possible to deepcopy the model: then it is judged on copies that no attack has queried.",
                     kind="not_copied",
                 ),
                 "copies",
@@ -141,23 +141,26 @@ class _Examination:
         if taken.isolated:
             self._find(
                 note(
-                    "The model writes into the images that it is given, or into scores that it gave before: it gets "
-                    "copies of the ones, and copies are taken of the others.",
+                    "The model writes into the images that it is given, or into scores that it returned before. The "
+                    "audit gives it copies of the images, and copies the scores that it returns.",
                     {"images": len(self.images)},
-                    "Let the model work on copies: whoever asks it otherwise measures something else.",
+                    "Let the model write into copies only: without such copies its answers differ from those audited.",
                     kind="writes",
                 ),
                 "copies",
             )
         if taken.switches:
-            claim = "The model changes settings of torch while it answers, which concern everybody's code beside it."
-            advice = "Let the model leave them alone, such as the default precision: whoever uses it has them changed."
+            claim = "The model changes settings of torch while it answers, which affects all other code in the process."
+            advice = "Let the model leave settings such as the default precision unchanged: other code relies on them."
             self._find(note(claim, {"images": len(self.images)}, advice, kind="switches"), "copies")
         if taken.company is not None:
-            claim = "The model takes one image at a time: it is attacked and judged so."
+            claim = "The model takes one image at a time, so it is attacked and judged one image at a time."
             self._find(note(claim, {"images": len(self.images)}, kind="single"), "batch_dependent")
         if taken.fixed is not None:
-            claim = f"The model takes {taken.fixed} images at a time: smaller batches are filled up with copies of one."
+            claim = (
+                f"The model takes {taken.fixed} images at a time: smaller batches are filled up with copies of one "
+                "image."
+            )
             evidence = {"images": len(self.images), "size": taken.fixed}
             self._find(note(claim, evidence, kind="fixed"), "batch_dependent")
         taken = self._look_outside(0)
@@ -166,10 +169,10 @@ class _Examination:
         if is_loose:
             self._find(
                 note(
-                    "Fresh copies answer otherwise under the same seeds of torch, NumPy and Python: the model draws "
-                    "random numbers from elsewhere, such as the clock or the system.",
+                    "Fresh copies give different answers under the same seeds of torch, NumPy and Python: the model "
+                    "draws random numbers from elsewhere, such as the clock or the operating system.",
                     {"images": len(self.images), "differ": int(find_different(first, again).sum())},
-                    "Another audit of it will find slightly other figures: repeat it, and give the spread.",
+                    "Another audit will give slightly different figures: repeat the audit, and report the spread.",
                     kind="unseeded",
                 ),
                 "seeds",
@@ -225,7 +228,7 @@ class _Examination:
         if taken.trouble and bool(differ.any()):
             self._find(_unforgotten("It cannot be copied", evidence, "remembers"), "stateful")
         elif is_outside:
-            self._find(_unforgotten("Fresh copies remember too", evidence, "outside"), "stateful")
+            self._find(_unforgotten("Fresh copies remember them too", evidence, "outside"), "stateful")
         elif bool(differ.any()):
             taken = dataclasses.replace(taken, forgets=True, in_buffers=in_buffers)
             self._find(own_generator(evidence) if self._is_random(taken) else stateful(evidence), "stateful")
@@ -401,49 +404,49 @@ def named(finding: Finding, name: str) -> Finding:
 def stateful(evidence: dict[str, Any]) -> Finding:
     """An answered alarm: the model remembers queries, so every query of this audit goes to a fresh copy."""
     claim = (
-        "The model remembers what it was asked: after many questions it answers otherwise than a fresh copy. It is "
-        "judged by fresh copies, one for each question."
+        "The model remembers earlier queries: after many queries it gives different answers than a fresh copy. This "
+        "audit makes every query to a fresh copy."
     )
-    advice = "A claim about it holds only for the object that it was measured on: measure on fresh copies."
+    advice = (
+        "A claim about this model holds only for the object that it was measured on: measure on fresh copies."
+    )
     return alarm(claim, {**evidence, "answered": True}, advice)
 
 
 def outside(evidence: dict[str, Any]) -> Finding:
     """An answered alarm: values outside the model remember queries, so they are restored for every query."""
     claim = (
-        "The model remembers what it was asked, outside of itself: fresh copies answer otherwise, too. What its code "
-        "keeps there is put back for every question."
+        "The model remembers earlier queries outside of itself: fresh copies give different answers, too. This audit "
+        "restores the values that the model's code keeps there before every query."
     )
-    advice = "A claim about it holds only until somebody asks: measure in a new process, one question each."
+    advice = "A claim about this model holds only until its next query: measure in new processes, one query in each."
     return alarm(claim, {**evidence, "answered": True}, advice, kind="put_back")
 
 
 def own_generator(evidence: dict[str, Any]) -> Finding:
     """A note: the model draws from random generators that it holds."""
-    claim = "The model draws from random generators of its own, which are seeded anew for every question."
+    claim = "The model draws from random generators of its own, which this audit seeds anew for every query."
     return note(claim, evidence, kind="own_generator")
 
 
 def _unforgotten(why: str, evidence: dict[str, Any], kind: str) -> Finding:
-    claim = f"The model remembers what it was asked. {why}, so that it was judged after all that attacks have asked it."
-    advice = (
-        "Keep what the model remembers in the model, and make it possible to deepcopy it; or switch it off."
-    )
+    claim = f"The model remembers earlier queries. {why}, so the model was judged after all queries of the attacks."
+    advice = "Keep this memory inside the model and make it possible to deepcopy the model, or switch the memory off."
     return alarm(claim, evidence, advice, kind=kind)
 
 
 def batch_dependent(evidence: dict[str, Any]) -> Finding:
     """An answered alarm: answers depend on the batch, so every query of this audit is about one image."""
     company = evidence.get("company", 0)
-    beside = f"beside the same {company} clean images" if company else "alone"
-    claim = f"The answer for an image depends on the others in its batch. Every image is attacked and judged {beside}."
-    advice = "Say in which batches the model is deployed; a claim measured in batches of attacked images is another."
+    beside = f"in a batch with the same {company} clean images" if company else "alone"
+    claim = f"The answer for an image depends on the other images in its batch. Each is attacked and judged {beside}."
+    advice = "State in which batches the model is deployed: claims from batches of attacked images hold only for those."
     return alarm(claim, {**evidence, "answered": True}, advice)
 
 
 def _swayed(evidence: dict[str, Any]) -> Finding:
     claim = (
-        "The scores of an image depend a little on the others in its batch, as with 8-bit numbers whose range is that "
-        "of a batch. It is attacked in batches and judged one image at a time."
+        "The scores of an image depend slightly on the other images in its batch, as with 8-bit numbers whose range "
+        "comes from the whole batch. The model is attacked in batches and judged one image at a time."
     )
     return note(claim, evidence, kind="swayed")

@@ -85,9 +85,7 @@ def hear(model: nn.Module, images: Tensor, wanted: tuple[str, ...]) -> tuple[lis
         scores = full_precision(model(images))
     missing = [key for key in wanted if key not in listener.heard]
     if missing:
-        raise InputError(
-            f"{type(model).__name__} did not come past its layer {missing[0]} with these images."
-        )
+        raise InputError(f"{type(model).__name__} did not run its layer {missing[0]} on these images.")
     return [listener.heard[key] for key in wanted], scores.detach()
 
 
@@ -128,7 +126,7 @@ class LayerScores(ScoreView):
         parts = [class_scores(values, self.num_classes) for values in heard]
         known = [part for part in parts if part is not None]
         if not known:
-            raise InputError(f"{self.layers[0]} has no number per class.")
+            raise InputError(f"the layer {self.layers[0]} does not give one number per class.")
         return self.sign * torch.cat(known, dim=1), scores
 
     def read(self, model: nn.Module, images: Tensor) -> tuple[Tensor, Tensor]:

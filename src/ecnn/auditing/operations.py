@@ -50,7 +50,7 @@ def _literal(recorder: Recorder, func: Any, args: Any, kwargs: Any, value: Tenso
 def _padded(recorder: Recorder, func: Any, args: Any, kwargs: Any, value: Tensor) -> Traced:
     source, widths, *fill = args
     if any(fill):
-        raise UnknownStepError("it pads with another number than zero")
+        raise UnknownStepError("it pads with a number other than zero")
     return _literal(recorder, func, (source, widths), kwargs, value)
 
 
@@ -58,7 +58,7 @@ def _joined(recorder: Recorder, func: Any, args: Any, kwargs: Any, value: Tensor
     """A concatenation of traced values."""
     parts, *rest = args
     if not all(isinstance(part, Traced) for part in parts):
-        raise UnknownStepError("it joins what it makes of an image with constants")
+        raise UnknownStepError("it concatenates constants with values that depend on the image")
 
     def apply(*values: Tensor) -> Tensor:
         made: Tensor = func(list(values), *rest, **kwargs)
@@ -109,7 +109,7 @@ def _scaled(recorder: Recorder, func: Any, args: Any, kwargs: Any, value: Tensor
         source, other = args[0], -1.0
     elif func in (aten.div.Tensor, aten.div.Scalar):
         if kwargs.get("rounding_mode") is not None or not isinstance(args[0], Traced):
-            raise UnknownStepError(f"it uses {func} other than to divide by a constant")
+            raise UnknownStepError(f"it uses {func} for something else than division by a constant")
         source, other = (
             args[0],
             1 / torch.as_tensor(recorder.constant(args[1]), dtype=torch.float64, device=value.device),
@@ -165,7 +165,7 @@ def _product(recorder: Recorder, func: Any, args: Any, kwargs: Any, value: Tenso
 def _convolution(recorder: Recorder, func: Any, args: Any, kwargs: Any, value: Tensor) -> Traced:
     source, weight, bias, *rest = args
     if not isinstance(source, Traced):
-        raise UnknownStepError("it makes the weights of a convolution from an image")
+        raise UnknownStepError("it computes the weights of a convolution from the image")
     weight = recorder.constant(weight)
     bias = None if bias is None else recorder.constant(bias)
     rest = [recorder.constant(argument) for argument in rest]
@@ -216,7 +216,7 @@ def _softmax(recorder: Recorder, func: Any, args: Any, kwargs: Any, value: Tenso
     """A final softmax or log-softmax: adds no step, as it keeps the order of scores that differ by `least_margin`."""
     source, dim = args[0], args[1]
     if source.ndim != 2 or dim not in (1, -1):
-        raise UnknownStepError("it has a softmax before its end")
+        raise UnknownStepError("it computes a softmax before its last operation")
     recorder.least_margin = 1e-3
     return Traced(value, recorder, _number(source))
 

@@ -79,12 +79,12 @@ def notes_on_request(
     }
     if any(outside.values()):
         named = ", ".join(f"{name} ({count})" for name, count in outside.items() if count)
-        claim = f"Points of attacks of yours left the ball or [0, 1], or are no numbers, and do not count: {named}."
-        advice = "Project them: what lies outside of the ball says nothing of robustness in it."
+        claim = f"Points of your attacks that lie outside the ball or [0, 1], or are no numbers, do not count: {named}."
+        advice = "Project the points into the ball: points outside of it say nothing about robustness in it."
         found.append(dataclasses.replace(note(claim, {"points": outside}, advice), name="own_attacks"))
     if classes is not None:
         numbers = sorted({int(number) for number in classes})
-        claim = f"Only images of {len(numbers)} classes were asked: {', '.join(map(str, numbers))}."
-        advice = "The accuracy says nothing of images of other classes."
+        claim = f"Only images of {len(numbers)} classes were audited: {', '.join(map(str, numbers))}."
+        advice = "The accuracy says nothing about images of other classes."
         found.append(dataclasses.replace(note(claim, {"classes": numbers}, advice), name="classes"))
     return [dataclasses.replace(one, kind=one.name, source="the request") for one in found]

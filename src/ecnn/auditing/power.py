@@ -99,21 +99,21 @@ class Power:
     def sentence(self) -> str:
         """One sentence for a reader: how much may be missed, and the counts behind it."""
         if self.standing <= 0:
-            return "Nothing stands that could have been missed."
+            return "No unbroken image is left that could have been missed."
         parts = []
         if self.retried:
             parts.append(
-                f"of {self.retried} images that gradients broke, attacks by answers alone break {self.found_again}; "
-                f"and {self.alone} that no gradient broke"
+                f"of {self.retried} images that gradient attacks broke, attacks without gradients break "
+                f"{self.found_again}; and they break {self.alone} that no gradient attack broke"
             )
         if self.doubling is not None:
-            parts.append(f"twice the effort broke {self.doubling:.3g} more")
-        measured = "; ".join(parts) or "no image fell that both families could be tried on"
+            parts.append(f"doubling the effort broke {self.doubling:.3g} more")
+        measured = "; ".join(parts) or "no broken image could be tried with both families of attacks"
         missed = self.missed
         found = (
-            "How much may be missed is not known"
+            "How many images the attacks missed is not known"
             if missed is None
-            else f"It may miss up to {100 * missed:.1f} points"
+            else f"The attacks may have missed up to {100 * missed:.1f} % of the images"
         )
         return f"{found}: {measured}."
 

@@ -46,7 +46,12 @@ def flags_of(subject: Subject) -> list[Finding]:
             advice = "Attack the optimisation inside the model."
             found = alarm(doubt.sentence, evidence, advice, kind=doubt.kind)
         else:
-            found = note(doubt.sentence, evidence, "See which attack broke what.", kind=doubt.kind)
+            found = note(
+                doubt.sentence,
+                evidence,
+                "See in the table of attacks which attack broke how many images.",
+                kind=doubt.kind,
+            )
         name, source = f"autoattack_{doubt.kind}", "Croce & Hein 2020, AutoAttack: flags"
         findings.append(dataclasses.replace(found, name=name, source=source))
     return findings
@@ -66,11 +71,11 @@ def failed_attacks(staged: Staged) -> list[Finding]:
     left = int(standing[np.unique(np.concatenate([undone[name] for name in failures]))].sum())
     whole = [name for name in failures if name not in staged.evaluation.outcomes]
     claim = (
-        f"{len(failures)} of the attacks could not be made, or not on all images: {', '.join(failures)}. Of these "
-        f"images {left} stand, perhaps for that reason alone."
+        f"{len(failures)} of the attacks failed on some or all images: {', '.join(failures)}. Of these images {left} "
+        "remain unbroken, perhaps only for that reason."
     )
     evidence = {"attacks": dict(failures), "standing": left, "answered": left == 0}
-    advice = "Read why, and mend it if you can: what an attack could not try it could not break."
+    advice = "Read the reasons, and remove them if you can: an attack that fails on an image cannot break it."
     found = alarm(claim, evidence, advice, kind="not_made" if whole else "partly_made")
     return [dataclasses.replace(found, name="attacks_not_made", source="the suite")]
 
@@ -85,8 +90,8 @@ def cut_short(staged: Staged, checks: int, minutes: float) -> list[Finding]:
     late = [name for name, why in staged.evaluation.failures.items() if why.endswith(NO_TIME)]
     made, standing = len(staged.stages), int((staged.right > 0).sum())
     claim = (
-        f"The search was to end after {minutes:g} minutes: {made} attacks and {checks} of {len(CHECKS)} checks "
-        f"were made, and not all that was meant to be. {standing} images stand, perhaps for that reason alone."
+        f"The search ended at its limit of {minutes:g} minutes, before all attacks and checks were made: {made} "
+        f"attacks and {checks} of {len(CHECKS)} were. {standing} images remain unbroken, perhaps only for that reason."
     )
     evidence = {
         "minutes": minutes,
@@ -96,9 +101,7 @@ def cut_short(staged: Staged, checks: int, minutes: float) -> list[Finding]:
         "standing": standing,
         "answered": standing == 0,
     }
-    advice = (
-        "Give it more minutes, or fewer images; where records are kept, the next audit goes on with them."
-    )
+    advice = "Give the audit more minutes, or fewer images; if it keeps records, the next audit continues from them."
     name = "out_of_time"
     return [dataclasses.replace(alarm(claim, evidence, advice), name=name, kind=name, source="the clock")]
 
@@ -114,8 +117,8 @@ def nan_gradients_of(staged: Staged) -> list[Finding]:
         return []
     taken = sum(int(found.backwards.clip(min=0).sum()) for found in outcomes)
     claim = (
-        f"{spoiled:,} of {taken:,} gradients, of the scores or of what else attacks climb, have entries that are not "
-        "numbers: pixels that stood still."
+        f"{spoiled:,} of {taken:,} gradients that attacks followed have entries that are not numbers: these entries "
+        "counted as zero, and their pixels did not move."
     )
     evidence = {"nan_gradients": spoiled, "gradients": taken, "answered": not bool((staged.right > 0).any())}
     advice = "Find the operation whose derivative is infinite or undefined, such as a root or logarithm at 0."
@@ -129,11 +132,11 @@ def luck_of(power: Power) -> list[Finding]:
     if power.standing <= 0 or not power.retried or power.agrees:
         return []
     claim = (
-        f"Of {power.retried} images that gradients broke, attacks by answers alone break {power.found_again}, and "
-        f"{power.alone} that no gradient broke: which images fall is a matter of luck."
+        f"Of {power.retried} images that gradient attacks broke, attacks without gradients break {power.found_again}; "
+        f"and they break {power.alone} that no gradient attack broke: which images are broken depends on luck."
     )
     advice = (
-        "Ask for many more points: wrong answers lie scattered in the balls, and gradients do not lead there."
+        "Query many more points: wrong answers are scattered in the balls, and gradients do not lead to them."
     )
     found = alarm(claim, power.to_dict(), advice)
     return [dataclasses.replace(found, name="luck", kind="luck", source="the suite")]
@@ -146,9 +149,9 @@ def half_precision(subject: Subject) -> list[Finding]:
         return []
     name = str(kind).removeprefix("torch.")
     claim = (
-        f"The model computes in {name}: images are rounded to it on their way in, and gradients may vanish."
+        f"The model computes in {name}: images are rounded to this precision first, and gradients may vanish."
     )
-    advice = "Audit it in float32 too: what only rounding protects is not robust."
+    advice = "Audit the model in float32 too: images that only rounding protects are not robust."
     found = note(claim, {"dtype": name}, advice, kind=name)
     return [dataclasses.replace(found, name="precision", source="the model")]
 
@@ -158,9 +161,7 @@ def wide_ball(subject: Subject) -> list[Finding]:
     wide = grey_radius(subject.norm, subject.images)
     if subject.eps < wide:
         return []
-    claim = (
-        f"Within {subject.eps:.4g} of every image lies the grey one: no classifier is robust in such a ball."
-    )
+    claim = f"All balls of radius {subject.eps:.4g} hold the same grey image: no classifier is robust in such a ball."
     advice = f'Lengths are on the [0, 1] scale of pixels: was "{subject.eps:g}/255" meant?'
     found = note(claim, {"eps": subject.eps, "grey_image_within": wide}, advice)
     return [dataclasses.replace(found, name="wide_ball", kind="wide_ball", source="the ball")]

@@ -159,7 +159,7 @@ class Audit(AuditSummary):
         if lost * self.images >= 1 and main:
             parts = ", ".join(f"{stage.name} ({_count(stage.broken)} of {stage.attacked})" for stage in main)
             sentences.append(
-                f"The plain attack leaves {_percent(self.plain_accuracy)}; what it leaves falls to: {parts}."
+                f"The plain attack leaves {_percent(self.plain_accuracy)}. More images are broken by: {parts}."
             )
         sentences += [finding.claim for finding in self.findings if finding.level == "alarm"]
         return tuple(sentences)
@@ -181,7 +181,7 @@ class Audit(AuditSummary):
     def markdown(self) -> str:
         """A Markdown page: the verdict with its figures, what explains it, a table of the attacks, all findings."""
         low, high = self.interval
-        draws = " Accuracies are means over passes: the model is random." if self.is_random else ""
+        draws = " The model is random: accuracies are means over passes." if self.is_random else ""
         lines = [
             f"# Audit: {self.headline}",
             "",
@@ -196,7 +196,7 @@ class Audit(AuditSummary):
             *(
                 []
                 if self.missed is None
-                else [f"| may be lower by what was missed | {100 * self.missed:.1f} points |"]
+                else [f"| may be lower by images that attacks missed | {100 * self.missed:.1f} points |"]
             ),
             f"| plain attack alone | {_percent(self.plain_accuracy) if self.stages else 'not made'} |",
             f"| without an attack | {_percent(self.clean_accuracy)} |",
@@ -217,7 +217,7 @@ def _certified_line(certified: Certificate) -> str:
 
 
 def _stage_lines(audit: Audit) -> list[str]:
-    lines = ["", "## Attacks, each on what the earlier ones left", ""]
+    lines = ["", "## Attacks, each run on the images that the earlier ones left", ""]
     lines += [
         "| attack | made on | broke | accuracy left | passes | gradients |",
         "|---|---|---|---|---|---|",

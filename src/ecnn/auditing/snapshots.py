@@ -143,7 +143,7 @@ class Snapshots:
             return self._made[id(value)]
         self._count += 1
         if self._count > _MOST or depth > _DEEPEST:
-            raise TooLargeError(f"more than {_MOST} values, or {_DEEPEST} within each other")
+            raise TooLargeError(f"more than {_MOST} values, or values nested more than {_DEEPEST} deep")
         snapshot = self._note(value, next(kind for fits, kind in _KINDS if fits(value)))
         if isinstance(snapshot, _Held):
             snapshot.parts = {key: self._make(part, depth + 1) for key, part in snapshot.read(value).items()}

@@ -338,12 +338,10 @@ class _Cascade(Stages):
             "accuracy_when_rounded": (left + healed) / n,
         }
         claim = (
-            f"Of {int(broken.sum())} images that fell, {healed} are right again when the point that was found, and "
-            "those farther on, are rounded to 8 bits."
+            f"Of {int(broken.sum())} broken images, {healed} are right again when the point that broke them, and the "
+            "points beyond it, are rounded to 8 bits."
         )
-        advice = (
-            "The accuracy counts points as they are. As files of 8 bits they would have to be searched for."
-        )
+        advice = "The accuracy counts points before rounding. An attack on 8-bit files has to search rounded points."
         found = (
             note(claim, evidence, advice)
             if exceeds(healed, int(broken.sum()), TOLERANCE)

@@ -59,7 +59,9 @@ class Examples:
 
     def __post_init__(self) -> None:
         if not len(self.images) or len(self.images) != len(self.labels):
-            raise InputError(f"{len(self.images)} images and {len(self.labels)} labels are no examples.")
+            raise InputError(
+                f"examples need images and as many labels, not {len(self.images)} images and {len(self.labels)} labels."
+            )
 
 
 def choose_examples(model: nn.Module, split: Split, audited: Tensor) -> Examples:

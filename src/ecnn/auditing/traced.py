@@ -54,7 +54,7 @@ class Recorder:
 
     def add(self, step: Step, value: Tensor) -> Traced:
         if self.least_margin:
-            raise UnknownStepError("something follows its softmax")
+            raise UnknownStepError("it computes something after its softmax")
         self.steps.append(step)
         self.shapes.append(value.shape)
         return Traced(value, self, len(self.steps))
@@ -62,7 +62,7 @@ class Recorder:
     def constant(self, value: Any) -> Any:
         """An argument as a constant of a step, floating tensors in float64; `UnknownStepError` for a traced one."""
         if isinstance(value, Traced):
-            raise UnknownStepError("it multiplies what it makes of an image with another such value")
+            raise UnknownStepError("it combines two values that depend on the image")
         if isinstance(value, list | tuple):
             return type(value)(self.constant(part) for part in value)
         if isinstance(value, Tensor):
@@ -107,7 +107,7 @@ class Traced(Tensor):
             recorder.has_left_its_thread = True
             return func(*_plain(args), **{name: _plain(value) for name, value in kwargs.items()})
         if any(value.number is None for value in traced):
-            raise UnknownStepError(f"it uses a second result of an operation in {func}")
+            raise UnknownStepError(f"it uses more than the first result of an operation in {func}")
         known = recorder.operations
         if func in known.in_place:
             return _change(known.in_place[func], args, kwargs)
@@ -116,7 +116,7 @@ class Traced(Tensor):
         result = func(*_plain(args), **{name: _plain(value) for name, value in kwargs.items()})
         value, *rest = result if isinstance(result, tuple) else (result,)
         if not isinstance(value, Tensor) or value.dtype not in (torch.float32, torch.float64):
-            raise UnknownStepError(f"it computes something else than float32 or float64 numbers by {func}")
+            raise UnknownStepError(f"it computes numbers of another type than float32 or float64 by {func}")
         if func not in known.records:
             raise UnknownStepError(f"it uses {func}")
         made = known.records[func](recorder, func, args, kwargs, value)
@@ -129,10 +129,10 @@ def _change(func: Any, args: Any, kwargs: Any) -> Traced:
     """The tensor with the result of an in-place operation, computed by its counterpart `func`."""
     changed = args[0]
     if not isinstance(changed, Traced) or changed.has_twin:
-        raise UnknownStepError("it changes memory that something else may read")
+        raise UnknownStepError("it changes memory that another operation may read")
     result: Traced = func(*args, **kwargs)
     if result.shape != changed.shape:
-        raise UnknownStepError("it changes the shape of what it changes in place")
+        raise UnknownStepError("it changes the shape of a tensor in place")
     changed.value, changed.number = result.value, result.number
     return changed
 

@@ -44,25 +44,25 @@ def judge(
     if claim is not None and claim - accuracy > SLACK and claim > high:
         return "not believable", f"{said}."
     if min_accuracy is not None and accuracy < min_accuracy:
-        return "below minimum", f"{said}; the least that is asked for is {_percent(min_accuracy)}."
+        return "below minimum", f"{said}; the minimum asked for is {_percent(min_accuracy)}."
     asked = max((share for share in (claim, min_accuracy) if share is not None), default=None)
     is_proven = asked is not None and asked <= certified + 1e-9
     if alarms and accuracy > 0 and not is_proven and (asked is None or asked > SLACK):
         return "inconclusive", (
             f"{said}; but there are signs that attacks fail for another reason than robustness "
-            f"({', '.join(alarms)}), so that the truth may be lower."
+            f"({', '.join(alarms)}), so the true accuracy may be lower."
         )
     if asked is not None and not _rules_out_less(asked, accuracy, images):
         return "inconclusive", (
-            f"{said}: too few images to tell whether it is {_percent(asked)} "
+            f"{said}: too few images to tell whether the accuracy is {_percent(asked)} "
             f"or {100 * _resolution(asked, accuracy):.0f} points less. "
-            f"{_images_to_tell(asked, accuracy, more_than=images):,} images would do if they go the same way."
+            f"{_images_to_tell(asked, accuracy, more_than=images):,} images would do if they give the same accuracy."
         )
-    why = "nothing says that the attacks were fooled"
+    why = "no sign was found that the attacks were fooled"
     if alarms and is_proven:
-        why = f"{_percent(certified)} are proven"
+        why = f"{_percent(certified)} of the images are proven robust"
     elif answered:
-        why = f"the attacks made for what was doubted ({', '.join(answered)}) have converged"
+        why = f"the attacks that answer the alarms ({', '.join(answered)}) have converged"
     return "trustworthy" if claim is None else "believable", f"{said}, and {why}."
 
 

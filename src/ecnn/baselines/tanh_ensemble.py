@@ -343,7 +343,7 @@ def _check_sizes(
         raise InputError(f"images must have 1 or 3 channels to have a grey copy, not {in_channels!r}.")
     if len(image_size) != 2 or len(filters) != 3:
         raise InputError(
-            f"image_size takes a number or two, filters take three, not {image_size} and {filters}."
+            f"image_size must be one or two numbers, and filters three, not {image_size} and {filters}."
         )
     for length in image_size:
         check_count("image_size", length)

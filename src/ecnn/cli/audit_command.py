@@ -16,21 +16,25 @@ from ecnn.cli.statuses import prints_aside, telling_if_finished
 def audit(
     model: options.ModelOrModule = None,
     eps: Annotated[
-        str | None, typer.Option(help="Radius it is said to be robust in, 0.04 or 8/255.  [required]")
+        str | None, typer.Option(help="Radius of the ball that attacks search, 0.04 or 8/255.  [required]")
     ] = None,
     module: options.Module = None,
     norm: Annotated[str, typer.Option(help=options.NORM_HELP)] = "linf",
     claim: Annotated[
         float | None,
-        typer.Option(help="The accuracy in question, 0.72; without it only what is found is judged."),
+        typer.Option(
+            help="Claimed accuracy under attack, 0.72; without it only the audited accuracy is judged."
+        ),
     ] = None,
     min_accuracy: Annotated[
-        float | None, typer.Option(help="The least to ask for, 0.5: exit status 1 below it.")
+        float | None, typer.Option(help="Least audited accuracy, 0.5: exit status 1 below it.")
     ] = None,
     budget: Annotated[str, typer.Option(help="quick, fast, standard or thorough.")] = "standard",
     limit: Annotated[
         int | None,
-        typer.Option(help="The first so many test images.  [default: 100, 1,000, 1,000 or 10,000 by budget]"),
+        typer.Option(
+            help="How many test images, from the first on.  [default: 100, 1,000, 1,000 or 10,000 by budget]"
+        ),
     ] = None,
     classes: options.Classes = None,
     attack: Annotated[
@@ -44,7 +48,7 @@ def audit(
     minutes: Annotated[
         float | None,
         typer.Option(
-            help="Search no longer than that; what was not made is named, and --out goes on with it."
+            help="End the search after this time; what was not run is named, and --out continues with it."
         ),
     ] = None,
     seed: Annotated[int, typer.Option(help="Same seed, same audit.")] = 0,
@@ -80,7 +84,10 @@ def audit(
         }
         made = pipeline.plan_audit(table, opened, classes=classes, attacks=attack or (), **settings)
     more = f" and {', '.join(made.attacks)}" if made.attacks else ""
-    cost = f"at most {made.cost} for {made.images:,} images, and diagnostics{more}; answers to alarms come on top"
+    cost = (
+        f"at most {made.cost} for {made.images:,} images, and diagnostics{more}; attacks that answer alarms come on "
+        "top"
+    )
     for line in (opened.note, cost):
         if line is not None:
             typer.echo(line, err=True)

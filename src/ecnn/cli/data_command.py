@@ -62,5 +62,5 @@ def _folder_as_text(own: OwnImages) -> str:
     if note is not None:
         lines.append(note)
     if own.untested:
-        lines.append(f"with one image, which trains, and none to test on: {', '.join(own.untested)}")
+        lines.append(f"classes with one image, for training, and none to test on: {', '.join(own.untested)}")
     return "\n".join(lines)

@@ -24,9 +24,11 @@ def evaluate(
     ] = None,
     module: options.Module = None,
     norm: Annotated[str | None, typer.Option(help=f"{options.NORM_HELP}  [default: linf]")] = None,
-    eps: Annotated[list[str] | None, typer.Option(help="Radius, 0.04 or 8/255. Repeatable: a curve.")] = None,
+    eps: Annotated[
+        list[str] | None, typer.Option(help="Radius, 0.04 or 8/255. Repeatable, for a curve.")
+    ] = None,
     steps: Annotated[int | None, typer.Option(help="Iterations.")] = None,
-    step_size: Annotated[str | None, typer.Option(help="Of each iteration, 0.02 or 2/255.")] = None,
+    step_size: Annotated[str | None, typer.Option(help="Length of each step, 0.02 or 2/255.")] = None,
     loss: Annotated[str | None, typer.Option(help="margin, cross_entropy or dlr.")] = None,
     on: Annotated[str | None, typer.Option(help=options.VIEW_HELP)] = None,
     keep: Annotated[
@@ -38,7 +40,7 @@ def evaluate(
     limit: Annotated[
         int | None,
         typer.Option(
-            help="The first so many test images; of a folder, of all classes alike.  [default: all]"
+            help="How many test images, from the first on; of a folder, equally many of each class.  [default: all]"
         ),
     ] = None,
     classes: options.Classes = None,

@@ -23,12 +23,15 @@ Module = Annotated[
 TestData = Annotated[
     str | None, typer.Option(help="A dataset or a folder of images.  [default: what the run was trained on]")
 ]
-ImageSize = Annotated[int | None, typer.Option(help="Pixels of a side, of a folder of images for --module.")]
+ImageSize = Annotated[
+    int | None,
+    typer.Option(help="For --module with a folder of images: resize to this side length in pixels."),
+]
 Classes = Annotated[
     str | None, typer.Option(help="Only images of these classes: 3,5,7 or names.  [default: all]")
 ]
 BatchSize = Annotated[
-    int | None, typer.Option(help="Images at a time, which decides the memory; changes no result.")
+    int | None, typer.Option(help="Images at a time: more need more memory; results stay the same.")
 ]
 Cluster = Annotated[
     str | None,
@@ -39,8 +42,8 @@ Cluster = Annotated[
 ]
 OWN_ATTACK_HELP = "file.py:function of one of yours, (model, images, labels, *, norm, eps, seed) -> images."
 NORM_HELP = "linf, l2 or l1."
-VIEW_HELP = "Where it looks: scores, linear, tempered, members."
-Resume = Annotated[bool, typer.Option(help="Go on with what --out holds.")]
+VIEW_HELP = "What the attack follows: scores, linear, tempered, members."
+Resume = Annotated[bool, typer.Option(help="Continue from what --out holds.")]
 DryRun = Annotated[
     bool, typer.Option("--dry-run", help="Only try the model on one image and say what it would cost.")
 ]

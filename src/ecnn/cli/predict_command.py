@@ -26,8 +26,8 @@ def predict(
     reject: Annotated[
         str | None,
         typer.Option(
-            help="Reject what is further than this from every codeword: a distance such as 2.5, or a share such as 5%, "
-            "which of the run's validation images may be lost."
+            help="Reject images further than this from every codeword: a distance such as 2.5, or "
+            "the share of the run's validation images that may be rejected, such as 5%."
         ),
     ] = None,
     root: Root = Path("data"),
@@ -41,7 +41,7 @@ def predict(
     from ecnn.runs import find_device
 
     if as_json and as_csv:
-        raise InputError("--json and --csv are two forms of the same: give one.")
+        raise InputError("--json and --csv are two forms of the same output: give one.")
     classifier = load_classifier(model, device=find_device(device))
     limit = None if reject is None else _reject_distance(reject, classifier, model, root)
     found = classifier.predict(images, top=top, reject=limit, keep_going=True)
@@ -53,7 +53,8 @@ def predict(
         typer.echo(text, nl=False)
     if isinstance(classifier.model, FeatureSqueezing):
         typer.echo(
-            "ecnn: its detector was not asked: ecnn.load_model(...).detect(images) does, in Python.", err=True
+            "ecnn: the model's detector was not used: in Python, ecnn.load_model(...).detect(images) uses it.",
+            err=True,
         )
     for prediction in found:
         if prediction.error:

@@ -19,7 +19,9 @@ def quickstart(
     out: Annotated[Path, typer.Option(help="Folder for the networks and report.html.")] = Path("out"),
     quick: Annotated[
         bool,
-        typer.Option("--quick", help="One epoch and few images: whether it works; numbers mean nothing."),
+        typer.Option(
+            "--quick", help="One epoch and few images, to see that it works; the numbers mean nothing."
+        ),
     ] = False,
     device: Device = "auto",
 ) -> None:

@@ -122,6 +122,7 @@ def _say_what_is_absent(tasks: list[pipeline.Task], root: Path) -> None:
     specs = [task.spec for task in tasks if not task.is_done()]
     tables = [table for spec in specs for table in spec.attacks.values()]
     wanted = {spec.data.name for spec in specs} | {table.get("data") for table in tables}
+    wanted |= {spec.audit.data for spec in specs if spec.audit is not None}
     for entry in find_datasets(root):
         if entry.name in wanted and entry.missing:
             typer.echo(

@@ -22,7 +22,7 @@ def serve(
     ] = "127.0.0.1",
     compare: Annotated[
         str | None,
-        typer.Option(help="Another run or shipped model of the same images, to be seen beside it."),
+        typer.Option(help="Another run or shipped model for the same images, to compare with."),
     ] = None,
     settings: Annotated[
         list[str] | None,
@@ -55,8 +55,8 @@ def serve(
 def _announce(model: str, address: str, is_local: bool) -> None:
     if not is_local:
         typer.echo(
-            "ecnn: other machines can use the model now, and nobody is asked for a password: put a proxy that asks for "
-            "one before it, or leave --host out.",
+            "ecnn: other machines can use the model now, without a password: put a proxy that requires one in front of "
+            "this server, or leave --host out.",
             err=True,
         )
     typer.echo(f"serving {model} at {address} (Ctrl-C ends it)", err=True)

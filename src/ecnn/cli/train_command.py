@@ -16,7 +16,7 @@ from ecnn.errors import InputError
 if TYPE_CHECKING:
     from ecnn.pipeline import TrainedRun
 
-_InPlaceOfTheRecipes = Annotated[int | None, typer.Option(help="Instead of the recipe's.")]
+_InPlaceOfTheRecipes = Annotated[int | None, typer.Option(help="Replaces the value of the recipe.")]
 
 
 def train(
@@ -49,7 +49,8 @@ def train(
     batch_size: _InPlaceOfTheRecipes = None,
     seed: Annotated[int | None, typer.Option(help="Same seed, same run.  [default: 0]")] = None,
     val_fraction: Annotated[
-        float | None, typer.Option(help="Share of the training images that choose the epoch.  [default: 0.1]")
+        float | None,
+        typer.Option(help="Share of the training images held out to choose the epoch.  [default: 0.1]"),
     ] = None,
     eps: Annotated[
         str | None,
@@ -59,7 +60,7 @@ def train(
         ),
     ] = None,
     attack: Annotated[
-        str | None, typer.Option(help="What trains against it: pgd, fgsm, apgd, ...  [default: pgd]")
+        str | None, typer.Option(help="Attack to train against: pgd, fgsm, apgd, ...  [default: pgd]")
     ] = None,
     attack_steps: Annotated[int | None, typer.Option(help="Steps of that attack.  [default: 10]")] = None,
     attack_on: Annotated[str | None, typer.Option(help=f"{VIEW_HELP}  [default: scores]")] = None,

@@ -48,7 +48,7 @@ def check_range(pixels: Tensor, rounding: float = 0.0) -> None:
     if low >= -rounding and high <= 1 + rounding:  # false for nan
         return
     if not (math.isfinite(low) and math.isfinite(high)):
-        advice = "some are no finite numbers"
+        advice = "some are not finite numbers"
     elif low < 0:
         advice = (
             "give the images as they were before they were normalised, and the normalisation to the model: "

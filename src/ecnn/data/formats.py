@@ -254,7 +254,9 @@ def _in_one_sentence(name: str, most_pixels: int | None = None) -> Iterator[None
         most = Image.MAX_IMAGE_PIXELS or 0  # not None here, or Pillow would not have raised this
         raise TooManyPixels(name, most if most_pixels is None else min(most, most_pixels)) from error
     except UnidentifiedImageError as error:
-        raise InputError(f"{name} cannot be read as an image: it is none, or of an unknown kind.") from error
+        raise InputError(
+            f"{name} cannot be read as an image: it is not one, or of an unknown kind."
+        ) from error
     # Pillow's decoders raise many kinds of error for damaged files.
     except Exception as error:
         raise InputError(f"{name} cannot be read as an image: {_first_line(error)}.") from error
@@ -294,8 +296,8 @@ def plain_image(image: Image.Image, name: str) -> Image.Image:
             return _upper_bits(upright)
         if image.mode in _DEEP_MODES:
             raise InputError(
-                f"{name} has 32 bits per value (mode {image.mode}), of which nobody knows the largest: convert it to "
-                "8 bits first."
+                f"{name} has 32 bits per value (mode {image.mode}), whose largest possible value is unknown: convert "
+                "it to 8 bits first."
             )
         plain = _on_white(upright).convert("L" if image.mode in _GREY_MODES else "RGB")
         plain.info = {}  # a reader of EXIF's orientation would rotate the picture again

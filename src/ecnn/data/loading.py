@@ -76,7 +76,7 @@ def load_data(
         )
         return replace(found, val=val, test=test, folder=str(folder.resolve()))
     if title == "optprojtran":
-        raise InputError("optprojtran is no dataset to train on: use load_adversarial_signs.")
+        raise InputError("optprojtran is not a dataset to train on: use load_adversarial_signs.")
     check_choice(f"there is no folder {title!r}, and a dataset by name", title, READERS)
     arrays = READERS[title](request)
     check_sizes(title, len(arrays.train_labels), len(arrays.test_labels))

@@ -386,8 +386,8 @@ def list_classes(folder: Path) -> tuple[tuple[str, ...], list[Path], list[int]]:
         own = [path for path in found if path.suffix.lower() in IMAGE_SUFFIXES]
         if not own and any(files.is_folder(path) for path in found):
             raise InputError(
-                f"{entry} holds folders in place of images: images lie in the folder of their class itself, and those "
-                "to train and to test on below two folders that are called train and test."
+                f"{entry} holds folders in place of images: put images directly into the folder of their class, or "
+                "into such folders below two folders that are called train and test."
             )
         if not own:
             raise InputError(

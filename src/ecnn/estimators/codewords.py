@@ -40,7 +40,9 @@ def check_several_classes(owner: Any, classes: np.ndarray) -> None:
     """Raises InputError unless there are at least two classes."""
     if len(classes) < 2:
         found = "only one" if len(classes) else "no"
-        raise InputError(f"{type(owner).__name__} tells classes apart, but the labels hold {found} class.")
+        raise InputError(
+            f"{type(owner).__name__} needs at least 2 classes, but the labels hold {found} class."
+        )
 
 
 def mean_distance(code: CodeMatrix) -> float:
@@ -70,7 +72,7 @@ def checked_scores(scores: np.ndarray) -> np.ndarray:
     if not is_known.all():
         raise InputError(
             f"row {is_known.argmin()} gets scores that are not finite numbers: its values are too far from those of "
-            "the training."
+            "the training data."
         )
     return scores
 

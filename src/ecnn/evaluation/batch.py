@@ -128,8 +128,8 @@ def _check_channel_order(model: nn.Module, images: Tensor) -> None:
     except Exception:
         return
     raise InputError(
-        "the model takes images with the channels last, (image, height, width, channel): wrap it in a module that asks "
-        "model(images.permute(0, 2, 3, 1))."
+        "the model takes images with the channels last, (image, height, width, channel): wrap it in a module that "
+        "calls model(images.permute(0, 2, 3, 1))."
     )
 
 

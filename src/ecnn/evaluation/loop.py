@@ -496,7 +496,7 @@ class _Evaluator:
             for part in found:
                 inside = part.index < len(stands)
                 stands[part.index[inside]] &= part.robust[inside]
-            news = f"{job.name}: {100 * stands.mean():.1f} % stand"
+            news = f"{job.name}: {100 * stands.mean():.1f} % left"
         else:
             notes = [] if self.clean is None else [f"{CLEAN} {100 * self.clean.rate().accuracy:.1f} %"]
             robust = [part.robust[part.index < len(self.chosen)] for part in found]

@@ -241,7 +241,7 @@ def compare(
     for outcomes in (a, b):
         if outcomes.about.get("after"):
             raise InputError(
-                f"{outcomes.name!r} was run only on what {', '.join(outcomes.about['after'])} left, so that its "
+                f"{outcomes.name!r} was run only on images that {', '.join(outcomes.about['after'])} left, so its "
                 "outcomes alone say little: compare evaluations that were made without cascade=True."
             )
     won_a, won_b = a.meets(criterion), b.meets(criterion)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import CodeType
 from typing import Any
 
 import torch
@@ -103,16 +105,35 @@ class OwnAttack:
 
 
 def hash_code(function: Any) -> str:
-    """SHA-256 of the source code of a function or of an object's class.
+    """SHA-256 of the source code of a function or of an object's class; without source code, of the bytecode.
 
-    Without source code it is that of a function's bytecode and names, without constants, or of an empty text.
+    Of a partial function the inner function counts, of an object without source code the bytecode of its class's
+    methods, and of one written in C its type's name.
     """
+    while isinstance(function, functools.partial):
+        function = function.func
     inner = getattr(function, "__code__", None)
+    whole = type(function) if inner is None else function
     try:
-        text = inspect.getsource(type(function) if inner is None else function)
+        text = inspect.getsource(whole)
     except (TypeError, OSError):
-        text = "" if inner is None else f"{inner.co_code!r} {inner.co_names!r}"
+        parts = [part.__code__ for _, part in sorted(vars(whole).items()) if inspect.isfunction(part)]
+        parts = parts if inner is None else [inner]
+        text = f"{whole.__module__}.{whole.__qualname__} {[_bytecode(part) for part in parts]}"
     return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _bytecode(code: CodeType) -> list[Any]:
+    """Instructions, names and constants as values whose text is the same in every process."""
+    constants: list[Any] = []
+    for value in code.co_consts:
+        if isinstance(value, CodeType):
+            constants.append(_bytecode(value))
+        elif isinstance(value, frozenset):  # its order differs from process to process
+            constants.append(sorted(map(repr, value)))
+        else:
+            constants.append(repr(value))
+    return [code.co_code, code.co_names, constants]
 
 
 def _name_of(function: Any) -> str:

@@ -202,14 +202,15 @@ def ask_probes(model: nn.Module, split: Split) -> dict[str, Any] | None:
 def same_answers(kept: dict[str, Any] | None, now: dict[str, Any] | None) -> bool:
     """Whether two results of `ask_probes` may be of the same model.
 
-    True if nothing was kept to compare with, or if the recorded environments differ; False if only `now` is None. One
-    probe, or an eighth of them, may differ: in a model that rounds, another order of summation can change much.
+    True if nothing was kept to compare with, or if a random model was asked in another environment, where it draws
+    other numbers; False if only `now` is None, or if only one of the two is random. One probe, or an eighth of them,
+    may differ: in a model that rounds, another order of summation can change much.
     """
     if kept is None or now is None:
         return kept is None
-    places = {kept["environment"], now["environment"]}
-    if places != {None} and len(places) > 1:
-        return True
+    place, place_now = kept["environment"], now["environment"]
+    if place != place_now:
+        return place is not None and place_now is not None
     count = min(len(kept["scores"]), len(now["scores"]))
     one, other = (np.array(answers["scores"][:count], dtype=float) for answers in (kept, now))
     if one.shape != other.shape or kept["per_image"] != now["per_image"]:

@@ -59,7 +59,7 @@ def other_readings(channels: int) -> Iterator[Reading]:
     yield from scaled
     if channels != 3:
         return
-    flip = "a module that asks model({}images.flip(1){})"
+    flip = "a module that calls model({}images.flip(1){})"
     yield Reading(
         "the channels in the order blue, green, red", flip.format("", ""), lambda images: images.flip(1)
     )
@@ -71,7 +71,7 @@ def other_readings(channels: int) -> Iterator[Reading]:
     for one in scaled:
         yield Reading(
             f"{one.words}, in the order blue, green, red",
-            f"{one.wrap}, in a module that asks it about images.flip(1)",
+            f"{one.wrap}, in a module that calls it with images.flip(1)",
             lambda images, one=one: one.change(images.flip(1)),  # type: ignore[misc]
         )
 

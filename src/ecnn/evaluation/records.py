@@ -170,8 +170,8 @@ def _evaluation_of(run_dir: str | os.PathLike[str], every: Mapping[str, Outcomes
     for name, outcomes in every.items():
         if not np.isin(outcomes.index, every[CLEAN].index).all():
             raise InputError(
-                f"{Path(run_dir) / FOLDER} holds outcomes of {name!r} for images of which it has no clean ones: its "
-                f"{CLEAN}.npz is of another evaluation."
+                f"{Path(run_dir) / FOLDER} holds outcomes of {name!r} for images that are not in its {CLEAN}.npz: that "
+                "file belongs to another evaluation."
             )
         common = np.intersect1d(common, outcomes.index)
     cut = {name: outcomes.take(np.isin(outcomes.index, common)) for name, outcomes in every.items()}
@@ -266,7 +266,7 @@ def _check_origin(path: Path, outcomes: Outcomes, about: dict[str, Any], fingerp
         raise InputError(f"{path} holds outcomes of other images: choose another folder (--out).")
     if not same_answers(answers, fingerprint.answers):
         raise InputError(
-            f"{path} holds outcomes of another model (its weights are the same, but it answers otherwise: its code has "
+            f"{path} holds outcomes of another model (its weights are the same, but its answers differ: its code has "
             "changed): choose another folder (--out)."
         )
 

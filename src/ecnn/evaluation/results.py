@@ -181,7 +181,7 @@ class Evaluation:
             )
         if outcomes.about.get("after"):
             raise InputError(
-                f"{name!r} was run in a cascade: of images that others broke it knows no distance."
+                f"{name!r} was run in a cascade: it has no distances for images that other attacks broke."
             )
         distance = np.where(outcomes.robust, np.inf, outcomes.columns[norm])
         radii = sorted({0.0, *(parse_eps(radius) for radius in eps)})
@@ -236,13 +236,14 @@ class Evaluation:
         )
         if any(outcomes.about.get("after") for outcomes in self.outcomes.values()):
             note += (
-                "\nA cascade: each attack was run on what those above left; what they broke counts as broken."
+                "\nA cascade: each attack was run on the images that those above left; images that those broke "
+                "count as broken."
             )
         for name, outcomes in self.outcomes.items():
             if spoiled := outcomes.about.get("nan_gradients"):
-                note += f"\n{name}: {spoiled:,} gradients had entries that are not numbers, which counted as zero."
+                note += f"\n{name}: {spoiled:,} gradients had entries that are not numbers; these counted as zero."
             if outside := outcomes.about.get("outside"):
-                note += f"\n{name}: {outside:,} points left the ball or [0, 1], which do not count."
+                note += f"\n{name}: {outside:,} points lie outside the ball or [0, 1] and do not count."
         for name, reason in self.failures.items():
             note += f"\n{name} could not be run: {reason}"
         return "\n".join([*lines, note])

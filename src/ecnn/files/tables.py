@@ -103,8 +103,7 @@ def check_replaceable(folder: AnyPath, config: str, kind: str, names: Sequence[s
         found = None
     if not isinstance(found, dict) or found.get("format") != kind:
         raise InputError(
-            f"{Path(folder) / there[0]} would be replaced, and it is none that was saved in this way: choose another "
-            "folder."
+            f"{Path(folder) / there[0]} would be replaced, and it was not saved in this form: choose another folder."
         )
 
 

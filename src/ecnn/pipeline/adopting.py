@@ -91,7 +91,7 @@ def _copy_record(twin: Path, folder: Path, wanted: Mapping[str, Any], asked: Spe
     if record is None or record.facts["spec"] != wanted:
         return False
     attacks = descriptions(asked)
-    if any(record.facts["attacks"].get(name) != found for name, found in attacks.items()):
+    if any(found is None or record.facts["attacks"].get(name) != found for name, found in attacks.items()):
         return False
     audits = [
         entry

@@ -32,7 +32,7 @@ from ecnn.spec import CodeTable, Spec, make_attack
 OPERATIONS_PER_SECOND = 2e13
 ASSUMPTION = (
     f"Minutes assume {OPERATIONS_PER_SECOND:.0e} operations a second, as measured on one H200 with an ECNN of 30 "
-    "members; larger networks are faster. Audits are counted in full, and end early on a network that falls."
+    "members; larger networks are faster. Audits are counted in full, but end early on a network that is easily broken."
 )
 _SIGNS = 392  # images of `SIGNS`
 #: Training on an image costs about three forward passes: one forward, and the gradients in activations and weights.
@@ -156,7 +156,7 @@ class Sizes:
     """A cache of the sizes of datasets, the networks with their operations, and the attacks that were tried."""
 
     root: AnyPath = "data"
-    forms: dict[str, tuple[int, int, tuple[int, int], int, int]] = field(default_factory=dict)
+    forms: dict[Any, tuple[int, int, tuple[int, int], int, int]] = field(default_factory=dict)
     models: dict[str, tuple[nn.Module, float]] = field(default_factory=dict)
     tried: set[str] = field(default_factory=set)
 
@@ -166,11 +166,12 @@ class Sizes:
         if name in FORMS and spec.data.image_size is None:
             train, test, classes, channels, side = FORMS[name]
             return classes, channels, (side, side), round(train * (1 - spec.data.val_fraction)), test
-        if name not in self.forms:
+        key = name, str(spec.data.image_size), spec.data.val_fraction
+        if key not in self.forms:
             data = load_spec_data(spec, self.root)
             size = data.image_size
-            self.forms[name] = (data.num_classes, data.in_channels, size, len(data.train), len(data.test))
-        return self.forms[name]
+            self.forms[key] = (data.num_classes, data.in_channels, size, len(data.train), len(data.test))
+        return self.forms[key]
 
     def model(self, spec: Spec) -> tuple[nn.Module, float]:
         """An untrained network of the spec's kind and size, and the floating-point operations of a forward pass."""

@@ -275,7 +275,7 @@ def _folder_for(out: AnyPath | None, save_images: AnyPath | None) -> Iterator[Pa
         files.check_writable(save_images)
         if Path(os.path.realpath(save_images)).suffix.lower() != ".npz":  # for a link, its target's suffix
             raise InputError(
-                f"attacked images are written to an .npz, and {save_images} is none: name it images.npz."
+                f"attacked images are written to an .npz file, and {save_images} is not one: name it images.npz."
             )
     if out is not None:
         with files.locked(out, "evaluation"):

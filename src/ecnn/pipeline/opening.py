@@ -62,7 +62,7 @@ class Opened:
             else:
                 raise InputError(
                     f"--classes takes numbers from 0 to {self.num_classes - 1}, or names, with commas between them; "
-                    f"{word!r} is none{did_you_mean(word, self.class_names)}"
+                    f"{word!r} is neither{did_you_mean(word, self.class_names)}"
                 )
         return sorted(set(found))
 

@@ -101,7 +101,7 @@ def _report(
     """
     parameters = sum(parameter.numel() for parameter in model.parameters())
     split: Split | None = None
-    absence = "No images were attacked for this report: it was asked for none."
+    absence = "No images were attacked for this report, because none were requested."
     if images:
         try:
             split = load_test_images(contents.spec, root)

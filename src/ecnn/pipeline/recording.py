@@ -309,7 +309,7 @@ def read_record(folder: Path) -> Record | None:
 def _read_record(folder: Path) -> Record:
     facts = files.read_json(folder / RECORD)
     if not isinstance(facts, dict) or facts.get("format") != FORMAT or facts.get("version") != VERSION:
-        raise InputError(f"{folder / RECORD} is no record of this version of ecnn.")
+        raise InputError(f"{folder / RECORD} is not a record that this version of ecnn can read.")
     owner, tables = str(folder / RECORD), {"spec": dict, "test": dict, "times": dict, "attacks": dict}
     check_entries(owner, facts, {"arm": str, "parameters": int, **tables, "audits": list[dict[str, Any]]})
     check_entries(owner, facts["test"], {"accuracy": float, "images": int})

@@ -334,7 +334,7 @@ def _check_new(folder: Path) -> None:
     found = next((name for name in (RESULT, FOLDER) if files.exists(folder / name)), None)
     if found is not None and not files.exists(folder / runs.SPEC):
         raise InputError(
-            f"{folder / found} tells of another model, and would be taken for this one's: choose another folder."
+            f"{folder / found} describes another model, and would be mistaken for this one's: choose another folder."
         )
 
 
@@ -370,7 +370,7 @@ def _train(
         )
         _set_threshold(model, data.val.to(place), folder)
         test_accuracy = accuracy(model, data.test)
-    repaired = f"damaged or gone, and made again by this run: {', '.join(damaged)}" if damaged else ""
+    repaired = f"damaged or missing, and written again by this run: {', '.join(damaged)}" if damaged else ""
     result = TrainedRun(
         folder=folder,
         parameters=sum(parameter.numel() for parameter in model.parameters()),

@@ -70,9 +70,9 @@ def report_page(reports: Sequence[RunReport], *, again: str) -> str:
         element("h1", title if several else names[0]),
         element(
             "p",
-            "What these networks do without an attack, what attacks leave of it, and whether to believe that."
+            "How accurate these networks are, without and under attack, and whether to believe the figures."
             if several
-            else "What this network does without an attack, what attacks leave of it, and whether to believe that.",
+            else "How accurate this network is, without and under attack, and whether to believe the figures.",
             class_="quiet",
         ),
         _overview(reports) if several else None,
@@ -98,7 +98,9 @@ def _overview_note(reports: Sequence[RunReport]) -> str:
     audits = [report.contents.audit for report in reports if report.contents.audit is not None]
     balls = {(audit.norm, audit.eps, audit.images) for audit in audits}
     if not balls:
-        return "None of them has been audited: nothing here says what an attack leaves."
+        return (
+            "None of these networks has been audited: no figure here is their accuracy under strong attacks."
+        )
     if len(balls) == 1:
         ((norm, eps, images),) = balls
         return f"Audited on {images:,} test images within {ball(norm, eps)}."
@@ -145,8 +147,8 @@ def _verdict(contents: RunContents) -> Html:
     audit = contents.audit
     if audit is None:
         text = (
-            "No figure here says what an attack leaves: those below are of short searches on few images, or of attacks "
-            "that were chosen by hand. This would say it:"
+            "This network has not been audited: the figures below come from short attacks on few images, or from "
+            "attacks chosen by hand, so its accuracy under strong attacks is not known. This command audits it:"
         )
         command = element("pre", audit_command(contents))
         return element(

@@ -47,11 +47,13 @@ def accuracy_section(contents: RunContents, samples: Samples | None) -> Html | N
     recorded = None if found is None or not found.outcomes else _recorded(found)
     if not figures and recorded is None:
         return None
-    note = "Share of images that are right before and after; shaded or as a bar, its 95 % interval."
+    note = (
+        "Share of images that are right before and after the attack; shading and bars show its 95 % interval."
+    )
     if samples is not None:
         note += (
             f" A search is {STEPS} steps of APGD, made for this report on the first {samples.images} images: it shows "
-            "how accuracy falls, and the truth may be lower."
+            "how accuracy falls, and the true accuracy may be lower."
         )
     return _section("Accuracy against the radius", note, element("div", figures, recorded, class_="figures"))
 
@@ -82,8 +84,8 @@ def _recorded(found: Evaluation) -> Html:
         worst = found.worst_case
         rows.append(("worst case", percent(worst.accuracy), _range(worst.interval), ""))
     note = (
-        f"Attacks that the run folder records, {len(found):,} test images. Right before and after is robust accuracy; "
-        "right after counts as many papers do, whatever the image was before."
+        f"Attacks recorded in the run folder, on {len(found):,} test images. Robust accuracy counts images that are "
+        "right before and after; many papers count those that are right after, even if they were wrong before."
     )
     head = ("attack", "right before and after", "95 % interval", "right after")
     return element("div", table(head, rows), element("p", note, class_="quiet"))
@@ -114,9 +116,9 @@ def images_section(contents: RunContents, samples: Samples) -> Html | None:
     broken = sum(shown.after[0] != shown.label for shown in samples.shown)
     note = (
         f"The first {len(samples.shown)} test images that the network gets right; attacked {samples.attack} within "
-        f"{ball(samples.norm, samples.eps)}, {broken} of them are broken. Left the image, in the middle what the "
-        "attack made of it (its best attempt, where it failed), right the difference: grey is no change, the largest "
-        "change is black or white."
+        f"{ball(samples.norm, samples.eps)}, {broken} of them are broken. Left: the image; middle: the "
+        "attacked image (the best attempt, where the attack failed); right: the difference, where grey is no change "
+        "and the largest change is black or white."
     )
     return _section("What an attack does to images", note, element("div", strips, class_="strips"))
 
@@ -142,8 +144,8 @@ def members_section(contents: RunContents, samples: Samples) -> Html | None:
     names = [_class_name(contents, number) for number in range(len(share))]
     members = [str(member) for member in range(share.shape[1])]
     note = (
-        f"An attack wins by turning members. This one turned {flips.per_image:.1f} of {len(members)} on an image, on "
-        f"average over {flips.n} images (broken or not); the code corrects {count}."
+        f"An attack succeeds if it turns enough members from right to wrong. This one turned {flips.per_image:.1f} of "
+        f"{len(members)} per image, on average over {flips.n} images (broken or not); the code corrects {count}."
     )
     figures = [
         element(
@@ -165,12 +167,12 @@ def members_section(contents: RunContents, samples: Samples) -> Html | None:
                 heat_map(1 - transfer.accuracy, short, columns=short, label="transfer between members"),
                 element(
                     "figcaption",
-                    f"Transfer: per cent of {transfer.n} images on which the member of the column is wrong when the "
-                    f"member of the row was attacked, of the first {len(short)} members (PGD, {TRANSFER_STEPS} steps).",
+                    f"Transfer between the first {len(short)} members: per cent of {transfer.n} images on which the "
+                    f"column's member is wrong after an attack on the row's member (PGD, {TRANSFER_STEPS} steps).",
                 ),
             )
         )
-    return _section("Which members fall", note, element("div", figures, class_="figures"))
+    return _section("Which members are turned", note, element("div", figures, class_="figures"))
 
 
 def audit_section(audit: Audit) -> Html:
@@ -179,12 +181,12 @@ def audit_section(audit: Audit) -> Html:
     steps = {"no attack": (audit.clean_accuracy, percent(audit.clean_accuracy))}
     steps |= {stage.name: (stage.accuracy, percent(stage.accuracy)) for stage in telling}
     quiet = len(audit.stages) - len(telling)
-    caption = f"What stands after each attack, one after the other, on {audit.images:,} images."
+    caption = f"Accuracy left after each attack, one after the other, on {audit.images:,} images."
     if quiet:
-        caption += f" {quiet} more broke nothing."
+        caption += f" {quiet} more broke no image."
     if audit.certified is not None:
         steps["certified"] = (audit.certified.accuracy, percent(audit.certified.accuracy))
-        caption += f" Below what is certified no attack can come: proven by {audit.certified.how}."
+        caption += f" No attack can leave less than the certified accuracy, proven by {audit.certified.how}."
     drawn = element("figure", bars(steps, label="accuracy after each attack"), element("figcaption", caption))
     claims = [finding.claim for finding in audit.findings]
     said = [element("p", sentence) for sentence in audit.explanation if sentence not in claims]

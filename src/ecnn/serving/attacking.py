@@ -68,7 +68,7 @@ class AttackSettings:
         known, effort, views = attack_options(self.attack), EFFORTS[self.attack], _views(self.attack)
         table: dict[str, Any] = {"kind": self.attack, "norm": self.norm, "labels": "predicted"}
         if not views and self.on != "scores":
-            raise InputError(f"the attack {self.attack} looks at nothing but the class: leave on out.")
+            raise InputError(f"the attack {self.attack} uses only the predicted class: leave on out.")
         if views:
             if self.on not in views:
                 raise InputError(f"on must be {either(views)} for {self.attack}, not {self.on!r}.")

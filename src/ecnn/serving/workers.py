@@ -36,6 +36,7 @@ class Worker(Generic[Work, Result]):
 
     def __init__(self, name: str) -> None:
         self.is_closed = False
+        self._lock = threading.Lock()  # nothing is put into the queue behind the end
         self._queue: queue.SimpleQueue[tuple[Work, Future[Result]] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
@@ -46,15 +47,20 @@ class Worker(Generic[Work, Result]):
         return self._thread.is_alive() and not self.is_closed
 
     def submit(self, work: Work) -> Future[Result]:
-        """Puts work into the queue, and returns the future of its result."""
+        """Puts work into the queue, and returns the future of its result; after `end` it raises `Ended`."""
         future: Future[Result] = Future()
-        self._queue.put((work, future))
+        with self._lock:
+            if self.is_closed:
+                future.set_exception(Ended())
+            else:
+                self._queue.put((work, future))
         return future
 
     def end(self) -> None:
         """Tells the thread to end after its current work; the futures of waiting work raise `Ended`."""
-        self.is_closed = True
-        self._queue.put(None)
+        with self._lock:
+            self.is_closed = True
+            self._queue.put(None)
 
     def close(self) -> None:
         """`end`, and waits for the thread: one that still runs when Python exits can crash the process."""

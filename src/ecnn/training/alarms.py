@@ -33,7 +33,7 @@ def standstill_alarm(epochs: list[dict[str, Any]], share: float) -> str:
         return ""
     return (
         f"nothing is learned: after {_FIRST_EPOCHS} epochs the network does no better than one answer for all images "
-        f"({share:.1%} right); another seed, a smaller lr or batch norm may lead away from this start."
+        f"({share:.1%} right); another seed, a smaller lr or batch norm may help."
     )
 
 

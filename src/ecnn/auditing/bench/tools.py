@@ -105,7 +105,9 @@ def _judge(question: Question, pristine: nn.Module, points: Tensor) -> Answer:
     points = points.detach().to(images)
     apart = (points - images).abs().amax().item()
     if not apart <= question.eps + 1e-5 or points.amin() < -1e-6 or points.amax() > 1 + 1e-6:
-        raise ValueError(f"points lie {apart:.4g} away, outside the ball of {question.eps:.4g} or of [0, 1]")
+        raise ValueError(
+            f"points lie {apart:.4g} away from their images, outside the ball of radius {question.eps:.4g} or [0, 1]"
+        )
     with torch.no_grad():
         right = [predicted_classes(question.model(part)) == labels for part in (images, points)]
     accuracy = float((right[0] & right[1]).double().mean())

@@ -87,15 +87,18 @@ def check_binarization(probe: Probe) -> Finding:
     rows = probe.rows[probe.right.to(probe.rows.device)][:_PLANTED]
     evidence: dict[str, Any] = {"tried": len(rows), "planted": 0}
     if not len(rows):
-        claim = "No image is classified correctly, so that nothing was planted."
+        claim = "No image is classified correctly, so no weakness was planted."
         return note(claim, evidence, kind="nothing_to_attack")
     features, place = find_features(probe, rows)
     planted = plant(probe, rows, features)
     n = len(planted.rows)
     evidence |= {"planted": n, "on": place}
     if 2 * n < planted.tried:
-        claim = f"A weakness could be planted in {percent(n, planted.tried)} only: {place} hardly move in other balls."
-        return note(claim, evidence, "The test says nothing here.", kind="not_planted")
+        claim = (
+            f"A weakness could be planted in only {percent(n, planted.tried)}: in the other balls the {place} hardly "
+            "change."
+        )
+        return note(claim, evidence, "This test says nothing about this model.", kind="not_planted")
     zeros = torch.zeros(n, dtype=torch.int64, device=planted.rows.device)
     broken = probe.walk(planted.view_of, planted.rows, labels=zeros).broken
     failed = int((~broken).sum())
@@ -105,8 +108,8 @@ def check_binarization(probe: Probe) -> Finding:
         "random_samples": _NOISES,
     }
     claim = f"PGD misses the misclassified points that were planted in the balls of {percent(failed, n)}."
-    advice = "An attack that misses planted points misses others: use a stronger one."
-    fine = f"PGD finds the points that were planted in {percent(n - failed, n)}."
+    advice = "An attack that misses planted points misses other points too: use a stronger attack."
+    fine = f"PGD finds the misclassified points that were planted in the balls of {percent(n - failed, n)}."
     return alarm_if(exceeds(failed, n, TOLERANCE), claim, evidence, advice, otherwise=fine)
 
 

@@ -22,7 +22,8 @@ _LEFT = 0.5
 
 
 @diagnostic(
-    "border", "walks to the border by answers alone; after Brendel et al. 2018, Decision-based attacks"
+    "border",
+    "walks to the border by predicted classes alone; after Brendel et al. 2018, Decision-based attacks",
 )
 def check_border(probe: Probe) -> Finding:
     """Alarm where the score margin at the border of the class is still more than half of that at the image.
@@ -38,7 +39,7 @@ def check_border(probe: Probe) -> Finding:
     rows, ends = _find_ends(probe, standing & torch.isfinite(margins) & (margins > 0), answers)
     evidence: dict[str, Any] = {"images": len(rows)}
     if not len(rows):
-        claim = "No image stands that has another answer among the others to walk to."
+        claim = "No image that withstands PGD has another image with a different answer to walk to."
         return note(claim, evidence, kind="nothing_to_attack")
     last = torch.cat([_margin_at_border(probe, rows[part], ends[part]) for part in _parts(probe, rows)])
     left = (last / margins[rows]).nan_to_num(nan=0.0).float().cpu()
@@ -46,14 +47,15 @@ def check_border(probe: Probe) -> Finding:
     evidence |= {"margin_left": left.quantile(left.new_tensor([0.25, 0.5, 0.75])), "kept_their_margin": kept}
     if exceeds(kept, n, TOLERANCE):
         claim = (
-            f"Where the answer changes, the scores of {percent(kept, n)} still have more than half of their margin: "
-            "they do not explain the answers."
+            f"Where the predicted class changes, the scores of {percent(kept, n)} still have more than half of their "
+            "margin: these scores do not explain the predicted classes."
         )
-        advice = "Attacks that climb the scores do not come nearer to the border: attack by answers alone."
+        advice = "Attacks that follow these scores come no nearer to the border: use attacks that need only classes."
         return alarm(claim, evidence, advice)
     middle = float(left.median())
     return ok(
-        f"Where the answer changes, {100 * middle:.1f} % of the score margin is left (median).", evidence
+        f"Where the predicted class changes, {100 * middle:.1f} % of the score margin is left (median).",
+        evidence,
     )
 
 

@@ -54,8 +54,8 @@ def _broken_by(evaluation: Evaluation) -> Finding:
     if table:
         left = 100 * evaluation.worst_case.accuracy
         claim = (
-            f"{table[0]['attack']} broke the most, {table[0]['broken']} of the {table[0]['made_on']} images that it "
-            f"was made on; all attacks together leave {left:.1f} % of all images."
+            f"{table[0]['attack']} broke the most images, {table[0]['broken']} of the {table[0]['made_on']} that it "
+            f"attacked; all attacks together leave {left:.1f} % of all images correctly classified."
         )
     return ok(claim, {"attacks": table})
 
@@ -72,7 +72,7 @@ def _black_box(evaluation: Evaluation) -> Finding:
         claim = f"Attacks without gradients break {percent(count, n)} that no gradient attack breaks."
         advice = "Gradients mislead on this model: find what masks them, and attack with more queries."
         return alarm(claim, evidence, advice)
-    return ok("Attacks without gradients break nothing that matters beyond gradient attacks.", evidence)
+    return ok("Attacks without gradients break no significant number of further images.", evidence)
 
 
 def asks_answers_alone(outcomes: Outcomes) -> bool:
@@ -92,17 +92,15 @@ def _views(evaluation: Evaluation) -> Finding:
     count = int(hidden.sum())
     evidence = {"images": n, "broken_by_place": broken, "hidden_from_scores": count}
     if on_scores and elsewhere and exceeds(count, n, TOLERANCE):
-        claim = (
-            f"{percent(count, n)} stand under attacks on the scores and fall to attacks that look elsewhere."
-        )
+        claim = f"{percent(count, n)} withstand attacks on the scores, but not attacks on other values of the model."
         advice = (
-            "A claim measured on the scores is too high by this much: attack the members or the features."
+            "A claim measured on the scores is too high by this share: attack the members or the features."
         )
         return alarm(claim, {**evidence, "answered": True}, advice)
     claim = (
-        "Attacks on the scores see what attacks elsewhere see."
+        "Attacks on other values than the scores break no significant number of further images."
         if elsewhere
-        else "All attacks look at the scores."
+        else "All attacks are attacks on the scores."
     )
     return ok(claim, evidence)
 
@@ -117,10 +115,12 @@ def _losses(evaluation: Evaluation) -> Finding:
     count = int(hidden.sum())
     evidence = {"images": n, "cross_entropy": entropy, "others": others, "hidden_from_cross_entropy": count}
     if entropy and others and exceeds(count, n, TOLERANCE):
-        claim = f"{percent(count, n)} stand under cross-entropy and fall to the margin or DLR loss on the same scores."
-        advice = "A claim measured with cross-entropy is too high by this much."
+        claim = (
+            f"{percent(count, n)} withstand cross-entropy, but not the margin or DLR loss on the same scores."
+        )
+        advice = "A claim measured with cross-entropy is too high by this share."
         return note(claim, evidence, advice)
-    return ok("The choice of the loss changes nothing that matters.", evidence)
+    return ok("The choice of the loss makes no significant difference.", evidence)
 
 
 def _group(evaluation: Evaluation, key: Any) -> dict[Any, list[str]]:

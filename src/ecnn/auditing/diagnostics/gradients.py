@@ -61,7 +61,7 @@ def check_finite_scores(probe: Probe) -> Finding:
         return alarm(claim, counts, "Find the operation that overflows or divides by zero.", kind="nan")
     if infinite:
         claim = f"The model gives infinite scores, for {infinite} of {2 * len(probe.images)} inputs."
-        advice = "Losses of infinite scores have no gradient: attack what lies before them."
+        advice = "Losses of infinite scores have no gradient: attack the values from which the scores are computed."
         return note(claim, counts, advice, kind="infinite")
     return ok("All scores are finite numbers.", counts)
 
@@ -78,7 +78,7 @@ def check_differentiable(probe: Probe) -> Finding:
             "Replace the layer without a derivative by a smooth one in the backward pass (BPDA), or attack without "
             "gradients.",
         )
-    return ok("The scores have a gradient in the pixels.", evidence)
+    return ok("The scores have a gradient with respect to the pixels.", evidence)
 
 
 @diagnostic("zero_gradients", f"{_ATHALYE}; {_CROCE}; {_PINTOR}: unavailable gradients")
@@ -102,20 +102,20 @@ def check_zero_gradients(probe: Probe) -> Finding:
     useless = int(((margin_bad | entropy_bad) & probe.right).sum())
     evidence |= {"standing_without_gradient": stuck, "hidden_from_cross_entropy": hidden}
     if exceeds(stuck, n, _DEAD):
-        claim = f"{percent(stuck, n)} stand under PGD with no usable gradient: it never attacked them."
-        advice = "Attack before the layer that saturates or quantises, or without gradients."
+        claim = f"{percent(stuck, n)} withstand PGD without a usable gradient: PGD never attacked them."
+        advice = (
+            "Attack the values before the layer that saturates or quantises, or attack without gradients."
+        )
         return alarm(claim, evidence, advice, kind="standing")
     if exceeds(hidden, n, DOMINATED_TOLERANCE):
         claim = (
-            f"{percent(hidden, n)} stand under PGD with cross-entropy only because its gradient vanishes in float32: "
-            "PGD with the margin breaks them."
+            f"{percent(hidden, n)} withstand PGD with cross-entropy only because its gradient vanishes in float32: PGD "
+            "with the margin loss breaks them."
         )
         advice = "Use a loss that does not depend on the scale of the scores: margin or DLR."
         return alarm(claim, {**evidence, "answered": True}, advice, kind="hidden")
     if useless:
-        claim = (
-            f"A gradient is zero, denormal or made of rounding errors for {percent(useless, n)}; PGD copes."
-        )
+        claim = f"A gradient is zero, denormal or made of rounding errors for {percent(useless, n)}; PGD works anyway."
         return note(claim, evidence, "Prefer the margin or the DLR loss to cross-entropy.", kind="harmless")
     return ok("Gradients are usable in float32.", evidence)
 
@@ -179,10 +179,13 @@ def check_gradient_direction(probe: Probe) -> Finding:
         "median_random_gain": float(noise[moved].median()) if n else None,
     }
     claim = (
-        f"On {percent(int(lost.sum()), n)} that stand, a step along the gradient gains no more than chance."
+        f"On {percent(int(lost.sum()), n)} that withstand PGD, a step along the gradient raises the loss no more than "
+        "random steps do."
     )
-    advice = "The gradient is not that of the scores: look for detached or noisy layers."
-    fine = "Gradients of the images that stand point uphill, or nothing stands."
+    advice = "The gradient is not the true gradient of the scores: look for detached or noisy layers."
+    fine = (
+        "Steps along the gradient raise the loss of the images that withstand PGD, or no image withstands it."
+    )
     return alarm_if(exceeds(int(lost.sum()), n, _SPOILED), claim, evidence, advice, otherwise=fine)
 
 
@@ -214,10 +217,11 @@ def check_unstable_loss(probe: Probe) -> Finding:
         "relative_change": float(relative[probe.right].mean()) if probe.num_right else None,
     }
     claim = (
-        f"The loss is jagged around {percent(int(rough.sum()), n)} that stand: less noise changes it as much."
+        f"The loss is jagged around {percent(int(rough.sum()), n)} that withstand PGD: noise ten times smaller changes "
+        "it by far more than a tenth as much."
     )
     advice = "Average gradients over noise (EOT), or remove what makes the loss jump."
-    fine = "The loss is smooth around the images that stand, or nothing stands."
+    fine = "The loss is smooth around the images that withstand PGD, or no image withstands it."
     return alarm_if(exceeds(int(rough.sum()), n, TOLERANCE), claim, evidence, advice, otherwise=fine)
 
 
@@ -269,7 +273,9 @@ def check_randomness(probe: Probe) -> Finding:
     if exceeds(gained, n, TOLERANCE):
         claim += f", and averaging gradients breaks {percent(gained, n)} that plain PGD left."
         return alarm(claim, {**evidence, "answered": True}, advice)
-    return note(f"{claim}; averaging gradients breaks no more than that explains.", evidence, advice)
+    return note(
+        f"{claim}; averaging gradients breaks no significant number of further images.", evidence, advice
+    )
 
 
 @diagnostic("probabilities", _CROCE)
@@ -281,9 +287,9 @@ def check_probabilities(probe: Probe) -> Finding:
     certain = int((scores == 1).any(dim=1).sum())
     evidence = {"probabilities": bool(sums & inside), "images": len(scores), "certain_in_float32": certain}
     if not evidence["probabilities"]:
-        return ok("The scores are no probabilities.", evidence)
+        return ok("The scores are not probabilities.", evidence)
     claim = (
         f"The scores are probabilities; for {percent(certain, len(scores))} float32 rounds one of them to 1."
     )
-    advice = "Attack the logits before the softmax: probabilities saturate, and cross-entropy on them softens twice."
+    advice = "Attack the logits before the softmax: probabilities saturate, and cross-entropy applies a second softmax."
     return note(claim, evidence, advice)

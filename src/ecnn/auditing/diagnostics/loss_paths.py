@@ -51,10 +51,13 @@ def check_loss_path(probe: Probe) -> Finding:
         "curve_standing": _curve(losses),
     }
     if probe.eps < _LEAST_EPS:
-        return ok(f"A ball of radius {probe.eps:.3g} is too small for a climb to show in float32.", evidence)
-    claim = f"The loss of {percent(count, n)} that stand is no higher after PGD than before."
-    advice = "The attack does not climb: its gradient is missing, wrong or too noisy."
-    fine = "Along the attack the loss rises."
+        return ok(
+            f"A ball of radius {probe.eps:.3g} is too small for float32 to show whether the loss rises.",
+            evidence,
+        )
+    claim = f"The loss of {percent(count, n)} that withstand PGD is no higher after the attack than before."
+    advice = "The attack does not raise the loss: its gradient is missing, wrong or too noisy."
+    fine = "The loss rises during the attack."
     return alarm_if(exceeds(count, n, TOLERANCE), claim, evidence, advice, otherwise=fine)
 
 
@@ -70,9 +73,11 @@ def check_incomplete_optimization(probe: Probe) -> Finding:
     count, n = int(rising.sum()), int(probe.standing.sum())
     evidence = {"standing": n, "still_rising": count, "last_steps": last}
     if exceeds(count, n, _UNFINISHED):
-        claim = f"PGD still climbs in its last {last} steps on {percent(count, n)} that stand."
+        claim = (
+            f"PGD still raises the loss in its last {last} steps on {percent(count, n)} that withstand it."
+        )
         return note(claim, evidence, "Attack with more steps.")
-    return ok("PGD has stopped climbing when it ends, or nothing stands.", evidence)
+    return ok("The loss has stopped rising when PGD ends, or no image withstands PGD.", evidence)
 
 
 @diagnostic("saturation", "measured on error-correcting models; Carlini & Wagner 2017 on distillation")
@@ -99,15 +104,16 @@ def check_saturation(probe: Probe) -> Finding:
         **figures,
     }
     if exceeds(count, n, _NEARLY_CLOSED):
-        claim = f"PGD closes the score margin of {percent(count, n)} that stand without changing what is behind it."
+        claim = (
+            f"PGD closes the score margin of {percent(count, n)} that withstand it, but brings them no closer to an "
+            "error."
+        )
         if has_members:
             before, after = (100 * (figures[f"right_bits_{when}"] or 0) for when in ("before", "after"))
-            claim += f" Right bits go from {before:.2f} to {after:.2f} %."
-        advice = (
-            "The attack drives the decoder into saturation: attack the member logits, or their differences."
-        )
+            claim += f" The share of right bits goes from {before:.2f} to {after:.2f} %."
+        advice = "The attack only saturates the scores: attack the member logits or their differences."
         return alarm(claim, evidence, advice)
-    return ok("Where PGD closes score margins, what is behind them gives way too.", evidence)
+    return ok("Where PGD closes the score margin, it also brings the image closer to an error.", evidence)
 
 
 def _spread_kept(probe: Probe) -> tuple[Tensor, dict[str, float | None]]:

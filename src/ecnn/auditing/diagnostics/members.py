@@ -25,7 +25,9 @@ def check_member_gradients(probe: Probe) -> Finding:
     """
     rows = probe.rows[probe.right.to(probe.rows.device)][:_IMAGES]
     if not len(rows):
-        return ok("No image is classified correctly: no gradients of members to compare.", {"images": 0})
+        return ok(
+            "No image is classified correctly, so no gradients of members were compared.", {"images": 0}
+        )
     points = probe.images[rows].clone().requires_grad_(True)
     with torch.enable_grad():
         margins = _margins(probe, points, probe.labels[rows])
@@ -55,7 +57,7 @@ def check_member_gradients(probe: Probe) -> Finding:
         "zero_gradients": float((~alive).double().mean()),
     }
     if evidence["mean_cosine"] is None:
-        return ok("No two members have gradients to compare.", evidence)
+        return ok("No two members have usable gradients to compare.", evidence)
     claim = f"The gradients of two members have a cosine of {evidence['mean_cosine']:.2f} on average."
     return ok(claim, evidence)
 

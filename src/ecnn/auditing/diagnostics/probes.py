@@ -139,11 +139,11 @@ class Probe:
             with torch.enable_grad():
                 losses = score_loss(SCORES.read(self.model, points)[0], self.labels[:1], "margin")
                 if not losses.requires_grad:
-                    return "the scores do not depend on the pixels in a differentiable way"
+                    return "the scores are not a differentiable function of the pixels"
                 (gradient,) = torch.autograd.grad(losses.sum(), points, allow_unused=True)
         except Exception as error:  # raised by autograd, or by a model that refuses to be differentiated
             return f"{type(error).__name__}: {error}".splitlines()[0][:200]
-        return "the pixels are not used by anything differentiable" if gradient is None else None
+        return "no differentiable operation uses the pixels" if gradient is None else None
 
     @property
     def num_right(self) -> int:

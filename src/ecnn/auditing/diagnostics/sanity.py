@@ -74,11 +74,9 @@ def check_radius(probe: Probe) -> Finding:
         "grey_class": int(grey),
     }
     left, radius = worst
-    claim = (
-        f"PGD leaves {percent(left, probe.num_right)} at radius {radius:.3g} that are surely breakable there."
-    )
+    claim = f"At radius {radius:.3g} PGD fails on {percent(left, probe.num_right)} that can certainly be broken there."
     advice = "The attack is at fault, not the radius: look for what hides the gradient."
-    fine = f"Accuracy falls with the radius, as far as it must, up to {wide:.3g}."
+    fine = f"Accuracy falls as it must when the radius grows, up to {wide:.3g}."
     return alarm_if(exceeds(left, probe.num_right, TOLERANCE), claim, evidence, advice, otherwise=fine)
 
 
@@ -97,10 +95,12 @@ def check_unbounded(probe: Probe) -> Finding:
     classes = len(torch.unique(predicted_classes(probe.scores)))
     evidence = {"images": n, "left": left, "eps": radius, "classes_seen": classes}
     if classes < 2:
-        claim = "The model gives all images one class: whether another exists is unknown."
+        claim = "The model gives all images the same class: whether it ever predicts another one is unknown."
         return note(claim, evidence, kind="one_class")
-    claim = f"An unbounded attack leaves {percent(left, n)}, though each can be turned into any other image."
-    advice = "Attacks fail on this model for another reason than robustness: find it first."
+    claim = (
+        f"An unbounded attack fails on {percent(left, n)}, although it may turn each into any other image."
+    )
+    advice = "Attacks fail on this model for another reason than robustness: find that reason first."
     fine = f"An unbounded attack breaks {percent(n - left, n)}."
     return alarm_if(exceeds(left, n, TOLERANCE), claim, evidence, advice, otherwise=fine)
 
@@ -119,7 +119,7 @@ def check_steps(probe: Probe) -> Finding:
         return ok("PGD has converged in its steps.", evidence)
     doubled = probe.broken_by(probe.pgd(probe.eps, steps=2 * probe.budget.probe_steps), probe.standing)
     evidence["broken_by_twice_the_steps"] = more = int(doubled.sum())
-    advice = "Attack with more steps, until twice as many change nothing."
+    advice = "Attack with more steps, until doubling their number changes nothing."
     if probe.breaks_too_much(doubled, TOLERANCE):
         claim = f"PGD has not converged: twice the steps break another {percent(more, n)}."
         return alarm(claim, evidence, advice)
@@ -132,8 +132,10 @@ def check_restarts(probe: Probe) -> Finding:
     """Alarm where a few more random starts break many more images."""
     again = probe.broken_by(probe.pgd(probe.eps, restarts=_RESTARTS), probe.standing, seed=probe.seed + 1)
     claim = f"{_RESTARTS} more random starts break another {{}}."
-    advice = "Attack with more restarts, until they change nothing; average random models."
-    fine = "More random starts change nothing that matters."
+    advice = (
+        "Attack with more restarts, until they change nothing; if the model is random, average its gradients."
+    )
+    fine = "More random starts break no significant number of further images."
     facts = {"restarts": _RESTARTS, "broken_by_restarts": again}
     return _alarm_if_more_fall(probe, facts, claim, advice, fine, tolerance=TOLERANCE)
 
@@ -142,9 +144,9 @@ def check_restarts(probe: Probe) -> Finding:
 def check_one_step(probe: Probe) -> Finding:
     """Alarm where a single step of full length breaks images that the iterated attack leaves."""
     single = PGD(norm=probe.norm, eps=probe.eps, steps=1, step_size=probe.eps, start="image")
-    claim = f"One step breaks {{}} that {probe.budget.probe_steps} steps leave."
+    claim = f"A single step breaks {{}} that {probe.budget.probe_steps} steps do not break."
     advice = "The iterated attack gets stuck near the image: look for masked gradients."
-    fine = "One step breaks nothing that matters beyond the iterated attack."
+    fine = "A single step breaks no significant number of further images."
     broken = probe.broken_by(single, probe.standing)
     facts = {"standing": int(probe.standing.sum()), "broken_by_one_step_only": broken}
     return _alarm_if_more_fall(probe, facts, claim, advice, fine)
@@ -156,9 +158,9 @@ def check_black_box(probe: Probe) -> Finding:
     left, queries = probe.standing & ~probe.cross_entropy_walk.broken, probe.budget.queries
     square = Square(norm=probe.norm, eps=probe.eps, queries=queries, l2_moves="turns")
     facts = {"left": int(left.sum()), "queries": queries, "broken_by_square": probe.broken_by(square, left)}
-    claim = "Square breaks {} without gradients that gradient attacks leave."
+    claim = "Square, which uses no gradients, breaks {} that gradient attacks leave."
     advice = "Gradients mislead here: attack with more queries, and find what masks them."
-    fine = "A search without gradients breaks nothing that matters beyond gradient attacks."
+    fine = "A search without gradients breaks no significant number of further images."
     return _alarm_if_more_fall(probe, facts, claim, advice, fine)
 
 
@@ -169,8 +171,10 @@ def check_noise(probe: Probe) -> Finding:
     kind: Any = "corners" if NORMS[probe.norm].is_box else "uniform"
     noise = RandomNoise(norm=probe.norm, eps=probe.eps, samples=_NOISES, kind=kind)
     claim = f"The best of {_NOISES} random points breaks {{}} that gradient attacks leave."
-    advice = "Gradients mislead here, or the model is random: attack without them, or average."
-    fine = "Random noise breaks nothing that matters beyond gradient attacks."
+    advice = (
+        "Gradients mislead here, or the model is random: attack without gradients, or average the scores."
+    )
+    fine = "Random noise breaks no significant number of further images."
     facts = {"left": int(left.sum()), "samples": _NOISES, "broken_by_noise": probe.broken_by(noise, left)}
     return _alarm_if_more_fall(probe, facts, claim, advice, fine)
 
@@ -218,13 +222,16 @@ def check_labels(probe: Probe) -> Finding:
         "accuracy_own_labels": (after + now_right) / n if n else None,
     }
     if exceeds(now_right, n, DOMINATED_TOLERANCE):
-        claim = (
-            f"An attack on the model's own predictions makes {percent(now_right, n)} right that were wrong."
-        )
+        claim = f"An attack on the model's own predictions turns {percent(now_right, n)} from wrong to right."
         return note(
-            claim, evidence, "Attack the true labels, and count an image only if it was right at first."
+            claim,
+            evidence,
+            "Attack the true labels, and count an image only if it was right before the attack.",
         )
-    return ok("Own predictions or true labels as what is attacked: it makes no difference here.", evidence)
+    return ok(
+        "It makes no difference here whether the true labels or the model's own predictions are attacked.",
+        evidence,
+    )
 
 
 @diagnostic("last_iterate", f"{_PINTOR}: silent success")
@@ -248,13 +255,15 @@ def check_last_iterate(probe: Probe) -> Finding:
     }
     advice = 'Keep the best iterate of an attack, not the last one (keep="best").'
     if exceeds(silent, n, TOLERANCE):
-        claim = f"PGD breaks {percent(silent, n)} on its way and leaves them right in the end."
+        claim = f"PGD passes through misclassified points on {percent(silent, n)}, but ends at points that are right."
         return alarm(claim, {**evidence, "answered": True}, advice, kind="silent_success")
     if exceeds(corrected, int(mistaken.sum()), TOLERANCE):
-        claim = f"PGD makes {corrected} of {int(mistaken.sum())} images right that were wrong before it."
-        advice = "The attack helps the model: its loss does not say what is right. Change it."
+        claim = f"PGD turns {corrected} of {int(mistaken.sum())} misclassified images into correctly classified ones."
+        advice = (
+            "The attack helps the model: its loss does not measure which answer is right. Use another loss."
+        )
         return alarm(claim, evidence, advice, kind="corrected")
-    return ok("The last iterate is as wrong as the best one.", evidence)
+    return ok("The last iterate of PGD breaks about as many images as the best one.", evidence)
 
 
 def _parts(n: int) -> tuple[Tensor, ...]:
