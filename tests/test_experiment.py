@@ -191,7 +191,7 @@ def test_what_would_end_a_training_is_told_before_it(
 
 WITHOUT_MEMBERS = {"code": False, "model": {"kind": "resnet"}}
 OF_TWO_SYMBOLS = {"attacks": {"pgd": {"members": 3, "loss": "dlr"}}}
-NO_MEMBERS = r'ResNet has no members \(member_logits and code\): look on="scores"'
+NO_MEMBERS = r'ResNet has no members \(member_logits and code\): use on="scores"'
 
 
 @pytest.mark.parametrize(
@@ -535,7 +535,7 @@ def test_outcomes_belong_to_their_record(tmp_path: Path, finished: Path) -> None
     changed = arrays["pgd.prediction"].copy()
     changed[0] += 1
     files.write_arrays(folder / "outcomes.npz", {**arrays, "pgd.prediction": changed}, head)
-    with pytest.raises(InputError, match="is of another record than"):
+    with pytest.raises(InputError, match="does not belong to"):
         read_record(folder)
 
 

@@ -238,7 +238,7 @@ def test_an_audit_of_another_network_is_quoted_by_nobody(run: Path, tmp_path: Pa
         lambda: write_report([copied], tmp_path / "report.html", images=0),
         lambda: load_subject(copied),
     ):
-        with pytest.raises(InputError, match=r"audit\.json tells of another network than the one in this"):
+        with pytest.raises(InputError, match=r"audit\.json describes another network than the one in this"):
             quote()
     assert {path.name for path in tmp_path.iterdir()} == {"copied"}
 

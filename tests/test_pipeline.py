@@ -95,7 +95,7 @@ def test_where_attacks_look_is_tried_on_one_image_too(tmp_path: Path) -> None:
         done = CliRunner().invoke(app, command.split())
         assert done.exit_code == 2, done.output
         assert f"the attack {name!r}: " in done.stderr
-        assert "has no members (member_logits and code): look on=" in done.stderr
+        assert "has no members (member_logits and code): use on=" in done.stderr
     assert not (tmp_path / "out").exists()
 
 

@@ -140,7 +140,7 @@ def test_outcomes_of_another_network_are_refused(run: Path, tmp_path: Path) -> N
         found = Outcomes.load(path)
         other = {**found.about["model"], "sha256": 64 * "0"}
         dataclasses.replace(found, about={**found.about, "model": other}).save(path)
-    with pytest.raises(InputError, match="eval tells of another network than the one in this folder"):
+    with pytest.raises(InputError, match="eval describes another network than the one in this folder"):
         pipeline.write_report([copied], tmp_path / "r.html", images=0)
 
 

@@ -157,7 +157,7 @@ def members_of(model: nn.Module, images: Tensor) -> tuple[Tensor, Tensor]:
     others.
     """
     if not has_code(model):
-        raise InputError(f'{type(model).__name__} has no members (member_logits and code): look on="scores".')
+        raise InputError(f'{type(model).__name__} has no members (member_logits and code): use on="scores".')
     anything: Any = model
     logits = full_precision(anything.member_logits(images))
     symbols = getattr(anything, "code_symbols", None)

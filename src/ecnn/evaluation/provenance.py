@@ -139,7 +139,7 @@ def check_is_of(path: Path, described: Mapping[str, Any], model: nn.Module) -> N
     mine = describe_model(model)
     if described.get("sha256", mine["sha256"]) != mine["sha256"]:
         raise InputError(
-            f"{path} tells of another network than the one in this folder: move it away, and run ecnn audit or ecnn "
+            f"{path} describes another network than the one in this folder: move it away, and run ecnn audit or ecnn "
             "evaluate on this one."
         )
 

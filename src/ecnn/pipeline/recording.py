@@ -332,5 +332,5 @@ def _read_record(folder: Path) -> Record:
     except KeyError:
         is_own = False
     if not is_own:
-        raise InputError(f"{folder / OUTCOMES} is of another record than {folder / RECORD}.")
+        raise InputError(f"{folder / OUTCOMES} does not belong to {folder / RECORD}.")
     return Record(facts, whole)
