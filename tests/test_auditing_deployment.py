@@ -28,7 +28,7 @@ from ecnn.attacks.views import decoded_scores, has_code, members_of
 from ecnn.auditing import Audit, Subject, audit
 from ecnn.auditing.adaptive import InnerScores, features_of
 from ecnn.auditing.alone import OneAtATime
-from ecnn.auditing.confirming import confirm
+from ecnn.auditing.confirming import compare_ends, confirm
 from ecnn.auditing.deployment import Deployment, FreshBuffers, FreshEachTime, Isolated, Settled, take_copy
 from ecnn.auditing.examination import examine, find_different
 from ecnn.auditing.surroundings import PutBack, Surroundings
@@ -259,6 +259,113 @@ def test_a_model_that_remembers_is_judged_by_fresh_copies(model: nn.Module, hone
     assert found.verdict == "not believable"
     assert found.model["kind"].endswith(type(model).__name__)
     assert getattr(model, "seen", []) == []  # the caller's object was never asked
+
+
+class Following(Remembering):
+    """Answers about what is near an earlier image as before, a little moved, and with the true gradient."""
+
+    def forward(self, images: Tensor) -> Tensor:
+        true, rows = toys.LinearOfThree.forward(self, images), []
+        for image, scores in zip(images, true, strict=True):
+            near = [kept for point, kept in self.seen if float((point - image.detach()).abs().max()) < 0.2]
+            if not near:
+                self.seen.append((image.detach().clone(), scores.detach().clone()))
+            rows.append(near[0] + 0.05 * (scores - near[0]) if near else scores)
+        return torch.stack(rows)
+
+
+class Dice(toys.LinearOfThree):
+    """Gives its second choice now and then, but never for an image of whole grey levels."""
+
+    share = 0.3
+
+    def forward(self, images: Tensor) -> Tensor:
+        scores, levels = super().forward(images), 255 * images
+        is_off = ((levels - levels.round()).abs().flatten(1).amax(dim=1) > 1e-2) & (
+            torch.rand(len(images)) < self.share
+        )
+        top = scores.topk(2, dim=1)
+        return torch.where(is_off[:, None], scores.scatter(1, top.indices, top.values.flip(1)), scores)
+
+
+class Hiding(nn.Module):
+    """Another model behind a number that is added to all of its scores, or a further class that has none."""
+
+    def __init__(self, model: nn.Module, how: str) -> None:
+        super().__init__()
+        self.model, self.how = model, how
+
+    def forward(self, images: Tensor) -> Tensor:
+        scores: Tensor = self.model(images)
+        if self.how == "offset":
+            return scores + 1e6
+        if self.how == "mask":
+            return torch.cat([scores, torch.full((len(scores), 1), -1e9)], dim=1)
+        return scores
+
+
+@pytest.mark.parametrize("how", ["plain", "offset", "mask"])
+def test_no_constant_in_the_scores_hides_what_a_model_remembers(how: str, honest: float) -> None:
+    found = run_audit(Hiding(Following(), how), claim=0.95)
+    assert [finding.name for finding in found.findings if finding.level == "alarm"] == ["stateful"]
+    assert found.verdict == "not believable"
+    assert found.accuracy <= honest + 0.02
+    assert found.power is not None
+
+
+@pytest.mark.parametrize("how", ["plain", "offset", "mask"])
+def test_no_constant_in_the_scores_hides_that_a_model_is_random(how: str) -> None:
+    found = run_audit(Hiding(Drawing("torch"), how))
+    assert found.is_random
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_a_model_that_is_random_only_near_images_is_judged_by_means_over_passes(
+    seed: int, honest: float
+) -> None:
+    """It is no memory and no dependence on the batch, by which one draw would decide."""
+    found = run_audit(Dice(), seed=seed)
+    assert found.is_random
+    assert not {finding.name for finding in found.findings} & {"stateful", "batch_dependent"}
+    assert found.power is not None
+    second = Dice.share * (1 - honest)  # where an image falls, its class may be the second choice
+    assert honest * (1 - Dice.share) - 0.08 <= found.accuracy <= honest * (1 - Dice.share) + second + 0.08
+
+
+def test_where_attacks_end_a_used_object_and_a_fresh_copy_are_compared() -> None:
+    rows = torch.arange(len(SPLIT))
+    for model, late in ((toys.LinearOfThree(), None), (Following(), "stateful"), (Dice(), "random")):
+        deployment = take_copy(model)
+        subject = dataclasses.replace(make_subject(deployment.fresh()), eps=0.19)
+        assert compare_ends(deployment, subject, rows) == late
+        assert compare_ends(dataclasses.replace(deployment, trouble="why"), subject, rows) is None
+        if late == "stateful":
+            forgetting = dataclasses.replace(deployment, forgets=True)
+            subject = dataclasses.replace(subject, model=forgetting.fresh())
+            assert compare_ends(forgetting, subject, rows) is None
+
+
+class NearBorders(toys.LinearOfThree):
+    """Draws between the two best classes where they are close, by torch's numbers, and has no scores but 0 and 1."""
+
+    def forward(self, images: Tensor) -> Tensor:
+        scores = super().forward(images)
+        top = scores.topk(2, dim=1)
+        is_close = (top.values[:, 0] - top.values[:, 1] < 0.15) & (torch.rand(len(images)) < 0.5)
+        chosen = torch.where(is_close, top.indices[:, 1], top.indices[:, 0])
+        return torch.eye(3)[chosen]
+
+
+def test_points_that_attacks_found_show_that_a_model_is_random() -> None:
+    """On images and random points near them it never draws; one at the border is broken in every other pass."""
+    model = NearBorders()
+    images, labels = SPLIT[:]
+    scores = toys.LinearOfThree()(images)
+    leads = scores.topk(2, dim=1).values @ torch.tensor([1.0, -1.0])
+    far = Split(SPLIT.images[leads > 2], labels[leads > 2])
+    found = run_audit(model, far)
+    assert found.is_random
+    assert not {finding.name for finding in found.findings} & {"stateful", "batch_dependent"}
 
 
 class Acquainted(toys.LinearOfThree):

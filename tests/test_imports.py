@@ -25,6 +25,7 @@ ROOMS = [
     "constructions",
     "annealing",
     "data",
+    "comparing",
     "asking",
     "backbones",
     "cuda_graphs",

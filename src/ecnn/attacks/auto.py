@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,22 +14,23 @@ from ecnn.attacks.apgd import APGD
 from ecnn.attacks.attempts import Attempts
 from ecnn.attacks.base import Attack, BallAttack, Cost, Target
 from ecnn.attacks.fab import FAB
-from ecnn.attacks.norms import NORMS, l2_norm
+from ecnn.attacks.norms import NORMS
 from ecnn.attacks.randomness import Draws
 from ecnn.attacks.square import Square
 from ecnn.attacks.views import View, find_score_view, score_loss
 from ecnn.checks import check_choice
+from ecnn.comparing import scores_apart
 from ecnn.errors import InputError
 
 Version = Literal["standard", "apgd-ce", "apgd-t", "fab-t", "square"]
 _STEPS, _TARGETS, _QUERIES = 100, 9, 5000
 _SPARSE_STARTS = _SPARSE_TARGETS = 5  # in L1: starts of APGD on cross-entropy, and targets of APGD-T
-_DIFFERENCE = 1e-4  # two passes that differ by more, relative to the length of the scores, count as random
+_DIFFERENCE = 1e-4  # two passes that differ by more, relative to the spread of the scores, count as random
 _SUM_TOLERANCE = 1e-5
 
 DoubtKind = Literal["random", "probabilities", "dynamic", "no_gradient", "zero_gradient", "few_classes"]
 _SENTENCES: dict[DoubtKind, str] = {
-    "random": "Two passes over the same images gave different scores (up to {:.2g} of their length): the model is "
+    "random": "Two passes over the same images gave different scores (up to {:.2g} of their spread): the model is "
     "random, so attack the average over its randomness.",
     "probabilities": "The scores are probabilities (in [0, 1], summing to 1): attack the logits before the softmax, "
     "which do not saturate.",
@@ -143,7 +143,7 @@ def examine(target: Target, images: Tensor, on: str | View = "scores") -> tuple[
     scores, takes_gradients = _ask_watched(target, images)
     again, num_classes = target.scores(images), scores.shape[1]
     doubts: list[Doubt] = []
-    apart = float(passes_apart(scores, again).amax())
+    apart = float(scores_apart(scores, again).amax())
     if apart > _DIFFERENCE:
         doubts.append(Doubt.of("random", apart))
     if _are_probabilities(scores):
@@ -161,17 +161,6 @@ def examine(target: Target, images: Tensor, on: str | View = "scores") -> tuple[
     if num_classes < 4:
         doubts.append(Doubt.of("few_classes", num_classes))
     return num_classes, tuple(doubts)
-
-
-def passes_apart(scores: Tensor, again: Tensor) -> Tensor:
-    """(batch,) L2 distance between the scores of two passes, relative to the length of the first pass's scores.
-
-    NaN in both passes, or the same infinity in both, counts as equal. A score that is not finite in one pass alone
-    gives inf.
-    """
-    same = (scores == again) | (scores.isnan() & again.isnan())
-    differences = torch.where(same, 0.0, scores - again).nan_to_num(nan=math.inf)
-    return l2_norm(differences) / l2_norm(torch.where(scores.isfinite(), scores, 0.0)).clamp_min(1e-10)
 
 
 def _ask_watched(target: Target, images: Tensor) -> tuple[Tensor, bool]:

@@ -25,7 +25,16 @@ from ecnn.auditing.budgets import Budget, resolve_budget
 from ecnn.auditing.certificates import Certificate, certify
 from ecnn.auditing.deployment import Deployment, filled_up, largest_batch, meet, take_copy
 from ecnn.auditing.diagnostics import CHECKS, diagnose, read_evidence
-from ecnn.auditing.examination import FirstContact, Late, batch_dependent, examine, named, outside, stateful
+from ecnn.auditing.examination import (
+    FirstContact,
+    Late,
+    batch_dependent,
+    examine,
+    is_random_nearby,
+    named,
+    outside,
+    stateful,
+)
 from ecnn.auditing.findings import Finding, alarm
 from ecnn.auditing.own import AnyAttack, join_own, notes_on_request, own_attacks
 from ecnn.auditing.power import Power
@@ -176,10 +185,15 @@ def audit(
         findings += contact.findings(deployment, findings)
         request = _Request(split, folder, resume, progress, attacks, classes, batch_size, cluster, end)
         found = _audit(dataclasses.replace(subject, model=deployment.fresh()), deployment, request)
-        if found.staged.late is not None:
-            deployment, late = _ask_otherwise(deployment, found.staged.late, subject)
-            findings.append(late)
-            inner = None if folder is None else folder / late.name
+        while (
+            late := found.staged.late
+        ) is not None:  # each of them at most once: the model is then asked so
+            if late == "random":
+                subject = dataclasses.replace(subject, is_random=True)
+            else:
+                deployment, finding = _ask_otherwise(deployment, late, subject)
+                findings.append(finding)
+            inner = None if request.folder is None else request.folder / late
             request = dataclasses.replace(request, folder=inner)
             found = _audit(dataclasses.replace(subject, model=deployment.fresh()), deployment, request)
         if minutes is not None and end is not None and time.monotonic() > end:
@@ -272,7 +286,9 @@ def _audit(subject: Subject, deployment: Deployment, request: _Request) -> _Foun
     """Runs attacks and diagnostics on a model from `Deployment.fresh`; stops when `late` asks for another one."""
     with undisturbed(subject.model), without_tf32():
         num_classes = read_model(subject.model, subject.images[:2]).shape[1]
-        is_random = find_traits(subject.model, subject.images[:FLAGGED], num_classes).is_random
+        traits = find_traits(subject.model, subject.images[:FLAGGED], num_classes)
+        is_random = subject.is_random or traits.is_random or is_random_nearby(deployment, subject)
+        subject = dataclasses.replace(subject, is_random=is_random)
         examples = choose_examples(subject.model, request.split, subject.images)
         kept: dict[str, Any] = {"folder": request.folder, "resume": request.resume}
         stages = make_stages(
@@ -289,11 +305,14 @@ def _audit(subject: Subject, deployment: Deployment, request: _Request) -> _Foun
         own = own_attacks(request.own, subject, taken=suite(subject, **about))
         with until(request.end):
             stages.make_parts(join_own(suite_parts(subject, examples=examples, **about, **kept), own))
+            stages.compare_ends()
         staged = stages.result()
         if staged.late is not None:
             return _Found(staged, is_random, [])
         with until(request.end):
             found = _find(subject, staged.evaluation, request.folder, request.resume, request.progress)
+            if not is_random and any(one.name == "randomness" and one.level != "ok" for one in found):
+                return _Found(dataclasses.replace(staged, late="random"), is_random, [])
             read = _read(subject, staged, is_random)
             doubts = [finding.name for finding in (*read, *found) if finding.is_open]
             responses = Responses(subject, num_classes, is_random, examples, request.folder, request.resume)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from ecnn.asking import read_model, undisturbed, without_tf32
 from ecnn.attacks.base import Attacked
+from ecnn.attacks.gradient import PGD
 from ecnn.attacks.images import at_once
 from ecnn.attacks.norms import NORMS, round_to_bytes
 from ecnn.attacks.randomness import forked_generators
@@ -19,12 +20,15 @@ from ecnn.attacks.ray_directions import Neighbours
 from ecnn.attacks.rays import RaySearch
 from ecnn.auditing.deployment import Deployment
 from ecnn.auditing.diagnostics.statistics import TOLERANCE, exceeds
-from ecnn.auditing.examination import PROBED, Late, find_different, noisy_points, spread_of, what_decides
-from ecnn.auditing.subject import Subject
+from ecnn.auditing.examination import PROBED, Late, find_different, noisy_points, what_decides
+from ecnn.auditing.subject import Subject, once
+from ecnn.comparing import spread_of, typical_lead
 from ecnn.objectives import predicted_classes, score_margin
 
 #: A margin below this share of the spread of the scores counts as a tie: the order of summation decides its sign.
 _TIE = 1e-5
+#: Steps of the walk whose last points are compared, and their lengths together in radii.
+_STEPS, _REACH = 20, 2.5
 #: Queries of the search for an image whose point does not hold alone, if the batch sways the model's scores.
 _SEARCHED = 1000
 #: Factors by which a move is lengthened, in turn, until its point is misclassified.
@@ -68,16 +72,18 @@ def confirm(
     labels = subject.labels[rows.to(subject.labels.device)]
     points = points.to(subject.images)
     with without_tf32():
-        holds = _is_broken(_alone_scores(deployment, subject, points), labels)
+        lead = _typical_lead(deployment, subject)
+        holds = _is_broken(_alone_scores(deployment, subject, points), labels, lead)
         if deployment.is_swayed:
             points, holds = _taken_farther(deployment, subject, points, rows, labels, holds)
         order = torch.randperm(
             len(points), generator=torch.Generator().manual_seed(subject.seed), device="cpu"
         )
         full = np.zeros(len(points), dtype=bool)
-        full[order.numpy()] = _is_broken(_scores(deployment, subject, points[order]), labels[order])
+        scores = _scores(deployment, subject, points[order])
+        full[order.numpy()] = _is_broken(scores, labels[order], lead)
         rounded = _broken_when_rounded(deployment, subject, points, rows, labels) if are_bytes else None
-        late = _what_came_late(deployment, subject, holds, full)
+        late = _what_came_late(deployment, subject, (points[order], scores), holds, full)
     return Confirmation(holds=holds, full=full, rounded=rounded, late=late)
 
 
@@ -96,7 +102,8 @@ def _taken_farther(
         if not len(left):
             break
         farther = _farther(subject, points[left], images[left], reach)
-        broken = _is_broken(_alone_scores(deployment, subject, farther), labels[left])
+        lead = _typical_lead(deployment, subject)
+        broken = _is_broken(_alone_scores(deployment, subject, farther), labels[left], lead)
         found = left[torch.from_numpy(broken).to(left.device)]
         points[found] = farther[torch.from_numpy(broken).to(left.device)]
         holds[found.cpu().numpy()] = True
@@ -144,19 +151,54 @@ def _broken_when_rounded(
         scores = _scores(
             deployment, subject, round_to_bytes(farther, here, norm=subject.norm, eps=subject.eps)
         )
-        broken[left.cpu().numpy()] = _is_broken(scores, labels[left])
+        broken[left.cpu().numpy()] = _is_broken(scores, labels[left], _typical_lead(deployment, subject))
     return broken
 
 
+def compare_ends(deployment: Deployment, subject: Subject, rows: Tensor) -> Late | None:
+    """How the model must be asked otherwise, by points at which an attack without success ends; None if as before.
+
+    A model that remembers queries may give the right class where an attack ends and nowhere else. No point breaks an
+    image then, and none comes to `confirm`. So the classes there are compared with those of a fresh copy.
+
+    Args:
+        deployment, subject: as in `confirm`.
+        rows: (image,) positions of images that no attack has broken; the first are used.
+    """
+    if deployment.trouble or not len(rows):
+        return None
+    here = rows[:PROBED].to(subject.images.device)
+    images, labels = subject.images[here], subject.labels[here]
+    step = _REACH * subject.eps / _STEPS
+    walk = PGD(norm=subject.norm, eps=subject.eps, steps=_STEPS, step_size=step, keep="last")
+    with without_tf32():
+        made = walk.run(subject.model, images, labels, seed=subject.seed)
+        fresh = _scores(deployment, subject, made.images)
+        if _is_random_at(deployment, subject, made.images, fresh):
+            return "random"
+        if deployment.forgets and not deployment.in_buffers:
+            return None
+        hidden = ~made.success.cpu().numpy() & (predicted_classes(fresh) != labels).cpu().numpy()
+        hidden &= (score_margin(fresh.double(), labels) < 0).cpu().numpy()
+        return "stateful" if exceeds(int(hidden.sum()), len(hidden), TOLERANCE) else None
+
+
 def _what_came_late(
-    deployment: Deployment, subject: Subject, holds: np.ndarray, full: np.ndarray
+    deployment: Deployment,
+    subject: Subject,
+    found: tuple[Tensor, Tensor],
+    holds: np.ndarray,
+    full: np.ndarray,
 ) -> Late | None:
+    """How the model must be asked otherwise; `found` holds points that attacks found, and a fresh copy's scores."""
     images = subject.images[:PROBED]
     asked = images, noisy_points(subject, images, 3)
     if what_decides(deployment, asked, subject.seed) is not None:
         return "outside"
     if deployment.trouble:
         return None
+    if _is_random_at(deployment, subject, *found):
+        return "random"
     if not deployment.forgets or deployment.in_buffers:
         for points in asked:
             used, fresh = (
@@ -171,15 +213,33 @@ def _what_came_late(
     return None
 
 
-def _is_broken(scores: Tensor, labels: Tensor) -> np.ndarray:
+def _is_random_at(deployment: Deployment, subject: Subject, points: Tensor, scores: Tensor) -> bool:
+    """Whether a fresh copy gives other scores to these points than `scores`, with other random numbers alone."""
+    model, again = deployment.fresh(), deployment.fresh()
+    other = _scores_of(model, subject, points, seed=subject.seed + 1)
+    if not bool(find_different(scores, other).any()):
+        return False
+    return not bool(find_different(scores, _scores_of(again, subject, points)).any())
+
+
+def _typical_lead(deployment: Deployment, subject: Subject) -> float:
+    """`typical_lead` of clean images, by which margins of points at the border are measured."""
+
+    def ask() -> float:
+        return typical_lead(_scores(deployment, subject, subject.images[:PROBED]))
+
+    return float(once(subject, "typical lead", ask))
+
+
+def _is_broken(scores: Tensor, labels: Tensor, lead: float) -> np.ndarray:
     """(image,) whether it is misclassified, or its margin is a tie."""
     margins = score_margin(scores.double(), labels.to(scores.device))
-    tie = margins <= _TIE * spread_of(scores.double())
+    tie = margins <= _TIE * spread_of(scores.double(), lead)
     return ((predicted_classes(scores) != labels.to(scores.device)) | tie).cpu().numpy()
 
 
-def _scores_of(model: nn.Module, subject: Subject, points: Tensor) -> Tensor:
-    with undisturbed(model), forked_generators(points.device, subject.seed):
+def _scores_of(model: nn.Module, subject: Subject, points: Tensor, seed: int | None = None) -> Tensor:
+    with undisturbed(model), forked_generators(points.device, subject.seed if seed is None else seed):
         return torch.cat([read_model(model, part) for part in torch.split(points, at_once(_FULL))])
 
 

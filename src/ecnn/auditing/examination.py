@@ -21,6 +21,7 @@ from ecnn.auditing.diagnostics.statistics import TOLERANCE, exceeds
 from ecnn.auditing.findings import Finding, alarm, note
 from ecnn.auditing.subject import Subject
 from ecnn.auditing.surroundings import Surroundings
+from ecnn.comparing import scores_apart
 from ecnn.objectives import predicted_classes
 
 #: Images of the first queries, and how many of them are also asked about one by one.
@@ -36,7 +37,8 @@ _LITTLE = 0.05
 _STREAM = 53
 _SOURCE = "deployment: a fresh copy, one image at a time"
 
-Late = Literal["stateful", "outside", "batch_dependent"]
+#: How a model must be asked otherwise than its answers about clean images and random points near them show.
+Late = Literal["stateful", "outside", "batch_dependent", "random"]
 
 
 def examine(
@@ -367,6 +369,17 @@ def noisy_points(subject: Subject, images: Tensor, number: int) -> Tensor:
     return NORMS[subject.norm].random(images, subject.eps, draws)
 
 
+def is_random_nearby(deployment: Deployment, subject: Subject) -> bool:
+    """Whether fresh copies give other scores with other random numbers, for random points of the balls."""
+    points = noisy_points(subject, subject.images[: max(_ALONE, at_once(PROBED))], 4)
+    seeds = subject.seed, subject.seed + 1, subject.seed
+    try:
+        one, other, again = (ask(deployment.fresh(), points, seed) for seed in seeds)
+    except Exception:  # a model may refuse such points
+        return False
+    return bool(find_different(one, other).any()) and not bool(find_different(one, again).any())
+
+
 def find_different(one: Tensor, other: Tensor, tolerance: float | None = None) -> Tensor:
     """(image,) whether two sets of scores differ by more than `tolerance` times their spread; on the CPU.
 
@@ -374,10 +387,7 @@ def find_different(one: Tensor, other: Tensor, tolerance: float | None = None) -
     """
     if tolerance is None:
         tolerance = _APART_IN_HALF if _is_half(one) else _APART
-    one, other = one.double(), other.double()
-    same = (one == other) | (one.isnan() & other.isnan())
-    apart = torch.where(same, 0.0, one - other).abs().nan_to_num(nan=torch.inf).amax(dim=1)
-    return (apart > tolerance * spread_of(one)).cpu()
+    return (scores_apart(one, other) > tolerance).cpu()
 
 
 def _is_half(scores: Tensor) -> bool:
@@ -388,12 +398,6 @@ def _is_half(scores: Tensor) -> bool:
     finite = scores.nan_to_num()
     halves = (finite.to(dtype).to(finite.dtype) for dtype in (torch.float16, torch.bfloat16))
     return not torch.equal(finite, finite.round()) and any(torch.equal(half, finite) for half in halves)
-
-
-def spread_of(scores: Tensor) -> Tensor:
-    """(image,) largest minus smallest finite score of an image, at least a hundredth of the largest absolute score."""
-    finite = torch.where(scores.isfinite(), scores, 0.0)
-    return torch.maximum(finite.amax(dim=1) - finite.amin(dim=1), 0.01 * finite.abs().amax(dim=1))
 
 
 def named(finding: Finding, name: str) -> Finding:

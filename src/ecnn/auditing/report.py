@@ -217,7 +217,8 @@ def _certified_line(certified: Certificate) -> str:
 
 
 def _stage_lines(audit: Audit) -> list[str]:
-    lines = ["", "## Attacks, each run on the images that the earlier ones left", ""]
+    which = "all images" if audit.is_random else "the images that the earlier ones left"
+    lines = ["", f"## Attacks, each run on {which}", ""]
     lines += [
         "| attack | made on | broke | accuracy left | passes | gradients |",
         "|---|---|---|---|---|---|",

@@ -21,7 +21,7 @@ from ecnn.attacks import Attack
 from ecnn.attacks.deadlines import OutOfTimeError, time_is_over
 from ecnn.attacks.images import at_once, per_image
 from ecnn.attacks.randomness import forked_generators
-from ecnn.auditing.confirming import confirm
+from ecnn.auditing.confirming import compare_ends, confirm
 from ecnn.auditing.deployment import Deployment
 from ecnn.auditing.diagnostics.evidence import asks_answers_alone
 from ecnn.auditing.diagnostics.statistics import TOLERANCE, exceeds
@@ -114,6 +114,7 @@ class Stages:
         # `whole` includes attacks that had no image left, because the records of later attacks refer to them.
         self.whole: Evaluation | None = None
         self.attacks: dict[str, Attack] = {}
+        self.late: Late | None = None
         if folder is not None and not resume:
             _discard(folder)
         self.settings: dict[str, Any] = {
@@ -146,7 +147,7 @@ class Stages:
             for part in parts:
                 if part or self.evaluation is None:
                     self._make(part)
-                if time_is_over() or not self.standing():
+                if time_is_over() or not self.standing() or self.late is not None:
                     break
         if self.evaluation is None:
             self._make({})
@@ -154,6 +155,9 @@ class Stages:
     def _make(self, attacks: Mapping[str, Attack], seed: int | None = None) -> None:
         """Makes the attacks without counting what they broke."""
         raise NotImplementedError
+
+    def compare_ends(self) -> None:
+        """Sets `late` if attacks that broke nothing only seem to have failed; see `confirming.compare_ends`."""
 
     def standing(self) -> float:
         """How many images are left, a fraction for a random model."""
@@ -207,7 +211,6 @@ class _Cascade(Stages):
         self.points = self.subject.images.cpu().float().clone()
         self.asked = np.zeros(len(self.points), dtype=bool)
         self.full, self.rounded = np.zeros((2, len(self.points)), dtype=bool)
-        self.late: Late | None = None
 
     def make(self, attacks: Mapping[str, Attack], *, seed: int | None = None) -> float:
         before = None if self.evaluation is None else self.evaluation.survivors()
@@ -220,6 +223,15 @@ class _Cascade(Stages):
         self.whole = self._confirm(self._evaluate(attacks, seed, cascade=True, watch=self._remember))
         made = {name: outcomes for name, outcomes in self.whole.outcomes.items() if outcomes.attacked.any()}
         self.evaluation = dataclasses.replace(self.whole, outcomes=made)
+
+    def compare_ends(self) -> None:
+        assert self.evaluation is not None
+        left = torch.from_numpy(np.flatnonzero(self.evaluation.survivors()))
+        if self.late is None and not time_is_over():
+            with suppress(
+                Exception
+            ):  # a model may refuse these points or gradients, and the time may be over
+                self.late = compare_ends(self.deployment, self.subject, left)
 
     def standing(self) -> float:
         assert self.evaluation is not None

@@ -28,6 +28,7 @@ class Subject:
         budget: how much effort may be spent.
         seed: of all randomness.
         stood: (image,) True for images that no attack of the audit has broken; None before the attacks.
+        is_random: whether it is known that two passes differ, perhaps only for points near the images.
     """
 
     model: nn.Module
@@ -38,6 +39,7 @@ class Subject:
     budget: Budget
     seed: int = 0
     stood: Tensor | None = None
+    is_random: bool = False
 
     def __post_init__(self) -> None:
         check_choice("norm", self.norm, NORMS)

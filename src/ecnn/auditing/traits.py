@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 from ecnn.asking import copy_in_double, full_precision, undisturbed, without_tf32
-from ecnn.attacks.auto import passes_apart
 from ecnn.attacks.images import at_once
 from ecnn.attacks.views import Aim, View, has_code
 from ecnn.auditing.adaptive import (
@@ -22,12 +21,13 @@ from ecnn.auditing.adaptive import (
 )
 from ecnn.auditing.bpda import can_pass_through
 from ecnn.auditing.levels import is_on_bytes
+from ecnn.comparing import scores_apart
 
-_RANDOM = 1e-4  # difference of two passes, relative to the length of the scores
+_RANDOM = 1e-4  # difference of two passes, relative to the spread of the scores
 _TINY = 1e-30  # gradients this short are near the end of float32
 _PROBED = 64
 _HARDLY = 1e-4  # a change of pixels that no network notices, a fortieth of a grey level
-_MUCH = 0.02  # a large change of scores, relative to their length
+_MUCH = 0.02  # a large change of scores, relative to their spread
 _SOME = 0.1  # least share of images that change that much
 
 
@@ -72,7 +72,7 @@ def find_traits(model: nn.Module, images: Tensor, num_classes: int) -> Traits:
                 for _ in range(2)
             )
         lengths = torch.cat([gradient_lengths(model, part) for part in _pieces(images)])
-        is_random = bool((passes_apart(scores, again) > _RANDOM).any())
+        is_random = bool((scores_apart(scores, again) > _RANDOM).any())
         in_range = bool((scores >= -1e-5).all()) and bool((scores <= 1 + 1e-5).all())
         return Traits(
             is_random=is_random,
@@ -138,7 +138,7 @@ def _knows_bytes(model: nn.Module, images: Tensor, scores: Tensor) -> bool:
             moved = torch.cat([full_precision(model(part)).double() for part in _pieces(images + signs)])
     except Exception:  # a model may refuse images that are not on whole levels
         return True
-    return float((passes_apart(scores, moved) > _MUCH).double().mean()) >= _SOME
+    return float((scores_apart(scores, moved) > _MUCH).double().mean()) >= _SOME
 
 
 def _hides_scores(model: nn.Module, images: Tensor, num_classes: int) -> bool:

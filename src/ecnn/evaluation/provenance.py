@@ -20,8 +20,8 @@ from torch import Tensor, nn
 
 import ecnn
 from ecnn.asking import half_precision_of, read_model, undisturbed, without_tf32
-from ecnn.attacks.auto import passes_apart
 from ecnn.attacks.randomness import Draws, forked_generators
+from ecnn.comparing import scores_apart
 from ecnn.data import Split
 from ecnn.errors import InputError
 from ecnn.evaluation.batch import place
@@ -186,9 +186,9 @@ def ask_probes(model: nn.Module, split: Split) -> dict[str, Any] | None:
     scores, other, again = (ask(seed) for seed in (0, 1, 0))
     if scores is None or other is None or again is None or not len(scores) == len(other) == len(again):
         return None
-    if bool((passes_apart(scores, again) > _SAME).any()):
+    if bool((scores_apart(scores, again) > _SAME).any()):
         return None
-    is_random = bool((passes_apart(scores, other) > _SAME).any())
+    is_random = bool((scores_apart(scores, other) > _SAME).any())
     shown = torch.linspace(0, scores.shape[1] - 1, min(_SHOWN, scores.shape[1]), device="cpu").long()
     rows = scores[:, shown.to(scores.device)].tolist()
     return {

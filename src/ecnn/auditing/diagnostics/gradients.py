@@ -12,7 +12,7 @@ from ecnn.attacks.base import Target
 from ecnn.attacks.norms import NORMS
 from ecnn.attacks.randomness import Draws
 from ecnn.attacks.views import SCORES, Aim, Averaged
-from ecnn.auditing.diagnostics.probes import Probe, diagnostic, percent, share, unusable
+from ecnn.auditing.diagnostics.probes import DIFFERENCE, Probe, diagnostic, percent, share, unusable
 from ecnn.auditing.diagnostics.statistics import DOMINATED_TOLERANCE, TOLERANCE, exceeds
 from ecnn.auditing.findings import Finding, alarm, alarm_if, note, ok
 
@@ -254,7 +254,7 @@ def check_randomness(probe: Probe) -> Finding:
     difference, flipped = probe.two_passes
     evidence: dict[str, Any] = {"largest_difference": difference, "flipped_predictions": flipped}
     if not probe.is_random:
-        return ok("Two passes over the same images agree.", evidence)
+        return ok("Two passes over the same images, and over points near them, agree.", evidence)
     probe = probe.raw
     view = Averaged(view=SCORES, passes=probe.budget.eot)
     rows = torch.nonzero(probe.standing).squeeze(1).to(probe.rows.device)
@@ -268,7 +268,12 @@ def check_randomness(probe: Probe) -> Finding:
     walk = probe.walk(lambda _: view, rows, steps=max(10, probe.budget.probe_steps // 4))
     gained, n = int(walk.broken.sum()), probe.num_right
     evidence |= {"broken_by_averaging": gained, "passes_averaged": probe.budget.eot, "images": n}
-    claim = f"The model is random: two passes differ by up to {difference:.2g} of the scores' length"
+    apart = (
+        f"differ by up to {difference:.2g} of the scores' spread"
+        if difference > DIFFERENCE
+        else "differ at some points"
+    )
+    claim = f"The model is random: two passes {apart}"
     advice = "Attack the average over the model's randomness (EOT), and repeat the measurement."
     if exceeds(gained, n, TOLERANCE):
         claim += f", and averaging gradients breaks {percent(gained, n)} that plain PGD left."

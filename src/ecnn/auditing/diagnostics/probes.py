@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, wraps
 from typing import Any, Literal
@@ -13,7 +14,6 @@ import torch
 from torch import Tensor, nn
 
 from ecnn.asking import copy_in_double, full_precision, undisturbed, without_tf32
-from ecnn.attacks.auto import passes_apart
 from ecnn.attacks.base import Attack, Target
 from ecnn.attacks.gradient import PGD
 from ecnn.attacks.images import at_once, per_image
@@ -24,6 +24,7 @@ from ecnn.auditing.averaging import MeanOfPasses
 from ecnn.auditing.diagnostics.statistics import STOOD_TOLERANCE, exceeds
 from ecnn.auditing.findings import Finding, note
 from ecnn.auditing.subject import Subject
+from ecnn.comparing import scores_apart
 from ecnn.objectives import predicted_classes, score_margin
 
 #: Images per batch; it bounds the memory and changes no result.
@@ -32,7 +33,7 @@ _GROUP = 128
 _REACH = 2.5
 _STREAM = 29
 #: Two passes of a deterministic model in float32 differ by less, in any order of summation (as in AutoAttack's flag).
-_DIFFERENCE = 1e-4
+DIFFERENCE = 1e-4
 
 #: (positions of some images) -> the view that a walk attacks; a view with settings per image picks them by position.
 ViewOf = Callable[[Tensor], View]
@@ -83,6 +84,7 @@ class Probe:
             else subject.stood
         )
         self._stood = stood[: len(self.images)].cpu()
+        self._is_known_to_be_random = subject.is_random
         self._spent = [0, 0]  # passes and gradients of `broken_by`, whose attacks have counts of their own
         self._ask(subject.model)
         self.raw = self
@@ -116,17 +118,30 @@ class Probe:
 
     @cached_property
     def two_passes(self) -> tuple[float, int]:
-        """Largest difference between two passes, relative to the length of the scores, and how many answers differ."""
+        """How far two passes over an image, or over a point near it, lie apart at most, and how many classes differ.
+
+        The distance is relative to the spread of the scores.
+        """
         # Not `scores` and one pass more: every check starts from the same seed and would draw the same numbers again.
-        first = torch.cat([self.target.narrow(part).scores(self.images[part]) for part in self.groups()])
-        again = torch.cat([self.target.narrow(part).scores(self.images[part]) for part in self.groups()])
-        flipped = int((predicted_classes(first) != predicted_classes(again)).sum())
-        return (float(passes_apart(first, again).amax()) if len(first) else 0.0), flipped
+        draws = Draws.of(self.seed, self.rows).fold(_STREAM + 1)
+        apart, flipped = self._two_passes(self.images)
+        with suppress(Exception):  # a model may refuse random points
+            other, more = self._two_passes(NORMS[self.norm].random(self.images, self.eps, draws))
+            apart, flipped = max(apart, other), flipped + more
+        return apart, flipped
+
+    def _two_passes(self, points: Tensor) -> tuple[float, int]:
+        apart, flipped = 0.0, 0
+        for part in self.groups():
+            first, again = (self.target.narrow(part).scores(points[part]) for _ in range(2))
+            flipped += int((predicted_classes(first) != predicted_classes(again)).sum())
+            apart = max(apart, float(scores_apart(first, again).amax())) if len(part) else apart
+        return apart, flipped
 
     @property
     def is_random(self) -> bool:
-        """Whether two passes differ by more than rounding."""
-        return self.two_passes[0] > _DIFFERENCE
+        """Whether two passes differ by more than rounding, or are known to differ somewhere."""
+        return self._is_known_to_be_random or self.two_passes[0] > DIFFERENCE
 
     @cached_property
     def gradient_error(self) -> str | None:
