@@ -26,10 +26,12 @@ from ecnn.attacks.norms import NORMS, round_to_bytes
 from ecnn.attacks.randomness import Draws
 from ecnn.attacks.views import decoded_scores, has_code, members_of
 from ecnn.auditing import Audit, Subject, audit
-from ecnn.auditing.adaptive import InnerScores, features_of
+from ecnn.auditing.adaptive import InnerScores, features_of, whole_batch
 from ecnn.auditing.alone import OneAtATime
-from ecnn.auditing.confirming import compare_ends, confirm
+from ecnn.auditing.confirming import compare_ends, confirm, means_differ
 from ecnn.auditing.deployment import Deployment, FreshBuffers, FreshEachTime, Isolated, Settled, take_copy
+from ecnn.auditing.diagnostics.binarization import find_features
+from ecnn.auditing.diagnostics.probes import Probe
 from ecnn.auditing.examination import examine, find_different
 from ecnn.auditing.surroundings import PutBack, Surroundings
 from ecnn.auditing.traits import find_traits
@@ -343,6 +345,86 @@ def test_where_attacks_end_a_used_object_and_a_fresh_copy_are_compared() -> None
             forgetting = dataclasses.replace(deployment, forgets=True)
             subject = dataclasses.replace(subject, model=forgetting.fresh())
             assert compare_ends(forgetting, subject, rows) is None
+
+
+class Routed(toys.LinearOfThree):
+    """Linear for whoever asks about few images at once; batches meet steps, which small moves seldom change.
+
+    Args:
+        source: of some noise: "torch", "system" or "".
+        only_off: whether batches of images of whole grey levels are answered like single images.
+    """
+
+    def __init__(self, source: str, *, only_off: bool = False) -> None:
+        super().__init__()
+        self.source, self.only_off = source, only_off
+
+    def forward(self, images: Tensor) -> Tensor:
+        levels = 255 * images
+        is_off = float(((levels - levels.round()).abs().flatten(1).amax(dim=1) > 1e-2).double().mean()) > 0.3
+        firm = len(images) >= 4 and (is_off or not self.only_off)
+        scores = super().forward(images.round().detach() if firm else images)
+        if self.source == "torch":
+            return scores + 0.02 * torch.randn_like(scores)
+        noise = (
+            np.random.default_rng().standard_normal(scores.shape) if self.source else np.zeros(scores.shape)
+        )
+        return scores + 0.02 * torch.from_numpy(noise).float()
+
+
+@pytest.mark.parametrize(
+    "model",
+    [Routed("torch"), Routed("system"), Routed("", only_off=True), Routed("torch", only_off=True)],
+    ids=["torch", "system", "off levels", "torch off levels"],
+)
+def test_that_the_batch_decides_is_seen_in_random_models_and_off_the_images(
+    model: Routed, honest: float
+) -> None:
+    found = run_audit(model, claim=0.95)
+    assert "batch_dependent" in [finding.name for finding in found.findings if finding.level == "alarm"]
+    assert found.is_random == bool(model.source)
+    assert found.accuracy <= honest + 0.1
+    assert found.verdict == "not believable"
+
+
+class NoisyTiring(Tiring):
+    def forward(self, images: Tensor) -> Tensor:
+        scores = super().forward(images)
+        return scores + 0.02 * torch.randn_like(scores)
+
+
+def test_that_a_random_model_has_changed_while_it_was_attacked_is_seen(honest: float) -> None:
+    found = run_audit(NoisyTiring(90), claim=0.95)
+    assert [finding.name for finding in found.findings if finding.level == "alarm"] == ["stateful"]
+    assert found.is_random
+    assert found.accuracy <= honest + 0.1
+
+
+def test_means_over_passes_differ_only_beyond_chance() -> None:
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(shift: float = 0.0, *, share: float | None = None) -> Tensor:
+        noise = torch.randn(16, 400, 3, generator=generator)
+        if share is None:
+            return torch.tensor([4.0, 1.0, 0.0]) + noise + shift * torch.tensor([1.0, 0.0, 0.0])
+        first = torch.rand(16, 400, generator=generator) < share
+        return torch.stack([first, ~first], dim=2).float()
+
+    assert means_differ(draw(), draw()).sum() == 0
+    assert means_differ(draw(), draw(4.0)).all()
+    assert means_differ(draw(share=0.3), draw(share=0.3)).sum() == 0
+    assert means_differ(draw(share=0.05), draw(share=0.95)).double().mean() > 0.95
+    same = draw()
+    assert not means_differ(same, same).any()
+    fixed = same[:1].expand(16, -1, -1)
+    assert not means_differ(fixed, fixed + 0.001).any()  # no chance, but too little to matter
+    assert means_differ(fixed, fixed + torch.tensor([2.0, 0.0, 0.0])).all()
+    for odd in (torch.nan, torch.inf):
+        broken = draw()
+        broken[:, :7, 2] = odd
+        found = means_differ(draw(), broken)
+        assert found[:7].all()
+        assert not found[7:].any()
 
 
 class NearBorders(toys.LinearOfThree):
@@ -992,3 +1074,52 @@ def test_a_model_that_changes_its_precision_is_audited() -> None:
     split = make_split(toys.LinearOfThree(), 180)
     found, usual = (run_audit(model, split, limit=60) for model in (Widening(), toys.LinearOfThree()))
     assert abs(found.accuracy - usual.accuracy) <= 0.05
+
+
+class InParts(nn.Module):
+    """Classifies a batch in parts, in the order of the images or by which of two copies is in charge."""
+
+    def __init__(self, network: nn.Module, *, in_order: bool = True) -> None:
+        super().__init__()
+        self.network, self.in_order = network, in_order
+
+    def forward(self, images: Tensor) -> Tensor:
+        if self.in_order:
+            return torch.cat([self.network(part) for part in torch.split(images, 3)])
+        is_first = images.flatten(1)[:, 0] > 0.5
+        scores = torch.empty(len(images), 3)
+        for chosen in (is_first, ~is_first):
+            scores[chosen] = self.network(images[chosen])
+        return scores
+
+
+@pytest.mark.parametrize("count", [1, 3, 7, 12])
+def test_layers_of_a_model_that_classifies_in_parts_are_read_whole(count: int) -> None:
+    network = nn.Sequential(nn.Flatten(), nn.Linear(36, 8), nn.ReLU(), nn.Linear(8, 3))
+    images = torch.rand(count, 1, 6, 6)
+    for read in (features_of, InnerScores(num_classes=3).read):
+        parts, whole = read(InParts(network), images), read(network, images)
+        assert torch.allclose(parts[0], whole[0], atol=1e-6)
+    layer, other = network[1], network[3]
+    heard = [(layer, torch.zeros(2)), (other, torch.ones(4)), (layer, torch.ones(2))]
+    for batch, rows in ((4, [0.0, 0.0, 1.0, 1.0]), (2, [1.0, 1.0])):
+        joined = whole_batch(heard, batch)
+        assert joined is not None
+        assert joined.tolist() == rows
+    for batch in (1, 3, 5):
+        assert whole_batch(heard, batch) is None
+    assert whole_batch([(layer, "text")], 1) is None
+    assert whole_batch([], 1) is None
+
+
+@pytest.mark.parametrize(("in_order", "place"), [(True, "features"), (False, "scores")])
+def test_weaknesses_are_planted_in_features_only_where_these_are_in_order(in_order: bool, place: str) -> None:
+    torch.manual_seed(0)
+    network = nn.Sequential(nn.Flatten(), nn.Linear(36, 8), nn.ReLU(), nn.Linear(8, 3))
+    model = InParts(network, in_order=in_order)
+    probe = Probe(make_subject(model))
+    read, found = find_features(probe, torch.arange(12))
+    assert found == place
+    images = probe.images[:11]
+    wanted = network[:3](images) if place == "features" else network(images)
+    assert torch.allclose(read(model, images), wanted, atol=1e-6)

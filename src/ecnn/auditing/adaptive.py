@@ -225,11 +225,13 @@ def last_layers(model: nn.Module, num_classes: int) -> list[nn.Module]:
 
 
 @contextmanager
-def _overhearing(layers: list[nn.Module], heard: list[Tensor], *, inputs: bool) -> Iterator[None]:
-    """Appends the outputs of the layers, or with `inputs` their inputs, to the list while the context is open."""
+def overhearing(
+    layers: list[nn.Module], heard: list[tuple[nn.Module, Any]], *, inputs: bool
+) -> Iterator[None]:
+    """Appends each layer with its output, or with `inputs` its input, to the list while the context is open."""
 
     def hear(module: nn.Module, told: tuple[Any, ...], said: Any) -> None:
-        heard.append(told[0] if inputs else said)
+        heard.append((module, told[0] if inputs else said))
 
     handles = [layer.register_forward_hook(hear) for layer in layers]
     try:
@@ -237,6 +239,23 @@ def _overhearing(layers: list[nn.Module], heard: list[Tensor], *, inputs: bool) 
     finally:
         for handle in handles:
             handle.remove()
+
+
+def whole_batch(heard: list[tuple[nn.Module, Any]], batch: int) -> Tensor | None:
+    """What the last layer in the list got or gave, one row per image, also where a batch went through it in parts.
+
+    None if its last calls do not add up to the batch.
+    """
+    parts: list[Tensor] = []
+    for layer, values in reversed(heard):
+        if layer is not heard[-1][0]:
+            continue
+        if not isinstance(values, Tensor) or not values.ndim:
+            return None
+        parts.insert(0, values)
+        if (rows := sum(len(part) for part in parts)) >= batch:
+            return torch.cat(parts) if rows == batch else None
+    return None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -256,14 +275,15 @@ class InnerScores(ScoreView):
         if isinstance(model, Around):  # `ask` may split the batch or use a copy: hooks must be set inside it
             both = model.ask(lambda asked, part: torch.cat(self.read(asked, part), dim=1), images)
             return both[:, : self.num_classes], both[:, self.num_classes :].detach()
-        heard: list[Tensor] = []
-        with _overhearing(last_layers(model, self.num_classes), heard, inputs=False):
+        heard: list[tuple[nn.Module, Any]] = []
+        with overhearing(last_layers(model, self.num_classes), heard, inputs=False):
             scores = full_precision(model(images))
-        if not heard or len(heard[-1]) != len(images):
+        found = whole_batch(heard, len(images))
+        if found is None:
             raise InputError(
                 f"{type(model).__name__} ran no linear or convolutional layer with {self.num_classes} outputs."
             )
-        inner = full_precision(heard[-1])
+        inner = full_precision(found)
         return (inner if inner.ndim == 2 else inner.flatten(2).mean(dim=2)), scores.detach()
 
 
@@ -282,14 +302,15 @@ def features_of(model: nn.Module, images: Tensor) -> tuple[Tensor, Tensor | None
         return full_precision(anything.features(images)).flatten(1), None
     linear: list[nn.Module] = [layer for layer in model.modules() if isinstance(layer, nn.Linear)]
     layers = [trunk] if isinstance(trunk, nn.Module) else linear
-    heard: list[Tensor] = []
-    with _overhearing(layers, heard, inputs=not has_trunk):
+    heard: list[tuple[nn.Module, Any]] = []
+    with overhearing(layers, heard, inputs=not has_trunk):
         scores = full_precision(model(images))
-    if not heard or not isinstance(heard[-1], Tensor) or len(heard[-1]) != len(images):
+    found = whole_batch(heard, len(images))
+    if found is None:
         raise InputError(
             f"{type(model).__name__} has no trunk, no features(images) and no linear layer to read features from."
         )
-    features = full_precision(heard[-1])
+    features = full_precision(found)
     if has_trunk and features.ndim == 4:
         features = features.mean(dim=(2, 3))
     return features.flatten(1), scores.detach()

@@ -304,7 +304,10 @@ def _audit(subject: Subject, deployment: Deployment, request: _Request) -> _Foun
         about: dict[str, Any] = {"num_classes": num_classes, "is_random": is_random}
         own = own_attacks(request.own, subject, taken=suite(subject, **about))
         with until(request.end):
-            stages.make_parts(join_own(suite_parts(subject, examples=examples, **about, **kept), own))
+            if is_random:  # before attacks that would have to be made again
+                stages.compare_ends()
+            parts = join_own(suite_parts(subject, examples=examples, **about, **kept), own)
+            stages.make_parts([] if stages.late else parts)
             stages.compare_ends()
         staged = stages.result()
         if staged.late is not None:
@@ -356,7 +359,7 @@ def _read(subject: Subject, staged: Staged, is_random: bool) -> list[Finding]:
 
 def _ask_otherwise(deployment: Deployment, late: Late, subject: Subject) -> tuple[Deployment, Finding]:
     """The new deployment and the finding if only attacks revealed that a model remembers or depends on its batch."""
-    evidence = {"shown_by": "the points that attacks found"}
+    evidence = {"shown_by": "points where attacks end"}
     if late == "outside":
         changed = deployment.surroundings.changed()
         other = dataclasses.replace(deployment, surroundings=changed, puts_back=True, is_vectorised=False)

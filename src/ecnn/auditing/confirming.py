@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+import torch.nn.functional as F  # noqa: N812 as all of torch's users call it
 from torch import Tensor, nn
 
 from ecnn.asking import read_model, undisturbed, without_tf32
@@ -20,7 +21,15 @@ from ecnn.attacks.ray_directions import Neighbours
 from ecnn.attacks.rays import RaySearch
 from ecnn.auditing.deployment import Deployment
 from ecnn.auditing.diagnostics.statistics import TOLERANCE, exceeds
-from ecnn.auditing.examination import PROBED, Late, find_different, noisy_points, what_decides
+from ecnn.auditing.examination import (
+    LITTLE,
+    PROBED,
+    Late,
+    find_different,
+    is_random_at,
+    noisy_points,
+    what_decides,
+)
 from ecnn.auditing.subject import Subject, once
 from ecnn.comparing import spread_of, typical_lead
 from ecnn.objectives import predicted_classes, score_margin
@@ -29,6 +38,10 @@ from ecnn.objectives import predicted_classes, score_margin
 _TIE = 1e-5
 #: Steps of the walk whose last points are compared, and their lengths together in radii.
 _STEPS, _REACH = 20, 2.5
+#: Images of each kind that are compared alone, and passes that a random model makes over them.
+_COMPARED, _PASSES = 8, 16
+#: Standard errors that are no chance: of t with some 30 degrees of freedom one in 200,000 is beyond 5.5.
+_SIGNIFICANT = 5.5
 #: Queries of the search for an image whose point does not hold alone, if the batch sways the model's scores.
 _SEARCHED = 1000
 #: Factors by which a move is lengthened, in turn, until its point is misclassified.
@@ -83,7 +96,7 @@ def confirm(
         scores = _scores(deployment, subject, points[order])
         full[order.numpy()] = _is_broken(scores, labels[order], lead)
         rounded = _broken_when_rounded(deployment, subject, points, rows, labels) if are_bytes else None
-        late = _what_came_late(deployment, subject, (points[order], scores), holds, full)
+        late = _what_came_late(deployment, subject, points[order], holds, full)
     return Confirmation(holds=holds, full=full, rounded=rounded, late=late)
 
 
@@ -158,8 +171,10 @@ def _broken_when_rounded(
 def compare_ends(deployment: Deployment, subject: Subject, rows: Tensor) -> Late | None:
     """How the model must be asked otherwise, by points at which an attack without success ends; None if as before.
 
-    A model that remembers queries may give the right class where an attack ends and nowhere else. No point breaks an
-    image then, and none comes to `confirm`. So the classes there are compared with those of a fresh copy.
+    A model that remembers queries may give the right class where an attack ends and nowhere else, and so may one whose
+    batch decides. No point breaks an image then, and none comes to `confirm`. So the scores there are compared with
+    those of a fresh copy, and with those of each point alone. Of a random model the means over passes are compared,
+    also at clean images and random points near them.
 
     Args:
         deployment, subject: as in `confirm`.
@@ -173,53 +188,97 @@ def compare_ends(deployment: Deployment, subject: Subject, rows: Tensor) -> Late
     walk = PGD(norm=subject.norm, eps=subject.eps, steps=_STEPS, step_size=step, keep="last")
     with without_tf32():
         made = walk.run(subject.model, images, labels, seed=subject.seed)
+        if subject.is_random:
+            noisy = noisy_points(subject, subject.images[:_COMPARED], 5)
+            return _compare_means(
+                deployment, subject, torch.cat([subject.images[:_COMPARED], noisy, made.images[:_COMPARED]])
+            )
         fresh = _scores(deployment, subject, made.images)
-        if _is_random_at(deployment, subject, made.images, fresh):
+        if is_random_at(deployment, made.images, subject.seed):
             return "random"
-        if deployment.forgets and not deployment.in_buffers:
-            return None
-        hidden = ~made.success.cpu().numpy() & (predicted_classes(fresh) != labels).cpu().numpy()
-        hidden &= (score_margin(fresh.double(), labels) < 0).cpu().numpy()
-        return "stateful" if exceeds(int(hidden.sum()), len(hidden), TOLERANCE) else None
+        if not deployment.forgets or deployment.in_buffers:
+            hidden = ~made.success.cpu().numpy() & (predicted_classes(fresh) != labels).cpu().numpy()
+            hidden &= (score_margin(fresh.double(), labels) < 0).cpu().numpy()
+            if exceeds(int(hidden.sum()), len(hidden), TOLERANCE):
+                return "stateful"
+        if deployment.company is None and not deployment.is_swayed:
+            few = made.images[:_COMPARED]
+            alone = find_different(_alone_scores(deployment, subject, few), fresh[:_COMPARED], LITTLE)
+            if 4 * int(alone.sum()) > len(few):
+                return "batch_dependent"
+        return None
+
+
+def _compare_means(deployment: Deployment, subject: Subject, points: Tensor) -> Late | None:
+    """What `compare_ends` returns for a random model, from means over passes."""
+    fresh = [_scores(deployment, subject, points, seed=subject.seed + number) for number in range(_PASSES)]
+
+    def differ(model: nn.Module | None) -> bool:
+        seeds = range(subject.seed + _PASSES, subject.seed + 2 * _PASSES)
+        asked = [
+            _alone_scores(deployment, subject, points, seed)
+            if model is None
+            else _scores_of(model, subject, points, seed)
+            for seed in seeds
+        ]
+        count = int(means_differ(torch.stack(fresh), torch.stack(asked)).sum())
+        return exceeds(count, len(points), TOLERANCE)
+
+    if (not deployment.forgets or deployment.in_buffers) and differ(subject.model):
+        return "stateful"
+    if deployment.company is None and differ(None):
+        return "batch_dependent"
+    return None
+
+
+def means_differ(one: Tensor, other: Tensor) -> Tensor:
+    """(image,) whether the means over passes of two sets of scores differ significantly, and by more than a little.
+
+    Where scores are not finite, the predicted classes take their place.
+
+    Args:
+        one, other: (pass, image, class).
+    """
+    if not (one.isfinite().all() and other.isfinite().all()):
+        one, other = (
+            F.one_hot(predicted_classes(part.flatten(0, 1)) + 1, part.shape[2] + 1).reshape(
+                *part.shape[:2], -1
+            )
+            for part in (one, other)
+        )
+    one, other = one.double(), other.double()
+    apart = (one.mean(dim=0) - other.mean(dim=0)).abs()
+    error = (one.var(dim=0) / len(one) + other.var(dim=0) / len(other)).sqrt()
+    is_much = apart > LITTLE * spread_of(one.mean(dim=0))[:, None]
+    return (is_much & (apart > _SIGNIFICANT * error)).any(dim=1).cpu()
 
 
 def _what_came_late(
     deployment: Deployment,
     subject: Subject,
-    found: tuple[Tensor, Tensor],
+    points: Tensor,
     holds: np.ndarray,
     full: np.ndarray,
 ) -> Late | None:
-    """How the model must be asked otherwise; `found` holds points that attacks found, and a fresh copy's scores."""
+    """How the model must be asked otherwise, by `points` that attacks found; None if as before."""
     images = subject.images[:PROBED]
     asked = images, noisy_points(subject, images, 3)
     if what_decides(deployment, asked, subject.seed) is not None:
         return "outside"
     if deployment.trouble:
         return None
-    if _is_random_at(deployment, subject, *found):
+    if is_random_at(deployment, points, subject.seed):
         return "random"
     if not deployment.forgets or deployment.in_buffers:
-        for points in asked:
-            used, fresh = (
-                _scores_of(model, subject, points) for model in (subject.model, deployment.fresh())
-            )
-            if exceeds(int(find_different(used, fresh).sum()), len(points), TOLERANCE):
+        for some in asked:
+            used, fresh = (_scores_of(model, subject, some) for model in (subject.model, deployment.fresh()))
+            if exceeds(int(find_different(used, fresh).sum()), len(some), TOLERANCE):
                 return "stateful"
         if exceeds(int((~holds & ~full).sum()), len(holds), TOLERANCE):
             return "stateful"
     if deployment.company is None and exceeds(int((holds != full).sum()), len(holds), TOLERANCE):
         return "batch_dependent"
     return None
-
-
-def _is_random_at(deployment: Deployment, subject: Subject, points: Tensor, scores: Tensor) -> bool:
-    """Whether a fresh copy gives other scores to these points than `scores`, with other random numbers alone."""
-    model, again = deployment.fresh(), deployment.fresh()
-    other = _scores_of(model, subject, points, seed=subject.seed + 1)
-    if not bool(find_different(scores, other).any()):
-        return False
-    return not bool(find_different(scores, _scores_of(again, subject, points)).any())
 
 
 def _typical_lead(deployment: Deployment, subject: Subject) -> float:
@@ -243,14 +302,16 @@ def _scores_of(model: nn.Module, subject: Subject, points: Tensor, seed: int | N
         return torch.cat([read_model(model, part) for part in torch.split(points, at_once(_FULL))])
 
 
-def _scores(deployment: Deployment, subject: Subject, points: Tensor) -> Tensor:
-    return _scores_of(deployment.fresh(), subject, points)
+def _scores(deployment: Deployment, subject: Subject, points: Tensor, seed: int | None = None) -> Tensor:
+    return _scores_of(deployment.fresh(), subject, points, seed)
 
 
-def _alone_scores(deployment: Deployment, subject: Subject, points: Tensor) -> Tensor:
+def _alone_scores(
+    deployment: Deployment, subject: Subject, points: Tensor, seed: int | None = None
+) -> Tensor:
     """(point, class) scores, each point in a batch of its own, beside the deployment's clean images if it has any."""
     try:
         lonely = dataclasses.replace(deployment.alone(), is_vectorised=False)
-        return _scores(lonely, subject, points)
+        return _scores(lonely, subject, points, seed)
     except Exception:  # a batch of one of these points may fail: ask in full batches
-        return _scores(deployment, subject, points)
+        return _scores(deployment, subject, points, seed)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext, suppress
 from typing import Any, Literal
 
@@ -33,7 +33,7 @@ _COMPANY = 31
 #: Differences of scores that count, as shares of their spread: another batch changes float32 by 1e-5, half by 1e-2.
 _APART, _APART_IN_HALF = 1e-3, 3e-2
 #: Share of the same spread: a batch that changes scores by less only moves the decision boundary a little.
-_LITTLE = 0.05
+LITTLE = 0.05
 _STREAM = 53
 _SOURCE = "deployment: a fresh copy, one image at a time"
 
@@ -190,7 +190,7 @@ class _Examination:
 
     def _is_random(self, taken: Deployment) -> bool:
         one, other = (ask(taken.fresh(), self.images, seed) for seed in (self.seed, self.seed + 1))
-        return bool(find_different(one, other).any())
+        return bool(find_different(one, other).any()) or is_random_at(taken, self.noisy[2], self.seed)
 
     def _look_outside(self, questions: int) -> Deployment:
         """The deployment, which restores values outside the model for every query if they change its answers.
@@ -275,48 +275,60 @@ class _Examination:
         order = torch.randperm(
             len(self.images), generator=torch.Generator().manual_seed(self.seed), device="cpu"
         )
-        order = order.to(self.images.device)
-        shuffled = ask(taken.fresh(), self.images[order], self.seed)
-        differ = torch.zeros(len(first), dtype=torch.bool, device="cpu")
-        differ[order.cpu()] = find_different(shuffled, first[order])
-        few = slice(min(_ALONE, len(self.images)))
-        evidence: dict[str, Any] = {"images": len(self.images), "differ_in_another_order": int(differ.sum())}
-        single = taken.alone()
-        try:
-            lonely = ask(single.fresh(), self.images[few], self.seed)
-            evidence["differ_alone"] = int(find_different(lonely, first[few]).sum())
-            lost = self._right(first[few], few) - self._right(lonely, few)
-            needs_company = 4 * lost > len(lonely)
-        except Exception as error:  # such as batch statistics of one image
-            evidence["error_alone"] = (str(error).splitlines() or [type(error).__name__])[0][:200]
-            needs_company = True
-        is_dependent = exceeds(evidence["differ_in_another_order"], len(first), TOLERANCE)
-        if "error_alone" not in evidence and not is_dependent:
-            is_dependent = 4 * evidence["differ_alone"] > len(first[few])
-        if "error_alone" not in evidence and not is_dependent:
-            return taken
-        if "error_alone" not in evidence and self._is_little(shuffled, first[order], lonely, first[few]):
-            self._find(_swayed(evidence), "batch_dependent")
-            return dataclasses.replace(taken, is_swayed=True)
+        few, single = slice(min(_ALONE, len(self.images))), taken.alone()
+        evidence: dict[str, Any] = {"images": len(self.images), "differ_in_another_order": 0}
+        pairs, needs_company = [], False
+        for points, scores in self._clean_and_noisy(taken, first):
+            shuffled = ask(taken.fresh(), points[order.to(points.device)], self.seed)
+            pairs.append((shuffled, scores[order.to(scores.device)]))
+            differ = int(find_different(*pairs[-1]).sum())
+            evidence["differ_in_another_order"] = max(differ, evidence["differ_in_another_order"])
+            try:
+                lonely = ask(single.fresh(), points[few], self.seed)
+            except Exception as error:  # such as batch statistics of one image
+                evidence["error_alone"] = (str(error).splitlines() or [type(error).__name__])[0][:200]
+                needs_company = True
+                break
+            pairs.append((lonely, scores[few]))
+            differ = int(find_different(*pairs[-1]).sum())
+            evidence["differ_alone"] = max(differ, evidence.get("differ_alone", 0))
+            if points is self.images:
+                needs_company = 4 * (self._right(scores[few], few) - self._right(lonely, few)) > len(lonely)
+        if "error_alone" not in evidence:
+            is_dependent = exceeds(evidence["differ_in_another_order"], len(first), TOLERANCE)
+            if not is_dependent and 4 * evidence["differ_alone"] <= len(first[few]):
+                return taken
+            if not any(_differ_much(*pair) for pair in pairs):
+                self._find(_swayed(evidence), "batch_dependent")
+                return dataclasses.replace(taken, is_swayed=True)
         if needs_company:
             single = dataclasses.replace(taken, company=self.images[:_COMPANY])
         evidence["company"] = len(single.company) if single.company is not None else 0
         self._find(batch_dependent(evidence), "batch_dependent")
         return single
 
-    def _is_little(self, *pairs: Tensor) -> bool:
-        """Whether the scores of each pair of arguments differ by little and give the same classes."""
-        return all(
-            not find_different(one, other, _LITTLE).any()
-            and bool((predicted_classes(one) == predicted_classes(other)).all())
-            for one, other in zip(pairs[::2], pairs[1::2], strict=True)
-        )
+    def _clean_and_noisy(self, taken: Deployment, first: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """The images, and random points near them unless the model refuses these, each with their scores."""
+        yield self.images, first
+        if time.monotonic() > self.end:
+            return
+        try:
+            scores = ask(taken.fresh(), self.noisy[2], self.seed)
+        except Exception:
+            return
+        yield self.noisy[2], scores
 
     def _right(self, scores: Tensor, part: slice) -> int:
         return int((predicted_classes(scores) == self.labels[part]).sum())
 
     def _find(self, finding: Finding, name: str) -> None:
         self.findings.append(named(finding, name))
+
+
+def _differ_much(one: Tensor, other: Tensor) -> bool:
+    """Whether the scores of an image differ by much, or give another class."""
+    classes = predicted_classes(one) != predicted_classes(other)
+    return bool(find_different(one, other, LITTLE).any()) or bool(classes.any())
 
 
 def ask(model: nn.Module, images: Tensor, seed: int) -> Tensor:
@@ -371,13 +383,20 @@ def noisy_points(subject: Subject, images: Tensor, number: int) -> Tensor:
 
 def is_random_nearby(deployment: Deployment, subject: Subject) -> bool:
     """Whether fresh copies give other scores with other random numbers, for random points of the balls."""
-    points = noisy_points(subject, subject.images[: max(_ALONE, at_once(PROBED))], 4)
-    seeds = subject.seed, subject.seed + 1, subject.seed
+    return is_random_at(deployment, noisy_points(subject, subject.images[:PROBED], 4), subject.seed)
+
+
+def is_random_at(deployment: Deployment, points: Tensor, seed: int) -> bool:
+    """Whether fresh copies give other scores to the first of the points with other random numbers, and only then."""
+    points = points[: max(_ALONE, at_once(PROBED))]
     try:
-        one, other, again = (ask(deployment.fresh(), points, seed) for seed in seeds)
+        one, other = (ask(deployment.fresh(), points, number) for number in (seed, seed + 1))
+        if not find_different(one, other).any():
+            return False
+        again = ask(deployment.fresh(), points, seed)
     except Exception:  # a model may refuse such points
         return False
-    return bool(find_different(one, other).any()) and not bool(find_different(one, again).any())
+    return not bool(find_different(one, again).any())
 
 
 def find_different(one: Tensor, other: Tensor, tolerance: float | None = None) -> Tensor:

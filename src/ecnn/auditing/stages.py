@@ -157,7 +157,17 @@ class Stages:
         raise NotImplementedError
 
     def compare_ends(self) -> None:
-        """Sets `late` if attacks that broke nothing only seem to have failed; see `confirming.compare_ends`."""
+        """Sets `late` if attacks only seem to have failed on the images left; see `confirming.compare_ends`."""
+        left = torch.from_numpy(np.flatnonzero(self._is_left()))
+        if self.late is None and not time_is_over():
+            with suppress(
+                Exception
+            ):  # a model may refuse these points or gradients, and the time may be over
+                self.late = compare_ends(self.deployment, self.subject, left)
+
+    def _is_left(self) -> np.ndarray:
+        """(image,) whether no attack has broken it."""
+        raise NotImplementedError
 
     def standing(self) -> float:
         """How many images are left, a fraction for a random model."""
@@ -224,14 +234,9 @@ class _Cascade(Stages):
         made = {name: outcomes for name, outcomes in self.whole.outcomes.items() if outcomes.attacked.any()}
         self.evaluation = dataclasses.replace(self.whole, outcomes=made)
 
-    def compare_ends(self) -> None:
+    def _is_left(self) -> np.ndarray:
         assert self.evaluation is not None
-        left = torch.from_numpy(np.flatnonzero(self.evaluation.survivors()))
-        if self.late is None and not time_is_over():
-            with suppress(
-                Exception
-            ):  # a model may refuse these points or gradients, and the time may be over
-                self.late = compare_ends(self.deployment, self.subject, left)
+        return self.evaluation.survivors()
 
     def standing(self) -> float:
         assert self.evaluation is not None
@@ -403,6 +408,9 @@ class _MeanOverPasses(Stages):
         self.names += attacks
         self.evaluation = self.whole = self._evaluate(attacks, seed, watch=self._take)
 
+    def _is_left(self) -> np.ndarray:
+        return self.left >= 0.5
+
     def standing(self) -> float:
         return float(self.left.sum())
 
@@ -458,6 +466,7 @@ class _MeanOverPasses(Stages):
             right_when_clean=self.clean,
             right_when_plain=self.after_plain,
             evaluation=self.evaluation,
+            late=self.late,
         )
 
     def _right_share(self, images: Tensor, stage: int | None, passes: int) -> np.ndarray:

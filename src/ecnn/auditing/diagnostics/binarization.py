@@ -13,9 +13,11 @@ from ecnn.asking import full_precision
 from ecnn.attacks.norms import NORMS
 from ecnn.attacks.randomness import Draws
 from ecnn.attacks.views import Aim, ScoreView
+from ecnn.auditing.adaptive import overhearing, whole_batch
 from ecnn.auditing.diagnostics.probes import Probe, diagnostic, percent
 from ecnn.auditing.diagnostics.statistics import TOLERANCE, exceeds
 from ecnn.auditing.findings import Finding, alarm_if, note
+from ecnn.errors import InputError
 
 #: How many images get a planted task, and from how many inner points: they bound the cost. The authors' scripts use 999
 #: inner points or more and fit a logistic regression to each image.
@@ -115,36 +117,34 @@ def check_binarization(probe: Probe) -> Finding:
 
 def find_features(probe: Probe, rows: Tensor) -> tuple[Features, str]:
     """Reader of the input of the linear layer whose output is the scores, else of the scores; and which of the two."""
-    inputs: dict[nn.Module, Tensor] = {}
-    outputs: dict[nn.Module, Tensor] = {}
-
-    def remember(layer: nn.Module, given: tuple[Any, ...], output: Tensor) -> None:
-        inputs[layer], outputs[layer] = given[0], output
-
-    layers = [module for module in probe.model.modules() if isinstance(module, nn.Linear)]
-    hooks = [layer.register_forward_hook(remember) for layer in layers]
-    try:
-        scores = probe.target.narrow(rows[:2]).scores(probe.images[rows[:2]])
-    finally:
-        for hook in hooks:
-            hook.remove()
-    for layer, output in outputs.items():
+    rows = probe.groups(rows)[0]
+    layers: list[nn.Module] = [module for module in probe.model.modules() if isinstance(module, nn.Linear)]
+    given: list[tuple[nn.Module, Any]] = []
+    said: list[tuple[nn.Module, Any]] = []
+    with overhearing(layers, given, inputs=True), overhearing(layers, said, inputs=False):
+        scores = probe.target.narrow(rows).scores(probe.images[rows])
+    for layer in dict.fromkeys(layer for layer, _ in said):
         if layer not in layers:  # a layer of a copy made for one query, which copied the hooks too
             continue
-        if inputs[layer].ndim == 2 and output.shape == scores.shape and torch.equal(output, scores):
+        values, output = (
+            whole_batch([entry for entry in heard if entry[0] is layer], len(rows)) for heard in (given, said)
+        )
+        if values is None or output is None or values.ndim != 2:
+            continue
+        if output.shape == scores.shape and torch.equal(output, scores):
             return _reader(layer), "features"
     return lambda model, images: full_precision(model(images)), "scores"
 
 
 def _reader(layer: nn.Module) -> Features:
     def read(model: nn.Module, images: Tensor) -> Tensor:
-        seen: list[Tensor] = []
-        hook = layer.register_forward_pre_hook(lambda _, given: seen.append(given[0]))
-        try:
+        heard: list[tuple[nn.Module, Any]] = []
+        with overhearing([layer], heard, inputs=True):
             model(images)
-        finally:
-            hook.remove()
-        return full_precision(seen[-1])
+        found = whole_batch(heard, len(images))
+        if found is None:
+            raise InputError("the last linear layer gets other batches for some images")
+        return full_precision(found)
 
     return read
 

@@ -364,7 +364,7 @@ def diagnostic(
 def _could_not_ask(name: str, error: Exception) -> Finding:
     text = f"{type(error).__name__}: {error}".splitlines()[0][:200]
     return note(
-        f"The check {name!r} could not be made, because the model raised an error ({text}).",
+        f"The check {name!r} could not be made with this model ({text}).",
         {"error": text},
         "Make the model run on these images, forward and backward.",
         kind="not_made",
