@@ -319,8 +319,8 @@ def read_data(options: argparse.Namespace) -> Dataset:
 ABOUT = """
 `python benchmarks/scale.py`: ResNet-18 and WRN-28-10 on the first test images of CIFAR-10, Linf, all tools on the same
 network. resnet18_published comes with AutoAttack and was trained without attacks; the others are trained against
-attacks for a few minutes on the machine that audits them. missed: images that stand, and do not under AutoAttack
-(ours); gained: the reverse; forwarded: images that went through the network; seconds: on a CPU those of all its
+attacks for a few minutes on the machine that audits them. missed: images that our AutoAttack breaks and this tool does
+not; gained: the reverse; forwarded: images that went through the network; seconds: on a CPU those of all its
 threads together, without what other processes took.
 """
 

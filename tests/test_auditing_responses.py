@@ -139,6 +139,19 @@ def make_power(**changes: Any) -> Power:
     return Power(**{**usual, **changes})
 
 
+def test_what_is_proven_was_not_missed() -> None:
+    whole, some = make_power(proven=150), make_power(proven=149, found_again=2)
+    assert whole.missed == 0.0
+    assert whole.sentence() == "The attacks missed no image: all that they left are proven robust."
+    assert (make_power(found_again=2).missed or 0) > 1 / 200
+    assert some.missed == 1 / 200
+    assert make_power(proven=150, retried=0, found_again=0).missed == 0.0
+    assert make_power(proven=149, retried=0, found_again=0).missed is None
+    assert read_power(some.to_dict()) == some
+    old = {name: value for name, value in some.to_dict().items() if name != "proven"}
+    assert read_power(old) == make_power(found_again=2)
+
+
 @pytest.mark.parametrize(
     ("name", "base"), [("rays-long-x4", "rays-long"), ("rays", "rays"), ("my-xylophone", "my-xylophone")]
 )

@@ -448,6 +448,10 @@ def _conclude(
     alarms = [finding.name for finding in findings if finding.is_open]
     answered = [finding.name for finding in findings if "converged" in finding.evidence]
     is_sure = found.certified is not None and not set(alarms) & _NOT_PROVEN
+    power = found.power
+    if power is not None and found.certified is not None and is_sure and not found.is_random:
+        proven = (np.array(found.certified.proven) == 1) & (staged.right == 1)
+        power = dataclasses.replace(power, proven=int(proven.sum()))
     verdict, reason = judge(
         accuracy,
         images,
@@ -457,8 +461,8 @@ def _conclude(
         answered=answered,
         certified=found.certified.accuracy if found.certified is not None and is_sure else 0.0,
     )
-    if found.power is not None:
-        reason = f"{reason} {found.power.sentence()}"
+    if power is not None:
+        reason = f"{reason} {power.sentence()}"
     return Audit(
         verdict=verdict,
         reason=reason,
@@ -483,7 +487,7 @@ def _conclude(
         environment=staged.environment,
         audit_version=AUDIT_VERSION,
         certified=found.certified,
-        power=found.power,
+        power=power,
     )
 
 

@@ -52,6 +52,7 @@ class Power:
         alone: how many images query attacks broke that no gradient attack had broken.
         effort: how often the effort was doubled.
         doubling: how many images the last doubling broke, a fraction for a random model; None if there was none.
+        proven: how many images are proven robust: no attack can have missed these.
     """
 
     images: int
@@ -62,22 +63,24 @@ class Power:
     alone: int
     effort: int
     doubling: float | None
+    proven: int = 0
 
     @property
     def missed(self) -> float | None:
         """Upper bound, at 95 %, of the share of images that the attacks missed; None if no image was found again.
 
         The larger of two figures: the capture-recapture estimate, and what another doubling would break if it breaks
-        as much as the last. It is never more than the share that no attack broke.
+        as much as the last. It is never more than the share that no attack broke and that is not proven.
         """
-        if self.standing <= 0:
+        open_ones = self.standing - self.proven
+        if open_ones <= 0:
             return 0.0
         if not self.retried or not self.found_again:
             return None
         least = wilson_interval(self.found_again, self.retried, confidence=2 * _SURE - 1)[0]
         unseen = _at_most(self.alone) * (1 - least) / least
         again = 0.0 if self.doubling is None else _at_most(self.doubling)
-        return min(self.standing, max(unseen, again)) / self.images
+        return min(open_ones, max(unseen, again)) / self.images
 
     @property
     def has_flattened(self) -> bool:
@@ -100,6 +103,8 @@ class Power:
         """One sentence for a reader: how much may be missed, and the counts behind it."""
         if self.standing <= 0:
             return "No unbroken image is left that could have been missed."
+        if self.standing <= self.proven:
+            return "The attacks missed no image: all that they left are proven robust."
         parts = []
         if self.retried:
             parts.append(
