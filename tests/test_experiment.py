@@ -564,7 +564,10 @@ def test_one_arm_that_fails_does_not_stop_the_others(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_whoever_ends_several_processes_ends_them_all(tmp_path: Path, number: signal.Signals) -> None:
-    told = "import os, pathlib, sys, time; pathlib.Path(sys.argv[1]).write_text(str(os.getpid())); time.sleep(60)"
+    told = (
+        "import os, pathlib, sys, time; path = pathlib.Path(sys.argv[1]); part = path.with_suffix('.part'); "
+        "part.write_text(str(os.getpid())); part.rename(path); time.sleep(60)"
+    )
     program = tmp_path / "program.py"
     program.write_text(
         "import sys\nfrom ecnn.pipeline.spreading import _run_here\n"
@@ -578,7 +581,7 @@ def test_whoever_ends_several_processes_ends_them_all(tmp_path: Path, number: si
     assert started.wait().returncode != 0
     for path in paths[:2]:
         with pytest.raises(ProcessLookupError):
-            os.kill(int(path.read_text() or 0), 0)
+            os.kill(int(path.read_text()), 0)
     assert not paths[2].exists()
 
 
