@@ -393,11 +393,28 @@ class NoisyTiring(Tiring):
         return scores + 0.02 * torch.randn_like(scores)
 
 
-def test_that_a_random_model_has_changed_while_it_was_attacked_is_seen(honest: float) -> None:
-    found = run_audit(NoisyTiring(90), claim=0.95)
-    assert [finding.name for finding in found.findings if finding.level == "alarm"] == ["stateful"]
-    assert found.is_random
-    assert found.accuracy <= honest + 0.1
+@pytest.mark.parametrize("is_random", [False, True])
+def test_images_left_are_attacked_as_they_are_judged(is_random: bool) -> None:
+    """What breaks alone and on fresh copies, and not as it was attacked, was hidden by memory or by the batch."""
+    kind, source = (NoisyTiring, "torch") if is_random else (Tiring, "")
+    images, labels = SPLIT[:]
+    firm = toys.LinearOfThree()(images.round()).argmax(dim=1) == labels
+    rows = torch.nonzero(firm).squeeze(1)
+    assert len(rows) > 20
+
+    def late(used: nn.Module, new: nn.Module, **how: Any) -> str | None:
+        deployment = dataclasses.replace(take_copy(new), **how)
+        return compare_ends(deployment, dataclasses.replace(make_subject(used), is_random=is_random), rows)
+
+    assert late(kind(0), kind(10**6)) == "stateful"
+    assert late(kind(0), kind(0)) is None
+    tired = kind(0)
+    assert late(tired, tired, trouble="it cannot be copied") is None  # there is no fresh copy to compare with
+    routed = Routed(source)
+    assert late(routed, routed) == "batch_dependent"
+    assert late(routed, routed, trouble="it cannot be copied") == "batch_dependent"
+    plain = kind(10**6)  # falls to every attack: those before were only too short
+    assert late(plain, plain) is None
 
 
 def test_means_over_passes_differ_only_beyond_chance() -> None:

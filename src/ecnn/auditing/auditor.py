@@ -304,11 +304,10 @@ def _audit(subject: Subject, deployment: Deployment, request: _Request) -> _Foun
         about: dict[str, Any] = {"num_classes": num_classes, "is_random": is_random}
         own = own_attacks(request.own, subject, taken=suite(subject, **about))
         with until(request.end):
-            if is_random:  # before attacks that would have to be made again
-                stages.compare_ends()
+            stages.compare(attacked=False)  # before attacks that would have to be made again
             parts = join_own(suite_parts(subject, examples=examples, **about, **kept), own)
             stages.make_parts([] if stages.late else parts)
-            stages.compare_ends()
+            stages.compare(attacked=True)
         staged = stages.result()
         if staged.late is not None:
             return _Found(staged, is_random, [])

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 import torch
@@ -38,8 +40,10 @@ from ecnn.objectives import predicted_classes, score_margin
 _TIE = 1e-5
 #: Steps of the walk whose last points are compared, and their lengths together in radii.
 _STEPS, _REACH = 20, 2.5
-#: Images of each kind that are compared alone, and passes that a random model makes over them.
-_COMPARED, _PASSES = 8, 16
+#: Images of each kind that are compared alone, images that are attacked alone, and passes of a random model over them.
+_COMPARED, _LONELY, _PASSES = 8, 48, 16
+#: An image that was right in half of the passes, and now in fewer than these, was broken.
+_SELDOM = 0.25
 #: Standard errors that are no chance: of t with some 30 degrees of freedom one in 200,000 is beyond 5.5.
 _SIGNIFICANT = 5.5
 #: Queries of the search for an image whose point does not hold alone, if the batch sways the model's scores.
@@ -169,66 +173,95 @@ def _broken_when_rounded(
 
 
 def compare_ends(deployment: Deployment, subject: Subject, rows: Tensor) -> Late | None:
-    """How the model must be asked otherwise, by points at which an attack without success ends; None if as before.
+    """How the model must be asked otherwise, by short attacks on images that no attack has broken; None if as before.
 
     A model that remembers queries may give the right class where an attack ends and nowhere else, and so may one whose
-    batch decides. No point breaks an image then, and none comes to `confirm`. So the scores there are compared with
-    those of a fresh copy, and with those of each point alone. Of a random model the means over passes are compared,
-    also at clean images and random points near them.
+    batch decides. No point breaks an image then, and none comes to `confirm`. So the classes where an attack ends are
+    compared with those of a fresh copy. Then some images are attacked as they are judged, each alone and by queries to
+    fresh copies: what breaks only so was hidden by memory or by the batch.
 
     Args:
         deployment, subject: as in `confirm`.
-        rows: (image,) positions of images that no attack has broken; the first are used.
+        rows: (image,) positions of the images that no attack has broken; the first are used.
     """
-    if deployment.trouble or not len(rows):
+    if not len(rows):
         return None
-    here = rows[:PROBED].to(subject.images.device)
+    here = rows[:_LONELY].to(subject.images.device)
     images, labels = subject.images[here], subject.labels[here]
-    step = _REACH * subject.eps / _STEPS
-    walk = PGD(norm=subject.norm, eps=subject.eps, steps=_STEPS, step_size=step, keep="last")
     with without_tf32():
-        made = walk.run(subject.model, images, labels, seed=subject.seed)
-        if subject.is_random:
-            noisy = noisy_points(subject, subject.images[:_COMPARED], 5)
-            return _compare_means(
-                deployment, subject, torch.cat([subject.images[:_COMPARED], noisy, made.images[:_COMPARED]])
-            )
-        fresh = _scores(deployment, subject, made.images)
-        if is_random_at(deployment, made.images, subject.seed):
-            return "random"
-        if not deployment.forgets or deployment.in_buffers:
-            hidden = ~made.success.cpu().numpy() & (predicted_classes(fresh) != labels).cpu().numpy()
-            hidden &= (score_margin(fresh.double(), labels) < 0).cpu().numpy()
-            if exceeds(int(hidden.sum()), len(hidden), TOLERANCE):
-                return "stateful"
-        if deployment.company is None and not deployment.is_swayed:
-            few = made.images[:_COMPARED]
-            alone = find_different(_alone_scores(deployment, subject, few), fresh[:_COMPARED], LITTLE)
-            if 4 * int(alone.sum()) > len(few):
-                return "batch_dependent"
+        if not deployment.trouble and not subject.is_random:
+            images, labels = images[:PROBED], labels[:PROBED]
+            made = _walk(subject, "last").run(subject.model, images, labels, seed=subject.seed)
+            if is_random_at(deployment, made.images, subject.seed):
+                return "random"
+            fresh = _scores(deployment, subject, made.images)
+            if not deployment.forgets or deployment.in_buffers:
+                hidden = ~made.success.cpu().numpy() & (predicted_classes(fresh) != labels).cpu().numpy()
+                hidden &= (score_margin(fresh.double(), labels) < 0).cpu().numpy()
+                if exceeds(int(hidden.sum()), len(hidden), TOLERANCE):
+                    return "stateful"
+        return _attack_as_judged(deployment, subject, subject.images[here], subject.labels[here])
+
+
+def _attack_as_judged(
+    deployment: Deployment, subject: Subject, images: Tensor, labels: Tensor
+) -> Late | None:
+    """What hid breakable images from the attacks, if a short attack on single images and fresh copies breaks them.
+
+    The same attack as all others, in a full batch and on the object that they used, must break few of them: otherwise
+    these were only too short.
+    """
+    alone = dataclasses.replace(deployment.alone(), is_vectorised=False)
+    judged = alone if alone.trouble else dataclasses.replace(alone, forgets=True, in_buffers=False)
+    may_depend = deployment.company is None
+    may_remember = not deployment.trouble and not (deployment.forgets and not deployment.in_buffers)
+    if not (may_depend or may_remember) or not _breaks(judged.fresh(), subject, images, labels):
         return None
-
-
-def _compare_means(deployment: Deployment, subject: Subject, points: Tensor) -> Late | None:
-    """What `compare_ends` returns for a random model, from means over passes."""
-    fresh = [_scores(deployment, subject, points, seed=subject.seed + number) for number in range(_PASSES)]
-
-    def differ(model: nn.Module | None) -> bool:
-        seeds = range(subject.seed + _PASSES, subject.seed + 2 * _PASSES)
-        asked = [
-            _alone_scores(deployment, subject, points, seed)
-            if model is None
-            else _scores_of(model, subject, points, seed)
-            for seed in seeds
-        ]
-        count = int(means_differ(torch.stack(fresh), torch.stack(asked)).sum())
-        return exceeds(count, len(points), TOLERANCE)
-
-    if (not deployment.forgets or deployment.in_buffers) and differ(subject.model):
+    most = at_once(_FULL)
+    many, theirs = (torch.cat(parts)[:most] for parts in ((images, subject.images), (labels, subject.labels)))
+    if _breaks(subject.model, subject, many, theirs, count=len(images)):
+        return None
+    forgetting = dataclasses.replace(deployment, forgets=True, in_buffers=False, is_vectorised=False)
+    if may_remember and _breaks(forgetting.fresh(), subject, many, theirs, count=len(images)):
         return "stateful"
-    if deployment.company is None and differ(None):
-        return "batch_dependent"
-    return None
+    return "batch_dependent" if may_depend else None
+
+
+def _breaks(
+    model: nn.Module, subject: Subject, images: Tensor, labels: Tensor, *, count: int | None = None
+) -> bool:
+    """Whether a short attack breaks significantly many of the first `count` images; None counts all."""
+    n, seed = len(images) if count is None else min(count, len(images)), subject.seed
+    made = _walk(subject, "best").run(model, images, labels, seed=seed)
+    if not subject.is_random:
+        return exceeds(int(made.success[:n].sum()), n, TOLERANCE)
+    passes = [_scores_of(model, subject, made.images, seed=seed + number) for number in range(_PASSES)]
+    right = torch.stack([predicted_classes(scores) == labels for scores in passes]).double().mean(dim=0)
+    return exceeds(int((right[:n] < _SELDOM).sum()), n, TOLERANCE)
+
+
+def _walk(subject: Subject, keep: Literal["best", "last"]) -> PGD:
+    step = _REACH * subject.eps / _STEPS
+    return PGD(norm=subject.norm, eps=subject.eps, steps=_STEPS, step_size=step, keep=keep)
+
+
+def compare_means(deployment: Deployment, subject: Subject) -> Late | None:
+    """How a random model must be asked otherwise, by its mean scores of clean images and random points near them."""
+    noisy = noisy_points(subject, subject.images[:PROBED], 5)
+    many = torch.cat([subject.images[:PROBED], noisy])
+    few = torch.cat([subject.images[:_COMPARED], noisy[:_COMPARED]])
+    places = [*range(min(_COMPARED, len(noisy))), *range(len(noisy), len(noisy) + min(_COMPARED, len(noisy)))]
+
+    def means(ask: Callable[[int], Tensor], first: int) -> Tensor:
+        return torch.stack([ask(subject.seed + first + number) for number in range(_PASSES)])
+
+    if deployment.trouble or deployment.company is not None:
+        return None
+    with without_tf32():
+        together = means(lambda seed: _scores(deployment, subject, many, seed)[places], 0)
+        alone = means(lambda seed: _alone_scores(deployment, subject, few, seed), _PASSES)
+    differ = means_differ(together, alone)
+    return "batch_dependent" if exceeds(int(differ.sum()), len(differ), TOLERANCE) else None
 
 
 def means_differ(one: Tensor, other: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ from ecnn.attacks import Attack
 from ecnn.attacks.deadlines import OutOfTimeError, time_is_over
 from ecnn.attacks.images import at_once, per_image
 from ecnn.attacks.randomness import forked_generators
-from ecnn.auditing.confirming import compare_ends, confirm
+from ecnn.auditing.confirming import compare_ends, compare_means, confirm
 from ecnn.auditing.deployment import Deployment
 from ecnn.auditing.diagnostics.evidence import asks_answers_alone
 from ecnn.auditing.diagnostics.statistics import TOLERANCE, exceeds
@@ -156,13 +156,15 @@ class Stages:
         """Makes the attacks without counting what they broke."""
         raise NotImplementedError
 
-    def compare_ends(self) -> None:
-        """Sets `late` if attacks only seem to have failed on the images left; see `confirming.compare_ends`."""
-        left = torch.from_numpy(np.flatnonzero(self._is_left()))
-        if self.late is None and not time_is_over():
-            with suppress(
-                Exception
-            ):  # a model may refuse these points or gradients, and the time may be over
+    def compare(self, *, attacked: bool) -> None:
+        """Sets `late` if the model must be asked otherwise: by queries, or after attacks by the images left."""
+        if self.late is not None or time_is_over():
+            return
+        with suppress(Exception):  # a model may refuse these points or gradients, and the time may be over
+            if not attacked:
+                self.late = compare_means(self.deployment, self.subject) if self.subject.is_random else None
+            else:
+                left = torch.from_numpy(np.flatnonzero(self._is_left()))
                 self.late = compare_ends(self.deployment, self.subject, left)
 
     def _is_left(self) -> np.ndarray:
