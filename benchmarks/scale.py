@@ -330,15 +330,16 @@ def markdown(everything: dict[str, Any]) -> str:
 
 
 def _section(device: str, result: Row) -> list[str]:
-    plain = ("training", "eps", "tool", "images", "clean", "robust", "missed", "gained")
-    cells = []
+    plain = ("tool", "images", "clean", "robust", "missed", "gained")
+    cells, about = [], {}
     for row in result["rows"]:
+        size = f"{row['parameters'] / 1e6:.1f} million parameters"
+        about[f"- {row['network']}: {size}; {row['training']}; eps {row['eps']}."] = None
         memory = "" if row["gigabytes"] is None else f"{row['gigabytes']:.1f}"
-        network = f"{row['network']}, {row['parameters'] / 1e6:.1f} M"
-        numbers = (f"{row['forwarded']:,}", f"{row['seconds']:.1f}", memory)
-        cells.append([network, *(row[name] for name in plain), *numbers])
-    head = "network | training | eps | tool | images | clean | robust | missed | gained | forwarded | seconds | GiB"
-    return table(head, cells, words=4)
+        numbers = (f"{row['forwarded']:,}", f"{row['seconds']:,.0f}", memory)
+        cells.append([row["network"], *(row[name] for name in plain), *numbers])
+    head = "network | tool | images | clean | robust | missed | gained | forwarded | seconds | GiB"
+    return [*about, "", *table(head, cells, words=2)]
 
 
 def main() -> None:
