@@ -331,7 +331,8 @@ def markdown(everything: dict[str, Any]) -> str:
 
 def _section(device: str, result: Row) -> list[str]:
     plain = ("tool", "images", "clean", "robust", "missed", "gained")
-    cells, about = [], {}
+    cells: list[list[Any]] = []
+    about: dict[str, None] = {}
     for row in result["rows"]:
         size = f"{row['parameters'] / 1e6:.1f} million parameters"
         about[f"- {row['network']}: {size}; {row['training']}; eps {row['eps']}."] = None
