@@ -1,4 +1,8 @@
-"""Checks whether points that broke images also break the deployed model: fresh copies, one image at a time."""
+"""Checks whether attacks met the model as it is deployed: a fresh copy, asked about one image at a time.
+
+`confirm` asks such copies about points that broke images, `compare_ends` attacks them on images that nothing broke, and
+`compare_means` compares a random model in batches and alone before it is attacked.
+"""
 
 from __future__ import annotations
 
@@ -189,18 +193,21 @@ def compare_ends(deployment: Deployment, subject: Subject, rows: Tensor) -> Late
     here = rows[:_LONELY].to(subject.images.device)
     images, labels = subject.images[here], subject.labels[here]
     with without_tf32():
+        late = None
         if not deployment.trouble and not subject.is_random:
-            images, labels = images[:PROBED], labels[:PROBED]
-            made = _walk(subject, "last").run(subject.model, images, labels, seed=subject.seed)
-            if is_random_at(deployment, made.images, subject.seed):
-                return "random"
-            fresh = _scores(deployment, subject, made.images)
-            if not deployment.forgets or deployment.in_buffers:
-                hidden = ~made.success.cpu().numpy() & (predicted_classes(fresh) != labels).cpu().numpy()
-                hidden &= (score_margin(fresh.double(), labels) < 0).cpu().numpy()
-                if exceeds(int(hidden.sum()), len(hidden), TOLERANCE):
-                    return "stateful"
-        return _attack_as_judged(deployment, subject, subject.images[here], subject.labels[here])
+            late = _hidden_at_ends(deployment, subject, images[:PROBED], labels[:PROBED])
+        return late or _attack_as_judged(deployment, subject, images, labels)
+
+
+def _hidden_at_ends(deployment: Deployment, subject: Subject, images: Tensor, labels: Tensor) -> Late | None:
+    """Whether a fresh copy is random, or wrong, at points where the attacked object is right."""
+    made = _walk(subject, "last").run(subject.model, images, labels, seed=subject.seed)
+    if is_random_at(deployment, made.images, subject.seed):
+        return "random"
+    if deployment.forgets and not deployment.in_buffers:
+        return None
+    hidden = ~made.success & (score_margin(_scores(deployment, subject, made.images).double(), labels) < 0)
+    return "stateful" if exceeds(int(hidden.sum()), len(hidden), TOLERANCE) else None
 
 
 def _attack_as_judged(
@@ -247,19 +254,19 @@ def _walk(subject: Subject, keep: Literal["best", "last"]) -> PGD:
 
 def compare_means(deployment: Deployment, subject: Subject) -> Late | None:
     """How a random model must be asked otherwise, by its mean scores of clean images and random points near them."""
-    noisy = noisy_points(subject, subject.images[:PROBED], 5)
-    many = torch.cat([subject.images[:PROBED], noisy])
-    few = torch.cat([subject.images[:_COMPARED], noisy[:_COMPARED]])
-    places = [*range(min(_COMPARED, len(noisy))), *range(len(noisy), len(noisy) + min(_COMPARED, len(noisy)))]
-
-    def means(ask: Callable[[int], Tensor], first: int) -> Tensor:
-        return torch.stack([ask(subject.seed + first + number) for number in range(_PASSES)])
-
     if deployment.trouble or deployment.company is not None:
         return None
+    images = subject.images[:PROBED]
+    noisy = noisy_points(subject, images, 5)
+    few = torch.cat([images[:_COMPARED], noisy[:_COMPARED]])
+    many = torch.cat([few, images[_COMPARED:], noisy[_COMPARED:]])
+
+    def passes(ask: Callable[[int], Tensor], first: int) -> Tensor:
+        return torch.stack([ask(subject.seed + first + number) for number in range(_PASSES)])
+
     with without_tf32():
-        together = means(lambda seed: _scores(deployment, subject, many, seed)[places], 0)
-        alone = means(lambda seed: _alone_scores(deployment, subject, few, seed), _PASSES)
+        together = passes(lambda seed: _scores(deployment, subject, many, seed)[: len(few)], 0)
+        alone = passes(lambda seed: _alone_scores(deployment, subject, few, seed), _PASSES)
     differ = means_differ(together, alone)
     return "batch_dependent" if exceeds(int(differ.sum()), len(differ), TOLERANCE) else None
 
