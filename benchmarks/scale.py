@@ -239,7 +239,7 @@ def examine(name: str, data: Dataset, known: list[Row], options: argparse.Namesp
         started = clock()
         own, forwarded, verdict = ask(model, images, labels)
         own &= clean.cpu().numpy()
-        stands = np.array(rows[0]["stands"]) if rows else own
+        stands = np.array([mark == "1" for mark in rows[0]["stands"]]) if rows else own
         row = {
             "network": name,
             "parameters": sum(parameter.numel() for parameter in model.parameters()),
@@ -252,7 +252,7 @@ def examine(name: str, data: Dataset, known: list[Row], options: argparse.Namesp
             "forwarded": forwarded,
             "seconds": clock() - started,
             "gigabytes": torch.cuda.max_memory_allocated() / 2**30 if images.is_cuda else None,
-            "stands": [bool(value) for value in own],
+            "stands": "".join("1" if value else "0" for value in own),
         }
         sys.stderr.write(f"{ {key: value for key, value in row.items() if key != 'stands'} }\n")
         rows.append(row)
@@ -321,7 +321,8 @@ ABOUT = """
 network. resnet18_published comes with AutoAttack and was trained without attacks; the others are trained against
 attacks for a few minutes on the machine that audits them. missed: images that our AutoAttack breaks and this tool does
 not; gained: the reverse; forwarded: images that went through the network; seconds: on a CPU those of all its
-threads together, without what other processes took.
+threads together, without what other processes took. On a GPU the original AutoAttack computes convolutions in TF32, as
+torch does unless told otherwise; ours computes them in float32, so that the seconds there are not of equal precision.
 """
 
 
