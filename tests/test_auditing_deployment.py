@@ -11,6 +11,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -492,6 +493,93 @@ def test_of_a_model_that_cannot_be_copied_the_first_contact_tells() -> None:
     assert found.verdict == "inconclusive"
     honest = run_audit(Acquainted(is_wary=False), claim=0.3)
     assert not [finding for finding in honest.findings if finding.name == "stateful"]
+
+
+class Patient(toys.LinearOfThree):
+    """Counts its questions where no audit can restore the count, and becomes firm after many."""
+
+    def __init__(self, count: Callable[[int], int], most: int) -> None:
+        super().__init__()
+        self.count, self.most = count, most
+
+    def __deepcopy__(self, memo: Any) -> Patient:
+        made = Patient(self.count, self.most)
+        made.load_state_dict(self.state_dict())
+        return made
+
+    def forward(self, images: Tensor) -> Tensor:
+        is_firm = self.count(len(images)) > self.most
+        return super().forward(images.round().detach() if is_firm else images)
+
+
+def in_a_file(folder: Path) -> Callable[[int], int]:
+    path = folder / "count"
+    path.write_text("0")
+
+    def count(more: int) -> int:
+        path.write_text(str(int(path.read_text()) + more))
+        return int(path.read_text())
+
+    return count
+
+
+def in_a_generator(folder: Path) -> Callable[[int], int]:
+    def counting() -> Any:
+        number = 0
+        while True:
+            number += (yield number) or 0
+
+    counter = counting()
+    next(counter)
+    sent: Callable[[int], int] = counter.send
+    return sent
+
+
+@pytest.mark.parametrize("keep", [in_a_file, in_a_generator])
+def test_answers_at_the_end_show_a_memory_that_cannot_be_restored(
+    keep: Callable[[Path], Callable[[int], int]], tmp_path: Path
+) -> None:
+    """It comes after the questions that look for it, and then all copies change together."""
+    found = run_audit(Patient(keep(tmp_path), 4000), claim=None)
+    (finding,) = [finding for finding in found.findings if finding.name == "stateful"]
+    assert (finding.kind, finding.is_open) == ("outside", True)
+    assert finding.evidence["differ"] > 8
+    assert found.verdict == "inconclusive"
+    honest = run_audit(Patient(keep(tmp_path), 10**9), claim=None)
+    assert not [finding for finding in honest.findings if finding.name == "stateful"]
+
+
+class Rounding(toys.LinearOfThree):
+    def forward(self, images: Tensor) -> Tensor:
+        return super().forward(images.round().detach())
+
+
+class Tuned(nn.Module):
+    """Finds the layer that replaces another one by its id, which a copy of the layer does not have."""
+
+    def __init__(self, base: nn.Module, tuned: nn.Module) -> None:
+        super().__init__()
+        self.base, self.tuned = base, tuned
+        self.places = {id(base): "tuned"}
+        self.questions = 0
+
+    def forward(self, images: Tensor) -> Tensor:
+        self.questions += 1
+        scores: Tensor = getattr(self, self.places.get(id(self.base), "base"))(images)
+        return scores
+
+
+def test_a_model_whose_copies_answer_otherwise_is_judged_itself(honest: float) -> None:
+    model = Tuned(Rounding(), toys.LinearOfThree())
+    found = run_audit(model, claim=None)
+    (finding,) = [finding for finding in found.findings if finding.kind == "not_copied"]
+    assert "its copies give other answers" in finding.claim
+    assert found.accuracy == honest
+    same = Tuned(toys.LinearOfThree(), toys.LinearOfThree())
+    asked = run_audit(same, claim=None)
+    assert not [finding for finding in asked.findings if finding.kind == "not_copied"]
+    assert same.questions == 0  # it was asked, and what it remembered of that is gone
+    assert asked.accuracy == honest
 
 
 class Adapting(toys.LinearOfThree):

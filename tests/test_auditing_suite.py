@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -35,6 +36,7 @@ from ecnn.auditing.trials import Found
 from ecnn.baselines import EMPIR, Ensemble
 from ecnn.codes import CodeMatrix
 from ecnn.constructions import random_code
+from ecnn.data import load_data
 from ecnn.model import ECNN
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -471,6 +473,61 @@ def test_what_falls_at_once_costs_no_search_and_no_surrogate(monkeypatch: pytest
     assert {stage.name for stage in found.stages} <= {"pgd-ce", "apgd-ce", "apgd-margin", "scaled-ce"}
     with pytest.raises(AssertionError, match="nothing stands"):
         audit(model, (images, labels), norm="linf", eps=1e-4, limit=len(images), budget=TINY)
+
+
+class Equalising(nn.Module):
+    """Equalises the histogram of an image in NumPy, which tells apart pixels that were equal as soon as they differ."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        convolutions = nn.Conv2d(1, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 16, 3, stride=2, padding=1)
+        self.net = nn.Sequential(*convolutions, nn.ReLU(), nn.Flatten(), nn.Linear(256, 10))
+
+    def equalised(self, images: Tensor) -> Tensor:
+        done = []
+        for image in images.detach().numpy():
+            counts, edges = np.histogram(image, 32, (0, 1))
+            done.append(np.interp(image, edges[1:], np.cumsum(counts) / image.size))
+        return torch.from_numpy(np.stack(done)).float()
+
+    def forward(self, images: Tensor) -> Tensor:
+        scores: Tensor = self.net(self.equalised(images))
+        return scores
+
+
+def test_short_steps_from_the_image_follow_derivatives_that_hold_only_near_it() -> None:
+    """A random start tells equal pixels of the background apart, and there the identity's gradients lead nowhere."""
+    data = load_data("digits")
+    torch.manual_seed(0)
+    model, (images, labels) = Equalising(), data.train[:]
+    equalised, optimizer = model.equalised(images), torch.optim.Adam(model.parameters(), 3e-3)
+    for _ in range(15):
+        for rows in torch.split(torch.randperm(len(labels), device="cpu"), 64):
+            optimizer.zero_grad()
+            torch.autograd.backward(
+                torch.nn.functional.cross_entropy(model.net(equalised[rows]), labels[rows])
+            )
+            optimizer.step()
+    images, labels = data.test[:60]
+    subject = make_subject(model.eval(), "linf", EPS, BUDGETS["quick"])
+    maker = Maker(subject, 10, find_traits(model, images[:8], 10))
+    attacks = maker.on_scores()
+    near = attacks["straight-through-near"]
+    assert isinstance(near, PGD)
+    assert near.start == "image"
+    assert 2 * EPS < near.steps * float(near.step_size) < 3 * EPS  # every point of the ball can be reached
+    left = {
+        name: int((~attacks[name].run(model, images, labels).success).sum())
+        for name in ("straight-through", "straight-through-near")
+    }
+    assert left["straight-through-near"] <= 3
+    assert left["straight-through"] >= 8
+
+
+def test_walks_with_short_steps_are_made_only_where_derivatives_are_hidden() -> None:
+    model, (images, _) = Sees(), firm_images(Sees())
+    maker = Maker(make_subject(model, "linf", EPS, TINY), 4, find_traits(model, images[:8], 4))
+    assert not [name for name in maker.on_scores() if name.endswith("near")]
 
 
 def test_one_attack_is_not_made_by_two_names() -> None:

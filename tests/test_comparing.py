@@ -65,6 +65,17 @@ def test_rounding_is_no_difference_and_everything_else_is() -> None:
     assert (scores_apart(draw(0), draw(0) * (1 + 1e-4)) > 0).all()
 
 
+def test_rounding_of_scores_far_below_the_best_is_no_difference() -> None:
+    """Such as -exp(-2 z): logits rounded otherwise move a score near -1e6 by more than the leads of the best."""
+    logits = draw(0)
+    one, other = -(-2 * logits).exp(), -(-2 * logits * (1 + 1e-7)).exp()
+    assert (one - other).abs().max() > 1e-3
+    assert (scores_apart(one, other) < 1e-4).all()
+    lifted = other.clone()
+    lifted[0, logits[0].argmin()] = 0.0  # but what becomes the best is one
+    assert scores_apart(one, lifted)[0] > 0.99
+
+
 @pytest.mark.parametrize(
     ("one", "other", "apart"),
     [

@@ -45,12 +45,18 @@ def spread_of(scores: Tensor, lead: float | None = None) -> Tensor:
 def scores_apart(one: Tensor, other: Tensor) -> Tensor:
     """(image,) the largest difference between two passes' scores beyond rounding, relative to the first's spread.
 
-    NaN in both passes, or the same infinity in both, counts as equal. A score that is not finite in one pass alone
-    gives inf, and so does any difference between scores that were all equal.
+    A score that lies farther below the best than the spread is compared with that distance instead: where scores are
+    that large, so is their rounding, and only a change of that size could change the answer. NaN in both passes, or the
+    same infinity in both, counts as equal. A score that is not finite in one pass alone gives inf, and so does any
+    difference between scores that were all equal.
     """
     one, other = one.double(), other.double()
     same = (one == other) | (one.isnan() & other.isnan())
     apart = torch.where(same, 0.0, one - other).abs().nan_to_num(nan=math.inf)
     rounding = _ROUNDING * torch.where(one.isfinite(), one, 0.0).abs()
-    beyond = (apart - rounding).clamp_min(0).amax(dim=1)
-    return torch.where(beyond > 0, beyond / spread_of(one), 0.0)
+    beyond = (apart - rounding).clamp_min(0)
+    finite = one.isfinite()
+    best = torch.where(finite, one, -math.inf).amax(dim=1, keepdim=True)
+    below = torch.where(finite & best.isfinite(), best - one, 0.0)
+    scale = torch.maximum(below, spread_of(one)[:, None])
+    return torch.where(beyond > 0, beyond / scale, 0.0).amax(dim=1)

@@ -26,8 +26,10 @@ from ecnn.auditing.certificates import Certificate, certify
 from ecnn.auditing.deployment import Deployment, filled_up, largest_batch, meet, take_copy
 from ecnn.auditing.diagnostics import CHECKS, diagnose, read_evidence
 from ecnn.auditing.examination import (
+    FirstAnswers,
     FirstContact,
     Late,
+    as_given,
     batch_dependent,
     examine,
     is_random_nearby,
@@ -73,6 +75,7 @@ FOLDER, PAGE = "audit", "audit.md"
 _NOT_PROVEN = {"stateful", "copies", "certificate_contradicted"}
 _QUESTIONS, _PART_OF_TIME = 200, 0.1
 _FEW = 8  # images for the first queries, by which `meet` adapts to the model; also the smallest batch
+_COMPARED = 4  # images by which copies are compared with the model itself
 _STRANGERS = 16  # images for `FirstContact`, audited ones only if there are no others
 _TOGETHER = 2**16  # pixel values up to which several attempts at few images share a pass
 
@@ -159,6 +162,7 @@ def audit(
     deployment = take_copy(model)  # before the model is asked anything
     split = read_images(split, limit + MOST_EXAMPLES, classes=classes, progress=progress)
     strangers = place(model, split[max(0, len(split) - _STRANGERS) :][0])
+    deployment = as_given(deployment, model, strangers[:_COMPARED], int(seed))
     contact = FirstContact(deployment, strangers, norm, eps, int(seed), patience and patience / 4)
     deployment = meet(deployment, place(model, split[:_FEW][0]))
     deployment = dataclasses.replace(deployment, switches=deployment.switches or contact.switches)
@@ -181,6 +185,10 @@ def audit(
         together(_TOGETHER),
         nullcontext() if run_dir is None else files.locked(run_dir, "audit"),
     ):
+        started = time.monotonic()
+        answers = FirstAnswers(deployment, subject)
+        if patience is not None:
+            patience -= time.monotonic() - started
         deployment, findings = examine(deployment, subject, patience)
         findings += contact.findings(deployment, findings)
         request = _Request(split, folder, resume, progress, attacks, classes, batch_size, cluster, end)
@@ -196,6 +204,7 @@ def audit(
             inner = None if request.folder is None else request.folder / late
             request = dataclasses.replace(request, folder=inner)
             found = _audit(dataclasses.replace(subject, model=deployment.fresh()), deployment, request)
+        findings += answers.findings(deployment, findings)
         if minutes is not None and end is not None and time.monotonic() > end:
             findings += cut_short(found.staged, found.checks, minutes)
         result = _conclude(subject, found, findings, claim, min_accuracy, deployment)

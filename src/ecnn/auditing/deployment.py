@@ -215,7 +215,9 @@ class Deployment:
 def take_copy(model: nn.Module) -> Deployment:
     """A deployment of the model as it is now; call it before the model is asked anything."""
     try:
-        return Deployment(pristine=copy_model(model), surroundings=Surroundings(model))
+        pristine = copy_model(model)
+        copy_model(pristine)  # every fresh copy is a copy of this one
+        return Deployment(pristine=pristine, surroundings=Surroundings(model))
     except Exception as error:  # a model may hold locks, handles and the like
         trouble = (str(error).splitlines() or [type(error).__name__])[0][:200]
         return Deployment(pristine=model, trouble=trouble, surroundings=Surroundings(model, itself=True))

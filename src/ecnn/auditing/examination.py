@@ -20,7 +20,7 @@ from ecnn.auditing.deployment import Deployment
 from ecnn.auditing.diagnostics.statistics import TOLERANCE, exceeds
 from ecnn.auditing.findings import Finding, alarm, note
 from ecnn.auditing.subject import Subject
-from ecnn.auditing.surroundings import Surroundings
+from ecnn.auditing.surroundings import PutBack, Surroundings
 from ecnn.comparing import scores_apart
 from ecnn.objectives import predicted_classes
 
@@ -115,6 +115,86 @@ class FirstContact:
                 changed = find_different(first, again).any() and not find_different(again, at_last).any()
                 count += int(changed)
         return count
+
+
+def as_given(taken: Deployment, model: nn.Module, images: Tensor, seed: int) -> Deployment:
+    """The deployment, of the model itself if copies of it give other answers, as when it finds its layers by their id.
+
+    The model is asked about each image once, and what it remembers of that is restored.
+
+    Args:
+        taken: from `take_copy(model)`.
+        images: a few; a model that cannot answer one alone is left as it was taken.
+    """
+    if taken.trouble:
+        return taken
+    with suppress(Exception), keeping_settings(), without_tf32():
+        own = PutBack(model, Surroundings(model, itself=True))
+        for image in torch.split(images, 1):
+            one, other, said = (ask(asked, image, seed) for asked in (taken.fresh(), taken.fresh(), own))
+            if find_different(one, said).any() and not find_different(one, other).any():
+                trouble = "its copies give other answers than the model itself"
+                kept = Surroundings(model, itself=True)
+                return Deployment(pristine=model, trouble=trouble, surroundings=kept)
+    return taken
+
+
+class FirstAnswers:
+    """Answers at the beginning of an audit, to compare with those at its end.
+
+    A model may count queries where nothing can restore the count, such as in a file, and change after thousands of
+    them. All copies change together then, so that no comparison between copies shows it.
+
+    Args:
+        taken: from `take_copy` and `meet`.
+        subject: what is audited; its model is not asked.
+    """
+
+    def __init__(self, taken: Deployment, subject: Subject) -> None:
+        images = subject.images[: max(_ALONE, at_once(PROBED))]
+        self.taken, self.seed = taken, subject.seed
+        self.points = (images, noisy_points(subject, images, 6))
+        self.scores = [self._ask(taken, some) for some in self.points]
+
+    def findings(self, deployment: Deployment, others: Iterable[Finding]) -> list[Finding]:
+        """An open alarm if the answers are others now, and stay so, unless `others` have it already.
+
+        Args:
+            deployment: how the model was asked in the end; what it restores for every query is restored here, too.
+            others: the findings so far.
+        """
+        if any(other.name == "stateful" and other.is_open for other in others):
+            return []
+        asked = dataclasses.replace(
+            self.taken, surroundings=deployment.surroundings, puts_back=deployment.puts_back
+        )
+        for points, first in zip(self.points, self.scores, strict=True):
+            if first is None:
+                continue
+            differ = self._differ(first, self._ask(asked, points))
+            if exceeds(differ, len(points), TOLERANCE) and differ == self._differ(
+                first, self._ask(asked, points)
+            ):
+                evidence = {
+                    "images": len(points),
+                    "differ": differ,
+                    "shown_by": "answers when the audit ended",
+                }
+                if self.taken.trouble:
+                    return [named(_unforgotten("It cannot be copied", evidence, "remembers"), "stateful")]
+                return [
+                    named(_unforgotten("Fresh copies remember them too", evidence, "outside"), "stateful")
+                ]
+        return []
+
+    def _ask(self, deployment: Deployment, points: Tensor) -> Tensor | None:
+        """The scores; None from a model that refuses."""
+        with suppress(Exception), without_tf32():
+            return ask(deployment.fresh(), points, self.seed)
+        return None
+
+    def _differ(self, first: Tensor, now: Tensor | None) -> int:
+        return len(first) if now is None else int(find_different(first, now).sum())
 
 
 class _Examination:

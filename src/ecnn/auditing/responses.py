@@ -136,7 +136,7 @@ class Responses:
             return maker.where_found(self._found, is_random=False)
 
         return {
-            "passing": lambda: _named(maker.on_scores(), "straight-through"),
+            "passing": lambda: _named(maker.on_scores(), "straight-through", "straight-through-near"),
             "layers": lambda: {
                 name: part for name, part in layers().items() if not name.endswith("-targets")
             },
@@ -154,15 +154,15 @@ class Responses:
     def _random_groups(self, maker: Maker) -> dict[str, Callable[[], dict[str, Attack]]]:
         return {
             "climbs": lambda: _named(maker.averaged(), "eot-margin"),
-            "passing": lambda: _named(maker.averaged(), "eot-straight-through"),
+            "passing": lambda: _named(maker.averaged(), "eot-straight-through", "eot-straight-through-near"),
             "layers": lambda: maker.where_found(self._found, is_random=True),
             "answers": lambda: {"square": maker.averaged_square(), "rays": maker.averaged_rays()},
             "scores": maker.averaged,
         }
 
 
-def _named(attacks: dict[str, Attack], name: str) -> dict[str, Attack]:
-    return {name: attacks[name]} if name in attacks else {}
+def _named(attacks: dict[str, Attack], *names: str) -> dict[str, Attack]:
+    return {name: attacks[name] for name in names if name in attacks}
 
 
 def enlarged(budget: Budget, effort: int) -> Budget:

@@ -56,6 +56,7 @@ _BLIND = 0.01  # least share of images without a usable gradient for which stude
 _DOUBTFUL = 0.1
 _DENSE = 3072  # most numbers in an image for which a student without convolutions is worth a try
 _FEATURE_TARGETS = 3
+_REACH = 2.5  # radii that a walk with short steps can cover
 _FEW_ANSWERS, _FEW_RANDOM_ANSWERS = 1000, 500
 
 
@@ -154,6 +155,21 @@ class Maker:
         return {**self.ball, **size, "restarts": self.budget.restarts}
 
     @property
+    def near(self) -> dict[str, Any]:
+        """Settings of PGD attacks with short steps from the image itself.
+
+        Where a model hides derivatives, those of another function take their place. They are best near the image: a
+        random start and long steps can destroy what they were derived from, such as a background of equal pixels.
+        """
+        steps = self.budget.steps
+        size = {
+            "steps": steps,
+            "step_size": min(1.0, _REACH / steps) * self.subject.eps,
+            "schedule": "constant",
+        }
+        return {**self.ball, **size, "start": "image"}
+
+    @property
     def auto(self) -> dict[str, Any]:
         return {**self.ball, "steps": self.budget.steps, "restarts": self.budget.restarts}
 
@@ -183,6 +199,7 @@ class Maker:
         if traits.hides_derivatives:
             view = Passing(view="linear" if traits.has_members else "scores")
             attacks["straight-through"] = PGD(on=view, **self.walk)
+            attacks["straight-through-near"] = PGD(on=view, **self.near)
             attacks["straight-through-targets"] = PGD(on=view, targets=self.targets, **self.walk)
         if traits.blind and traits.can_be_double:
             attacks["float64"] = InDouble(attack=APGD(loss="margin", **self.auto), **self.ball)
@@ -244,9 +261,12 @@ class Maker:
             views["eot-inner-scores"] = InnerScores(num_classes=self.num_classes)
         if self.traits.blind:
             views["eot-straight-through"] = Passing(view="scores")
-        return {name: self._on_mean(view) for name, view in views.items()}
+        attacks: dict[str, Attack] = {name: self._on_mean(view) for name, view in views.items()}
+        if self.traits.blind:
+            attacks["eot-straight-through-near"] = replace(self._on_mean(Passing(view="scores")), **self.near)
+        return attacks
 
-    def _on_mean(self, view: str | View) -> Attack:
+    def _on_mean(self, view: str | View) -> PGD:
         walk = {**self.walk, "steps": max(1, self.budget.steps // 2), "restarts": 1, "keep": "last"}
         # A view that makes several passes per look needs fewer looks for the same number of passes.
         passes = -(-self.budget.eot // find_view(view).passes_per_look)
