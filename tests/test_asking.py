@@ -252,6 +252,22 @@ def test_a_model_that_returns_arrays_or_lists_is_told_how_to_wrap_it(change: Any
     assert torch.equal(wrapped, images.flatten(1)[:, :3])
 
 
+def test_a_model_that_returns_classes_is_told_how_to_wrap_it() -> None:
+    def classes(scores: Tensor) -> Tensor:
+        return scores.argmax(dim=1)
+
+    with pytest.raises(
+        InputError, match=r"but 1 image gave shape \(1,\).*one_hot\(model\(images\)\.flatten"
+    ) as caught:
+        read_model(Says(classes), torch.rand(1, 1, 2, 2))
+    assert "returns classes" in str(caught.value)
+    images = torch.rand(4, 1, 2, 2)
+    wrapped = Says(
+        lambda scores: nn.functional.one_hot(classes(scores).flatten().long(), 3).float()
+    )  # as it says
+    assert torch.equal(read_model(wrapped, images).argmax(dim=1), images.flatten(1)[:, :3].argmax(dim=1))
+
+
 @pytest.mark.parametrize(
     "said", [np.zeros(4), [["a", "b"]] * 4, [[1.0], [1.0, 2.0]] * 2, "text", [torch.zeros(2), 1]]
 )

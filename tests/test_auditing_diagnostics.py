@@ -291,6 +291,18 @@ def test_random_models_fall_to_averages() -> None:
     assert check("randomness", network()).evidence == {"largest_difference": 0.0, "flipped_predictions": 0}
 
 
+def test_how_far_two_passes_lie_apart_is_told_of_a_model_that_is_known_to_be_random() -> None:
+    """Other checks of it average over passes, and these means are the same each time."""
+
+    def blur(images: Tensor) -> Tensor:
+        return images + 0.05 * torch.randn_like(images)
+
+    subject = replace(make_subject(Changed(before=blur), images=16), is_random=True)
+    finding = CHECKS["randomness"](subject)
+    assert finding.evidence["largest_difference"] > 1e-3
+    assert "differ by up to" in finding.claim
+
+
 def test_dropout_at_test_time_is_attacked_beside_the_same_images() -> None:
     """What an image draws depends on its place in the batch: broken images must not leave it before the verdict."""
     dropped = Changed(before=lambda images: F.dropout(images, 0.3, training=True))
@@ -324,6 +336,16 @@ def test_blind_waves_fall_to_restarts() -> None:
 def test_probabilities_are_noted() -> None:
     assert check("probabilities", Changed(after=lambda scores: scores.softmax(dim=1))).level == "note"
     assert check("probabilities", network()).level == "ok"
+
+
+def test_hard_answers_are_noted_as_such() -> None:
+    def decide(scores: Tensor) -> Tensor:
+        return torch.nn.functional.one_hot(scores.argmax(dim=1), scores.shape[1]).float()
+
+    finding = check("probabilities", Changed(after=decide))
+    assert finding.level == "note"
+    assert "hard answers" in finding.claim
+    assert "softmax" not in finding.advice
 
 
 def test_own_labels_turn_wrong_images_right() -> None:

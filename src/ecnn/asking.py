@@ -306,7 +306,7 @@ def read_model(model: nn.Module, images: Tensor) -> Tensor:
     with torch.no_grad(), torch.autocast(images.device.type, enabled=False):
         scores = model(images)
     if not _are_scores(scores, len(images)) or scores.shape[1] < 2:
-        came = type(scores).__name__
+        came, kind = type(scores).__name__, ""
         if isinstance(scores, Tensor):
             kind = "" if scores.layout == torch.strided and not scores.is_complex() else f" {_kind(scores)}"
             came = f"shape {tuple(scores.shape)}{kind}"
@@ -321,9 +321,14 @@ def read_model(model: nn.Module, images: Tensor) -> Tensor:
                 ": wrap a model with one output z for two classes, as before a sigmoid, in a module that returns "
                 "torch.stack([-z, z], dim=1) of z.flatten()"
             )
+        elif isinstance(scores, Tensor) and not kind and scores.numel() == len(images):
+            advice = (
+                ": wrap a model that returns classes in a module that returns "
+                "torch.nn.functional.one_hot(model(images).flatten().long(), num_classes).float()"
+            )
+        few = f"{len(images)} image{'s' if len(images) > 1 else ''}"
         raise InputError(
-            f"the model must return scores (batch, class) for at least 2 classes, but {len(images)} images gave "
-            f"{came}{advice}."
+            f"the model must return scores (batch, class) for at least 2 classes, but {few} gave {came}{advice}."
         )
     return full_precision(scores.detach())  # a model may turn gradients on by itself
 

@@ -251,11 +251,11 @@ def check_randomness(probe: Probe) -> Finding:
     It is ok if the passes agree. The suite averages too, so the alarm counts as answered: it tells by how much a claim
     is too high that was measured without averaging.
     """
+    probe = probe.raw  # the others average over passes, and their means agree
     difference, flipped = probe.two_passes
     evidence: dict[str, Any] = {"largest_difference": difference, "flipped_predictions": flipped}
     if not probe.is_random:
         return ok("Two passes over the same images, and over points near them, agree.", evidence)
-    probe = probe.raw
     view = Averaged(view=SCORES, passes=probe.budget.eot)
     rows = torch.nonzero(probe.standing).squeeze(1).to(probe.rows.device)
     looks = [
@@ -293,6 +293,10 @@ def check_probabilities(probe: Probe) -> Finding:
     evidence = {"probabilities": bool(sums & inside), "images": len(scores), "certain_in_float32": certain}
     if not evidence["probabilities"]:
         return ok("The scores are not probabilities.", evidence)
+    if bool(((scores == 0) | (scores == 1)).all()):
+        claim = "The scores are hard answers: 1 for the predicted class, and 0 for all others."
+        advice = "Attack the values by which the class is chosen: hard answers have no slope to follow."
+        return note(claim, evidence, advice)
     claim = (
         f"The scores are probabilities; for {percent(certain, len(scores))} float32 rounds one of them to 1."
     )
