@@ -334,14 +334,16 @@ def _section(device: str, result: Row) -> list[str]:
     plain = ("tool", "images", "clean", "robust", "missed", "gained")
     cells: list[list[Any]] = []
     about: dict[str, None] = {}
+    has_memory = all(row["gigabytes"] is not None for row in result["rows"])  # of a CPU it is not measured
     for row in result["rows"]:
         size = f"{row['parameters'] / 1e6:.1f} million parameters"
         about[f"- {row['network']}: {size}; {row['training']}; eps {row['eps']}."] = None
-        memory = "" if row["gigabytes"] is None else f"{row['gigabytes']:.1f}"
-        numbers = (f"{row['forwarded']:,}", f"{row['seconds']:,.0f}", memory)
+        numbers = [f"{row['forwarded']:,}", f"{row['seconds']:,.0f}"]
+        if has_memory:
+            numbers.append(f"{row['gigabytes']:.1f}")
         cells.append([row["network"], *(row[name] for name in plain), *numbers])
-    head = "network | tool | images | clean | robust | missed | gained | forwarded | seconds | GiB"
-    return [*about, "", *table(head, cells, words=2)]
+    head = "network | tool | images | clean | robust | missed | gained | forwarded | seconds"
+    return [*about, "", *table(head + " | GiB" * has_memory, cells, words=2)]
 
 
 def main() -> None:
