@@ -40,7 +40,8 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     made = Clock()
-    for name in ("ecnn.attacks.deadlines", "ecnn.auditing.auditor", "ecnn.auditing.examination"):
+    auditing = (f"ecnn.auditing.{name}" for name in ("auditor", "examination", "first_answers"))
+    for name in ("ecnn.attacks.deadlines", *auditing):
         monkeypatch.setattr(sys.modules[name], "time", SimpleNamespace(monotonic=made.monotonic))
     return made
 

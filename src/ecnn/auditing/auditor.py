@@ -26,10 +26,7 @@ from ecnn.auditing.certificates import Certificate, certify
 from ecnn.auditing.deployment import Deployment, filled_up, largest_batch, meet, take_copy
 from ecnn.auditing.diagnostics import CHECKS, diagnose, read_evidence
 from ecnn.auditing.examination import (
-    FirstAnswers,
-    FirstContact,
     Late,
-    as_given,
     batch_dependent,
     examine,
     is_random_nearby,
@@ -38,6 +35,7 @@ from ecnn.auditing.examination import (
     stateful,
 )
 from ecnn.auditing.findings import Finding, alarm
+from ecnn.auditing.first_answers import FirstAnswers, FirstContact, as_given
 from ecnn.auditing.own import AnyAttack, join_own, notes_on_request, own_attacks
 from ecnn.auditing.power import Power
 from ecnn.auditing.remarks import (

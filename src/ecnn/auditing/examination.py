@@ -12,15 +12,15 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from ecnn.asking import keeping_settings, read_model, settings, undisturbed, without_tf32
+from ecnn.asking import read_model, undisturbed, without_tf32
 from ecnn.attacks.images import at_once
-from ecnn.attacks.norms import NORMS, Norm
+from ecnn.attacks.norms import NORMS
 from ecnn.attacks.randomness import Draws, forked_generators
 from ecnn.auditing.deployment import Deployment
 from ecnn.auditing.diagnostics.statistics import TOLERANCE, exceeds
 from ecnn.auditing.findings import Finding, alarm, note
 from ecnn.auditing.subject import Subject
-from ecnn.auditing.surroundings import PutBack, Surroundings
+from ecnn.auditing.surroundings import Surroundings
 from ecnn.comparing import scores_apart
 from ecnn.objectives import predicted_classes
 
@@ -55,146 +55,6 @@ def examine(
     with without_tf32():
         deployment, findings = _Examination(taken, subject, patience).run()
         return deployment.sped_up(subject.images, subject.seed), findings
-
-
-class FirstContact:
-    """Checks whether a model that cannot be copied changes its answer about an image that it has seen before.
-
-    After the first queries of an audit its images are no longer new to the model. So this check comes before, and uses
-    images that are not audited if there are some. It asks about each image once, then about two points near it, then
-    twice about the image again.
-
-    Args:
-        taken: from `take_copy`, of a model that has not been asked anything.
-        strangers: (image, channel, height, width) on the model's device. Every second one is used now, and the others
-            if `findings` must ask again.
-        norm, eps: of the ball from which the points near an image are drawn.
-        seed: of these points, and of the model's random numbers.
-        patience: seconds after which a slow model is asked about no further image; None for no limit.
-
-    Attributes:
-        differ: for how many images the answer changed; 0 if the model can be copied.
-        switches: whether the model changed torch's global settings, which were restored.
-    """
-
-    def __init__(
-        self, taken: Deployment, strangers: Tensor, norm: Norm, eps: float, seed: int, patience: float | None
-    ) -> None:
-        self.norm, self.eps, self.seed = norm, eps, seed
-        self.patience = math.inf if patience is None else patience
-        self.now, self.later = strangers[::2], strangers[1::2]
-        before = settings()
-        with keeping_settings():
-            self.differ = self._ask(taken.pristine, self.now) if taken.trouble else 0
-            self.switches = settings() != before
-
-    def findings(self, deployment: Deployment, others: Iterable[Finding]) -> list[Finding]:
-        """An open alarm if answers changed, also when asked as `deployment` says, unless `others` have it already."""
-        differ, images = self.differ, self.now
-        if differ and deployment.puts_back:
-            differ, images = self._ask(deployment.fresh(), self.later), self.later
-        if not differ or any(other.name == "stateful" and other.is_open for other in others):
-            return []
-        evidence = {"images": len(images), "differ": differ, "questions": 5}
-        return [named(_unforgotten("It cannot be copied", evidence, "remembers"), "stateful")]
-
-    def _ask(self, model: nn.Module, images: Tensor) -> int:
-        """For how many images the answer changed after a few queries, and then stayed the same."""
-        near = NORMS[self.norm].random
-        count, end = 0, time.monotonic() + self.patience
-        with suppress(Exception), undisturbed(model):  # a model that fails on single images is not checked
-            for number, image in enumerate(images):
-                if time.monotonic() > end:
-                    break
-                once = image[None]
-                draws = Draws.of(self.seed, torch.tensor([number], device=images.device)).fold(_STREAM)
-                first = _ask_as_it_is(model, once, self.seed)
-                for fold in range(2):
-                    _ask_as_it_is(model, near(once, self.eps, draws.fold(fold)), self.seed)
-                again, at_last = (_ask_as_it_is(model, once, self.seed) for _ in range(2))
-                changed = find_different(first, again).any() and not find_different(again, at_last).any()
-                count += int(changed)
-        return count
-
-
-def as_given(taken: Deployment, model: nn.Module, images: Tensor, seed: int) -> Deployment:
-    """The deployment, of the model itself if copies of it give other answers, as when it finds its layers by their id.
-
-    The model is asked about each image once, and what it remembers of that is restored.
-
-    Args:
-        taken: from `take_copy(model)`.
-        images: a few; a model that cannot answer one alone is left as it was taken.
-    """
-    if taken.trouble:
-        return taken
-    with suppress(Exception), keeping_settings(), without_tf32():
-        own = PutBack(model, Surroundings(model, itself=True))
-        for image in torch.split(images, 1):
-            one, other, said = (ask(asked, image, seed) for asked in (taken.fresh(), taken.fresh(), own))
-            if find_different(one, said).any() and not find_different(one, other).any():
-                trouble = "its copies give other answers than the model itself"
-                kept = Surroundings(model, itself=True)
-                return Deployment(pristine=model, trouble=trouble, surroundings=kept)
-    return taken
-
-
-class FirstAnswers:
-    """Answers at the beginning of an audit, to compare with those at its end.
-
-    A model may count queries where nothing can restore the count, such as in a file, and change after thousands of
-    them. All copies change together then, so that no comparison between copies shows it.
-
-    Args:
-        taken: from `take_copy` and `meet`.
-        subject: what is audited; its model is not asked.
-    """
-
-    def __init__(self, taken: Deployment, subject: Subject) -> None:
-        images = subject.images[: max(_ALONE, at_once(PROBED))]
-        self.taken, self.seed = taken, subject.seed
-        self.points = (images, noisy_points(subject, images, 6))
-        self.scores = [self._ask(taken, some) for some in self.points]
-
-    def findings(self, deployment: Deployment, others: Iterable[Finding]) -> list[Finding]:
-        """An open alarm if the answers are others now, and stay so, unless `others` have it already.
-
-        Args:
-            deployment: how the model was asked in the end; what it restores for every query is restored here, too.
-            others: the findings so far.
-        """
-        if any(other.name == "stateful" and other.is_open for other in others):
-            return []
-        asked = dataclasses.replace(
-            self.taken, surroundings=deployment.surroundings, puts_back=deployment.puts_back
-        )
-        for points, first in zip(self.points, self.scores, strict=True):
-            if first is None:
-                continue
-            differ = self._differ(first, self._ask(asked, points))
-            if exceeds(differ, len(points), TOLERANCE) and differ == self._differ(
-                first, self._ask(asked, points)
-            ):
-                evidence = {
-                    "images": len(points),
-                    "differ": differ,
-                    "shown_by": "answers when the audit ended",
-                }
-                if self.taken.trouble:
-                    return [named(_unforgotten("It cannot be copied", evidence, "remembers"), "stateful")]
-                return [
-                    named(_unforgotten("Fresh copies remember them too", evidence, "outside"), "stateful")
-                ]
-        return []
-
-    def _ask(self, deployment: Deployment, points: Tensor) -> Tensor | None:
-        """The scores; None from a model that refuses."""
-        with suppress(Exception), without_tf32():
-            return ask(deployment.fresh(), points, self.seed)
-        return None
-
-    def _differ(self, first: Tensor, now: Tensor | None) -> int:
-        return len(first) if now is None else int(find_different(first, now).sum())
 
 
 class _Examination:
@@ -308,9 +168,9 @@ class _Examination:
         )
         evidence["differ"] = int(differ.sum())
         if taken.trouble and bool(differ.any()):
-            self._find(_unforgotten("It cannot be copied", evidence, "remembers"), "stateful")
+            self._find(unforgotten("It cannot be copied", evidence, "remembers"), "stateful")
         elif is_outside:
-            self._find(_unforgotten("Fresh copies remember them too", evidence, "outside"), "stateful")
+            self._find(unforgotten("Fresh copies remember them too", evidence, "outside"), "stateful")
         elif bool(differ.any()):
             taken = dataclasses.replace(taken, forgets=True, in_buffers=in_buffers)
             self._find(own_generator(evidence) if self._is_random(taken) else stateful(evidence), "stateful")
@@ -325,7 +185,7 @@ class _Examination:
         """
         used = self.taken.fresh()
         with undisturbed(used) if buffers else nullcontext():
-            asking = _ask_as_it_is if buffers else ask
+            asking = ask_as_it_is if buffers else ask
             questions = self._ask_often(asking, used, _QUESTIONS)
             differ = find_different(asking(used, self.images, self.seed), first)
             if not self.taken.trouble:
@@ -414,10 +274,11 @@ def _differ_much(one: Tensor, other: Tensor) -> bool:
 def ask(model: nn.Module, images: Tensor, seed: int) -> Tensor:
     """(image, class) scores in eval mode, with random numbers from the seed; buffers are restored afterwards."""
     with undisturbed(model):
-        return _ask_as_it_is(model, images, seed)
+        return ask_as_it_is(model, images, seed)
 
 
-def _ask_as_it_is(model: nn.Module, images: Tensor, seed: int) -> Tensor:
+def ask_as_it_is(model: nn.Module, images: Tensor, seed: int) -> Tensor:
+    """(image, class) scores in the model's present mode, with random numbers from the seed; buffers stay changed."""
     with forked_generators(images.device, seed):
         return read_model(model, images.clone())  # it may write into them
 
@@ -532,7 +393,8 @@ def own_generator(evidence: dict[str, Any]) -> Finding:
     return note(claim, evidence, kind="own_generator")
 
 
-def _unforgotten(why: str, evidence: dict[str, Any], kind: str) -> Finding:
+def unforgotten(why: str, evidence: dict[str, Any], kind: str) -> Finding:
+    """An open alarm: the model remembers queries, and nothing restores what it remembers."""
     claim = f"The model remembers earlier queries. {why}, so the model was judged after all queries of the attacks."
     advice = "Keep this memory inside the model and make it possible to deepcopy the model, or switch the memory off."
     return alarm(claim, evidence, advice, kind=kind)
