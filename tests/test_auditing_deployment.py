@@ -549,6 +549,20 @@ def test_answers_at_the_end_show_a_memory_that_cannot_be_restored(
     assert not [finding for finding in honest.findings if finding.name == "stateful"]
 
 
+class Unseeded(toys.LinearOfThree):
+    """Adds noise that the operating system draws, which no seed repeats."""
+
+    def forward(self, images: Tensor) -> Tensor:
+        noise = np.random.default_rng(int.from_bytes(os.urandom(8), "big")).normal(size=(len(images), 3))
+        return super().forward(images) + 0.02 * torch.from_numpy(noise).float()
+
+
+def test_a_model_that_no_seed_repeats_is_not_taken_for_one_that_remembers() -> None:
+    found = run_audit(Unseeded(), claim=None)
+    assert found.is_random
+    assert not [finding for finding in found.findings if finding.name == "stateful"]
+
+
 class Rounding(toys.LinearOfThree):
     def forward(self, images: Tensor) -> Tensor:
         return super().forward(images.round().detach())

@@ -145,27 +145,29 @@ class FirstAnswers:
             self.taken, surroundings=deployment.surroundings, puts_back=deployment.puts_back
         )
         for points, first in zip(self.points, self.scores, strict=True):
-            if first is None:
-                continue
-            differ = self._differ(first, self._ask(asked, points))
-            if exceeds(differ, len(points), TOLERANCE) and differ == self._differ(
-                first, self._ask(asked, points)
-            ):
-                evidence = {
-                    "images": len(points),
-                    "differ": differ,
-                    "shown_by": "answers when the audit ended",
-                }
+            differ = self._changed(first, *(self._ask(asked, points) for _ in range(2)))
+            if exceeds(differ, len(points), TOLERANCE):
+                why, kind = "Fresh copies remember them too", "outside"
                 if self.taken.trouble:
-                    return [named(unforgotten("It cannot be copied", evidence, "remembers"), "stateful")]
-                return [named(unforgotten("Fresh copies remember them too", evidence, "outside"), "stateful")]
+                    why, kind = "It cannot be copied", "remembers"
+                evidence = {"images": len(points), "differ": differ, "shown_by": "answers at the end"}
+                return [named(unforgotten(why, evidence, kind), "stateful")]
         return []
+
+    @staticmethod
+    def _changed(first: Tensor | None, now: Tensor | None, again: Tensor | None) -> int:
+        """For how many images the answer is another one now; 0 if it changes each time, as random ones do.
+
+        None stands for a refusal.
+        """
+        if first is None or (now is None) != (again is None):
+            return 0
+        if now is None or again is None:
+            return len(first)
+        return 0 if find_different(now, again).any() else int(find_different(first, now).sum())
 
     def _ask(self, deployment: Deployment, points: Tensor) -> Tensor | None:
         """The scores; None from a model that refuses."""
         with suppress(Exception), without_tf32():
             return ask(deployment.fresh(), points, self.seed)
         return None
-
-    def _differ(self, first: Tensor, now: Tensor | None) -> int:
-        return len(first) if now is None else int(find_different(first, now).sum())
