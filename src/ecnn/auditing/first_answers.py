@@ -36,7 +36,7 @@ _STREAM = 53
 def as_given(taken: Deployment, model: nn.Module, images: Tensor, seed: int) -> Deployment:
     """The deployment, of the model itself if copies of it give other answers, as when it finds its layers by their id.
 
-    The model is asked about each image once, and what it remembers of that is restored.
+    The model is asked about each image twice, and what it remembers of that is restored.
 
     Args:
         taken: from `take_copy(model)`.
@@ -47,8 +47,11 @@ def as_given(taken: Deployment, model: nn.Module, images: Tensor, seed: int) -> 
     with suppress(Exception), keeping_settings(), without_tf32():
         own = PutBack(model, Surroundings(model, itself=True))
         for image in torch.split(images, 1):
-            one, other, said = (ask(asked, image, seed) for asked in (taken.fresh(), taken.fresh(), own))
-            if find_different(one, said).any() and not find_different(one, other).any():
+            one, other, said, again = (
+                ask(asked, image, seed) for asked in (taken.fresh(), taken.fresh(), own, own)
+            )
+            is_steady = not (find_different(one, other).any() or find_different(said, again).any())
+            if is_steady and find_different(one, said).any():
                 trouble = "its copies give other answers than the model itself"
                 kept = Surroundings(model, itself=True)
                 return Deployment(pristine=model, trouble=trouble, surroundings=kept)
