@@ -524,6 +524,15 @@ def test_short_steps_from_the_image_follow_derivatives_that_hold_only_near_it() 
     assert left["straight-through"] >= 8
 
 
+@pytest.mark.parametrize("norm", ["linf", "l2", "l1"])
+def test_in_l1_hidden_derivatives_are_also_followed_by_steps_of_any_number_of_pixels(norm: Any) -> None:
+    model, (images, _) = Equalising().eval(), load_data("digits").test[:8]
+    attacks = Maker(make_subject(model, norm, EPS, TINY), 10, find_traits(model, images, 10)).on_scores()
+    climb: Any = attacks.get("straight-through-climb")
+    assert isinstance(climb, APGD) == (norm == "l1")
+    assert climb is None or isinstance(climb.on, Passing)
+
+
 def test_walks_with_short_steps_are_made_only_where_derivatives_are_hidden() -> None:
     model, (images, _) = Sees(), firm_images(Sees())
     maker = Maker(make_subject(model, "linf", EPS, TINY), 4, find_traits(model, images[:8], 4))

@@ -29,6 +29,7 @@ RESPONSES: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("noise", "luck"), ("scattered", *_WRONG)),
     **dict.fromkeys(("steps", "restarts", "last_iterate", "unstable_loss", "attacks_not_made"), _UNFINISHED),
 }
+_STRAIGHT = ("straight-through", "straight-through-near", "straight-through-climb")
 _SHORT, _LONG = "rays", "rays-long"
 _SEARCHES = {_SHORT, _LONG}
 #: Attacks of these kinds that broke nothing before are not repeated: with twice the effort 77 of them broke 1 image.
@@ -136,7 +137,7 @@ class Responses:
             return maker.where_found(self._found, is_random=False)
 
         return {
-            "passing": lambda: _named(maker.on_scores(), "straight-through", "straight-through-near"),
+            "passing": lambda: _named(maker.on_scores(), *_STRAIGHT),
             "layers": lambda: {
                 name: part for name, part in layers().items() if not name.endswith("-targets")
             },

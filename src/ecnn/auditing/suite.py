@@ -200,6 +200,10 @@ class Maker:
             view = Passing(view="linear" if traits.has_members else "scores")
             attacks["straight-through"] = PGD(on=view, **self.walk)
             attacks["straight-through-near"] = PGD(on=view, **self.near)
+            if (
+                self.subject.norm == "l1"
+            ):  # where a step of PGD moves 1 % of the pixels, and one of APGD as many as pay
+                attacks["straight-through-climb"] = APGD(on=view, loss="margin", **self.auto)
             attacks["straight-through-targets"] = PGD(on=view, targets=self.targets, **self.walk)
         if traits.blind and traits.can_be_double:
             attacks["float64"] = InDouble(attack=APGD(loss="margin", **self.auto), **self.ball)
