@@ -30,7 +30,7 @@ from ecnn.auditing.findings import Finding
 from ecnn.auditing.subject import Subject
 from ecnn.auditing.surroundings import PutBack, Surroundings
 
-_STREAM = 53
+_STREAM = 53  # of random numbers; that of `noisy_points`, whose images are others
 
 
 def as_given(taken: Deployment, model: nn.Module, images: Tensor, seed: int) -> Deployment:
