@@ -832,6 +832,12 @@ def test_the_page_is_what_the_records_say(tmp_path: Path) -> None:
     assert f"of {len(attacked)}, {below} are more than 5 points below" in overview
     assert f"and {above} more than 5 points above" in overview
     assert f"{sum(value <= 1 for value in audited)} of {len(audited)} are at most 1 %" in overview
+    assert (
+        f"{sum('L2' in row[6] for row in measured)} of the {len(audited)} are of attacks without a bound"
+        in overview
+    )
+    # Clean accuracy, PGD and C&W of 30 members on CIFAR-10 stand in four tables, PGD of 10 members in two.
+    assert f"{84 - 3 * 3 - 1} of them are different" in overview
     few = results_page(tmp_path / "none", figures="images/results")
     assert "Of the paper's 84 accuracies 0 are measured." in few
     drawn = draw_results(RESULTS, tmp_path)

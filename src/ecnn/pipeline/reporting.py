@@ -13,7 +13,7 @@ from ecnn.experiment import CLEAN, PARAMETERS, Experiment, experiments, load_exp
 from ecnn.pipeline.cells import Cell, number, read_cells
 from ecnn.pipeline.costing import Sizes, estimate_tasks
 from ecnn.pipeline.recording import read_record
-from ecnn.pipeline.reproducing import tasks_of
+from ecnn.pipeline.reproducing import Task, tasks_of
 from ecnn.plots import plot_bars, plot_transfers
 
 _NOWHERE = Path("/nonexistent")  # a folder without runs: cost estimates then count everything
@@ -27,14 +27,18 @@ HEAD = """# Results: the paper's numbers, ours, and the audited ones
 `ecnn reproduce NAME` runs an experiment again.
 
 - **paper** is the number that the paper prints.
-- **ours** is measured as the paper describes: its network, schedule, attack, loss, step size and number of steps, true
-  labels, the last iterate, and the checkpoint chosen on validation images. It is the share of images that are right
+- **ours** is measured as the paper describes and, where it is silent, as the authors' program for CIFAR-10 does it: its
+  network, schedule, attack, loss, step size and number of steps, and the last iterate, but with true labels, and with
+  the checkpoint chosen on validation images. Notes say where training differs. It is the share of images that are right
   after the attack, whether or not they were right before, and a mean over seeds.
 - **audited** is the share of images that are right without an attack and under every attack of ours. For attacks in a
   ball it is the worst case of the audit at the same radius. For C&W and blind-spot it counts what withstands the
   paper's C&W and ours together (the text says where points of PGD count too), with the median L2 distance of ours. For
-  JSMA it is the worst case within the same share of pixels. 0.0 % by an older version of the audit cannot become less.
+  JSMA it counts what withstands the paper's JSMA and ours together, and `sparse_pgd` where an arm has it, within the
+  same share of pixels. 0.0 % by an older version of the audit cannot become less.
 - A dash is a number that does not exist.
+- The tables are computed from the records. Some numbers in the text below a table come from training logs and reports
+  of audits, which are too large to keep here, and from [the log](log.md).
 - GPU times are sums over runs that shared one H200; a network that another table has trained costs nothing again. Plans
   are computed from the number of operations, for all networks of a table and complete audits.
 """
@@ -71,11 +75,13 @@ def _overview(found: Mapping[str, Sequence[Cell]]) -> str:
     how_many = f"Of the paper's {len(every)} accuracies {count} are measured."
     if count == len(every):
         how_many = f"All {count} accuracies of the paper are measured."
+    if (different := _different(printed)) < len(every):
+        how_many += f" Since some networks stand in several tables, {different} of them are different."
     lines = [
         how_many,
         "",
         *_in_short(every),
-        "The highest accuracy under attack in each table, in per cent:",
+        "The highest accuracy under attack in each table, in per cent, for each column by itself:",
         "",
         _row(("table", "measured", "paper", "ours", "audited")),
         "|---" + 4 * "|---:" + "|",
@@ -93,6 +99,19 @@ def _overview(found: Mapping[str, Sequence[Cell]]) -> str:
     return "\n".join([*lines, "", *_older(found), ""])
 
 
+def _different(printed: Mapping[str, Sequence[Cell]]) -> int:
+    """How many of the paper's numbers are left when the same network under the same attack counts once."""
+    found = set()
+    for name, cells in printed.items():
+        experiment = load_experiment(name)
+        networks = {
+            arm.name: Task(experiment, arm, arm.seeds[0], _NOWHERE).network.content_hash
+            for arm in experiment.arms
+        }
+        found |= {(networks[cell.arm], cell.row, cell.paper) for cell in cells}
+    return len(found)
+
+
 def _in_short(printed: Sequence[Cell]) -> list[str]:
     """Three counts: clean accuracies near the paper's, accuracies under attack far from it, audited values up to 1 %.
 
@@ -107,11 +126,13 @@ def _in_short(printed: Sequence[Cell]) -> list[str]:
     near = sum(abs(points) <= _CLEAN_POINTS for points in clean)
     below, above = (sum(sign * points > _POINTS for points in differs) for sign in (-1, 1))
     none = sum(value <= 1 for value in audited)
+    unbounded = sum(cell.truth is not None and cell.median_l2 is not None for cell in attacked)
     return [
         f"- **Clean accuracy**: {near} of {len(clean)} are within {_CLEAN_POINTS} points of the paper.",
         f"- **Under the paper's own attacks**: of {len(differs)}, {below} are more than {_POINTS} points below the "
         f"paper, and {above} more than {_POINTS} points above.",
-        f"- **Audited**: {none} of {len(audited)} are at most 1 %.",
+        f"- **Audited**: {none} of {len(audited)} are at most 1 %. {unbounded} of the {len(audited)} are of attacks "
+        "without a bound on their distance, which break any network in the end: there the distance says more.",
         "",
     ]
 
