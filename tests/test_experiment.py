@@ -22,6 +22,7 @@ from processes import run, start, wait_for
 from toys import shorten_audits
 from typer.testing import CliRunner
 
+import ecnn
 from ecnn import evaluate, files, load_model
 from ecnn.attacks import TransformedPGD
 from ecnn.auditing.report import AUDIT_VERSION
@@ -90,6 +91,11 @@ def short_design(arm: Arm) -> Any:
     code = arm.spec.code
     quick = None if code is None or code.name is not None else {"code.steps": 2000}
     return arm.spec.changed(quick or {})
+
+
+def test_every_file_of_the_package_is_listed_once() -> None:
+    folder = Path(ecnn.__file__).parent / "experiments"
+    assert sorted(experiments()) == sorted(path.stem for path in folder.glob("*.toml"))
 
 
 @pytest.mark.parametrize("name", experiments())
