@@ -289,9 +289,15 @@ class _Loop:
             step = int(bad[0])
             is_saved = self.run_dir and epoch
             kept = f"the checkpoint after epoch {epoch - 1} is kept" if is_saved else "nothing was saved"
+            advice = f"Lower lr (now {self.settings.lr})."
+            if self.engine.is_half:
+                # The same command has diverged in its first epoch, and trained well when it was started again.
+                advice = (
+                    f"Start it again (a GPU adds in no fixed order), lower lr (now {self.settings.lr}), or use "
+                    "precision='float32'."
+                )
             raise TrainingError(
-                f"training diverged in epoch {epoch}, step {step} (loss {float(losses[step]):.4g}); {kept}. Lower lr "
-                f"(now {self.settings.lr}), or use precision='float32'."
+                f"training diverged in epoch {epoch}, step {step} (loss {float(losses[step]):.4g}); {kept}. {advice}"
             )
 
     def _raise_alarms(self) -> None:
