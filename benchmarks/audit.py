@@ -330,9 +330,10 @@ def main() -> None:
 
 def row_by_row(result: Row) -> str:
     """The result as JSON with one line per model, since indented JSON would be a third longer."""
-    rows = ",\n".join(json.dumps(row, allow_nan=False) for row in result["rows"])
-    head = json.dumps({**result, "rows": []}, allow_nan=False)
-    return head.replace('"rows": []', f'"rows": [\n{rows}\n]') + "\n"
+    tight = (",", ":")
+    rows = ",\n".join(json.dumps(row, allow_nan=False, separators=tight) for row in result["rows"])
+    head = json.dumps({**result, "rows": []}, allow_nan=False, separators=tight)
+    return head.replace('"rows":[]', f'"rows":[\n{rows}\n]') + "\n"
 
 
 if __name__ == "__main__":
