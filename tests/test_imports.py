@@ -99,7 +99,6 @@ def test_imports_point_up(path: Path) -> None:
 BARE = {"exists", "is_file", "is_dir", "glob", "rglob", "iterdir"}
 ALLOWED = {
     "codes.py: iterdir": "files of the package",
-    "experiment.py: iterdir": "files of the package",
     "runs.py: iterdir": "files of the package",
     "runs.py: is_dir": "files of the package",
     "runs.py: is_file": "files of the package",

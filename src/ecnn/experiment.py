@@ -127,6 +127,11 @@ class Experiment:
     file: str = field(default="", compare=False)
 
     def __post_init__(self) -> None:
+        if not _NAME.fullmatch(self.name):
+            raise InputError(
+                f"an experiment must have a name of letters, digits and any of _ . , + = @ -, not {self.name!r}: it "
+                "names a folder."
+            )
         if not self.arms:
             raise InputError(
                 f"the experiment {self.name!r} has no arms: give it [[arms]], one for each column."
@@ -281,7 +286,7 @@ def quick_form(experiment: Experiment) -> Experiment:
 
 def _quick_spec(spec: Spec) -> Spec:
     tables = spec.to_dict()
-    kind = find_kind(spec.model["kind"])
+    kind = find_kind(spec.model.get("kind", "ecnn"))
     tables["data"] = _QUICK_DATA
     tables["model"] |= {name: value for name, value in _QUICK_MODEL.items() if name in kind.options}
     tables["train"] = {**tables.get("train", {}), **_QUICK_TRAIN}
@@ -308,7 +313,10 @@ def _quick_spec(spec: Spec) -> Spec:
 
 def _shortened(table: Mapping[str, Any]) -> dict[str, Any]:
     return {
-        name: min(value, _QUICK_MOST[name]) if name in _QUICK_MOST else value for name, value in table.items()
+        name: min(value, _QUICK_MOST[name])
+        if name in _QUICK_MOST and isinstance(value, (int, float))
+        else value
+        for name, value in table.items()
     }
 
 

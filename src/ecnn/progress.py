@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 #: Called often, as progress(steps done, steps in all, results so far in a few words), so it should be fast.
 Progress = Callable[[int, int, str], None]
@@ -36,7 +36,8 @@ def progress_bar(title: str) -> Iterator[Progress]:
         def show(done: int, total: int, news: str) -> None:
             bar.update(task, completed=done, total=total, news=news)
             if not console.is_terminal and isinstance(news, Milestone):
-                sys.stderr.write(f"{title}: {news}\n")
-                sys.stderr.flush()
+                with suppress(OSError):  # nobody reads it any more: no reason to end the work
+                    sys.stderr.write(f"{title}: {news}\n")
+                    sys.stderr.flush()
 
         yield show

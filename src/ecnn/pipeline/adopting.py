@@ -10,6 +10,7 @@ from ecnn import files, runs
 from ecnn.auditing import load_audit, resolve_budget
 from ecnn.auditing.report import RESULT
 from ecnn.data import Dataset
+from ecnn.errors import InputError
 from ecnn.evaluation import Outcomes
 from ecnn.evaluation.records import FOLDER
 from ecnn.experiment import CLEAN
@@ -21,6 +22,7 @@ from ecnn.pipeline.recording import (
     descriptions,
     read_record,
     save_record,
+    settings_of,
 )
 from ecnn.pipeline.training import AnyPath, load_spec_data, plan
 from ecnn.spec import AuditTable, Spec
@@ -50,12 +52,15 @@ def adopt(folder: Path, network: Spec, asked: Spec, out: Path, root: AnyPath) ->
     for twin in twins:
         if twin == folder:
             continue
-        if files.exists(twin / runs.DONE):
-            if runs.holds(twin, planned):
-                _copy_run(twin, folder, asked, data)
+        try:
+            if files.exists(twin / runs.DONE):
+                if runs.holds(twin, planned):
+                    _copy_run(twin, folder, asked, data)
+                    return
+            elif _copy_record(twin, folder, planned.identity, asked, data):
                 return
-        elif _copy_record(twin, folder, planned.identity, asked, data):
-            return
+        except InputError:  # damaged, or no run of ours: no reason to stop this one
+            continue
 
 
 def _copy_run(twin: Path, folder: Path, asked: Spec, data: Dataset) -> None:
@@ -110,6 +115,7 @@ def _copy_record(twin: Path, folder: Path, wanted: Mapping[str, Any], asked: Spe
     if any(len(arrays[f"{name}.label"]) < min(limit, len(data.test)) for name, limit in limits.items()):
         return False
     facts = {**record.facts, "arm": folder.parent.name, "times": {}, "attacks": attacks, "audits": audits}
+    facts["settings"] = settings_of(asked)
     found = Record({**facts, "asked": asked.content_hash}, arrays)
     if not covers(found, asked):
         return False

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
+from ecnn.errors import InputError
 from ecnn.evaluation import Rate
 from ecnn.experiment import AUDIT, CLEAN, Arm, Experiment
 from ecnn.pipeline.recording import NETWORK, Record, made_otherwise, read_record, version_of
@@ -30,6 +32,7 @@ class Cell:
         audited_images: their numbers of images, where these differ from the row's.
         is_of_other_settings: whether a record was left out because its settings are not those of the experiment now.
         median_l2: the median L2 distance at which our own C&W breaks an image (median over seeds); None for other rows.
+        is_damaged: whether a record of the arm was left out because it cannot be read.
     """
 
     row: str
@@ -42,14 +45,16 @@ class Cell:
     audited_images: tuple[int, ...] = ()
     is_of_other_settings: bool = False
     median_l2: float | None = None
+    is_damaged: bool = False
 
     @property
     def flags(self) -> tuple[str, ...]:
-        """Remarks on the cell: versions of the audit, its number of images, an inconclusive verdict, other settings."""
+        """Remarks: versions of the audit, its number of images, an inconclusive verdict, other settings, damage."""
         named = [f"audit {version}" for version in self.versions]
         named += [f"audited on {images:,}" for images in self.audited_images]
         named += ["inconclusive"] if "inconclusive" in self.verdicts else []
-        return (*named, "of other settings") if self.is_of_other_settings else tuple(named)
+        named += ["of other settings"] if self.is_of_other_settings else []
+        return (*named, "a damaged record") if self.is_damaged else tuple(named)
 
     @property
     def ours(self) -> float | None:
@@ -75,13 +80,18 @@ def read_cells(experiment: Experiment, out: Path) -> list[Cell]:
     cells = []
     for arm in experiment.arms:
         folders = {seed: out / experiment.name / arm.name / str(seed) for seed in arm.seeds}
-        found = [
-            (record, made_otherwise(record, arm.spec_for(seed)))
-            for seed, folder in folders.items()
-            if (record := read_record(folder)) is not None
-        ]
+        found, is_damaged = [], False
+        for seed, folder in folders.items():
+            try:
+                record = read_record(folder)
+            except InputError:  # running the arm tells what is damaged
+                is_damaged = True
+                continue
+            if record is not None:
+                found.append((record, made_otherwise(record, arm.spec_for(seed))))
         rows = [row for row in experiment.rows if row == CLEAN or row in arm.spec.attacks]
-        cells += [_cell(experiment, arm, row, found) for row in rows]
+        made = [_cell(experiment, arm, row, found) for row in rows]
+        cells += [dataclasses.replace(cell, is_damaged=is_damaged) for cell in made]
     return cells
 
 

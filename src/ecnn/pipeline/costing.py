@@ -179,7 +179,7 @@ class Sizes:
         key = f"{classes} {channels} {size} {spec.model} {spec.code}"
         if key not in self.models:
             options = {name: value for name, value in spec.model.items() if name != "kind"}
-            kind = find_kind(spec.model["kind"])
+            kind = find_kind(spec.model.get("kind", "ecnn"))
             suited = kind.suited_to(channels, size).options
             code = _code(spec.code, classes) if kind.needs_code else None
             mean = torch.zeros(channels, *size)

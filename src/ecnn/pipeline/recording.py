@@ -6,12 +6,16 @@
                    attacked form; columns that attacks on the same images share are stored once
 
 A new audit is appended to the earlier ones with its version, so that a stronger one replaces no number silently.
+
+While a run is made, asked.json in its folder keeps for each part (the network, each attack, the audit) a hash of the
+settings that it was made with. The record takes them over, so that no number is ever printed for other settings.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import hashlib
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,23 +26,29 @@ import numpy as np
 from ecnn import files, runs
 from ecnn.auditing.report import RESULT, load_audit
 from ecnn.checks import check_entries, check_number, parse_eps
+from ecnn.data import NAMES
 from ecnn.errors import InputError
 from ecnn.evaluation import Rate
 from ecnn.evaluation.provenance import describe
-from ecnn.evaluation.records import read_all
+from ecnn.evaluation.records import file_stem, read_all
 from ecnn.experiment import AUDIT, CLEAN
 from ecnn.models import resolve_recipe
+from ecnn.pipeline.training import SIGNS
+from ecnn.recipes import MEMBER_OPTIONS
 from ecnn.spec import AuditTable, Spec, make_attack
 from ecnn.training.checkpoints import load_checkpoint
 from ecnn.training.loop import BEST
 
-RECORD, OUTCOMES = "record.json", "outcomes.npz"
+RECORD, OUTCOMES, ASKED = "record.json", "outcomes.npz", "asked.json"
 NETWORK = "network"
 FORMAT, VERSION = "ecnn-record", 1
 #: Folders in a run folder: audits by later versions, transfer matrices, outcomes on other images.
 AUDITS, TRANSFERS, ELSEWHERE = "audits", "transfers", "on"
 _COLUMNS = {"label": "uint16", "clean_prediction": "int16", "prediction": "int16", "l2": "float16"}
 _SHARED = ("label", "clean_prediction")
+# Entries of a recipe that a kind of model or a dataset may replace where the spec does not give them.
+_LEFT_TO_KINDS = ("objective", "objective_options", "flip", *MEMBER_OPTIONS)
+_SETTINGS_KINDS: dict[str, Any] = {NETWORK: str | None, AUDIT: str | None, "attacks": dict[str, str] | None}
 _AUDIT_KEYS = (
     "verdict", "accuracy", "interval", "clean_accuracy", "plain_accuracy", "images", "norm", "eps", "budget",
     "seed", "environment",
@@ -47,7 +57,82 @@ _AUDIT_KEYS = (
 
 def place_of(folder: Path, data: str | None) -> Path:
     """The folder for outcomes on the dataset `data`; for None, the run's own images, that is the run folder itself."""
-    return folder if data is None else folder / ELSEWHERE / data
+    if data is None:
+        return folder
+    return folder / ELSEWHERE / (data if data in (*NAMES, SIGNS) else f"{Path(data).name}-{_hash(data)}")
+
+
+def transfer_path(folder: Path, name: str) -> Path:
+    """The file for the transfer matrix of an attack between members."""
+    return folder / TRANSFERS / f"{file_stem(name)}.json"
+
+
+def network_spec(asked: Spec) -> Spec:
+    """The part of a spec that decides the network: without attacks, audit and their number of images."""
+    bare = dataclasses.replace(asked, attacks={}, audit=None)
+    return dataclasses.replace(bare, data=dataclasses.replace(bare.data, test_limit=None))
+
+
+def settings_of(asked: Spec) -> dict[str, Any]:
+    """Hashes of the settings that decide the parts of a run: "network", "attacks" by name, and "audit" if asked for."""
+    found: dict[str, Any] = {
+        NETWORK: _hash(network_spec(asked).identity),
+        "attacks": {
+            name: _hash(
+                {
+                    "attack": _with_number(describe(make_attack({"kind": name, **table}))),
+                    "seed": asked.seed,
+                    "limit": table.get("limit", asked.data.test_limit),
+                    **{key: table.get(key) for key in ("source", "data", "members")},
+                }
+            )
+            for name, table in asked.attacks.items()
+        },
+    }
+    if asked.audit is not None:
+        found[AUDIT] = _hash(_with_number(dataclasses.asdict(asked.audit)))
+    return found
+
+
+def read_settings(folder: Path) -> dict[str, Any]:
+    """The hashes of the settings that the parts in a run folder were made with; parts of older runs are missing."""
+    path = folder / ASKED
+    try:
+        found: dict[str, Any] = files.read_json(path) if files.exists(path) else {}
+        check_entries(ASKED, found, _SETTINGS_KINDS)
+    except (InputError, TypeError, AttributeError) as error:
+        raise InputError(f"{path} is damaged: delete the run folder to have the run made again.") from error
+    return found
+
+
+def note_settings(folder: Path, asked: Spec, part: str) -> None:
+    """Notes that a part of a run was made as asked: NETWORK, AUDIT or the name of an attack."""
+    noted, wanted = read_settings(folder), settings_of(asked)
+    if part in (NETWORK, AUDIT):
+        noted[part] = wanted[part]
+    else:
+        noted["attacks"] = {**noted.get("attacks", {}), part: wanted["attacks"][part]}
+    files.write_json(folder / ASKED, noted)
+
+
+def check_settings(folder: Path, asked: Spec, part: str) -> None:
+    """Raises InputError if the folder holds that part of a run, made with other settings."""
+    noted, wanted = read_settings(folder), settings_of(asked)
+    if part not in (NETWORK, AUDIT):
+        noted, wanted = noted.get("attacks", {}), wanted["attacks"]
+    if noted.get(part, wanted[part]) != wanted[part]:
+        raise InputError(f"{folder} holds numbers of other settings ({part}): choose another folder (--out).")
+
+
+def _with_number(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings with eps, if they have one, as a number: "8/255" and its value are the same radius."""
+    return (
+        {**settings, "eps": parse_eps(settings["eps"])} if settings.get("eps") is not None else {**settings}
+    )
+
+
+def _hash(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
 def write_record(folder: Path, *, arm: str, asked: Spec, times: dict[str, float]) -> None:
@@ -61,9 +146,14 @@ def write_record(folder: Path, *, arm: str, asked: Spec, times: dict[str, float]
     """
     tensors, facts = load_checkpoint(folder / BEST)
     summary = runs.read_results(folder)
-    places = [folder, *(path.parent for path in files.matching(folder, f"{ELSEWHERE}/*/eval"))]
-    outcomes = {name: found for place in places for name, found in read_all(place).items() if name != CLEAN}
-    transfers = {path.stem: files.read_json(path) for path in files.matching(folder, f"{TRANSFERS}/*.json")}
+    outcomes = {name: found for name, found in read_all(folder).items() if name != CLEAN}
+    for name, table in asked.attacks.items():
+        if "data" in table:  # not what an attack of the same name left on the run's own images
+            there = read_all(place_of(folder, table["data"]))
+            outcomes = {key: found for key, found in outcomes.items() if key != name}
+            outcomes |= {name: there[name]} if name in there else {}
+    paths = {name: transfer_path(folder, name) for name, table in asked.attacks.items() if "members" in table}
+    transfers = {name: files.read_json(path) for name, path in paths.items() if files.exists(path)}
     buffers = {"centre.mean", "threshold"}
     record = Record(
         {
@@ -81,9 +171,9 @@ def write_record(folder: Path, *, arm: str, asked: Spec, times: dict[str, float]
             "times": times,
             "environment": files.read_json(folder / runs.ENVIRONMENT),
             "attacks": {name: found.about["attack"] for name, found in outcomes.items()},
-            "audits": _audits(folder),
+            "audits": _audits(folder, asked.audit),
             **({"transfers": transfers} if transfers else {}),
-            "asked": asked.content_hash,
+            "settings": read_settings(folder),
         },
         {
             f"{name}.{column}": np.asarray(getattr(found, column)).astype(dtype)
@@ -91,8 +181,8 @@ def write_record(folder: Path, *, arm: str, asked: Spec, times: dict[str, float]
             for column, dtype in _COLUMNS.items()
         },
     )
-    if not covers(record, asked):
-        del record.facts["asked"]
+    if covers(record, asked):
+        record.facts["asked"] = asked.content_hash
     save_record(folder, record)
 
 
@@ -146,8 +236,11 @@ def _longest(arrays: Mapping[str, np.ndarray], column: str) -> str:
     return max(names, key=lambda name: len(arrays[name]), default="")
 
 
-def _audits(folder: Path) -> list[dict[str, Any]]:
-    """The audits of the earlier record in their order, then those in the folder that it lacks, oldest version first."""
+def _audits(folder: Path, asked: AuditTable | None) -> list[dict[str, Any]]:
+    """The audits of the earlier record in their order, then those in the folder that it lacks, oldest version first.
+
+    An audit in the folder that is not the one asked for, by its norm, radius, budget or seed, is left out.
+    """
     before = files.read_json(folder / RECORD) if files.exists(folder / RECORD) else {}
     audits = [{**entry, "version": version_of(entry)} for entry in before.get("audits", [])]
     later = sorted(files.matching(folder, f"{AUDITS}/*/{RESULT}"), key=lambda path: int(path.parent.name))
@@ -155,7 +248,8 @@ def _audits(folder: Path) -> list[dict[str, Any]]:
         if files.exists(path):
             found = load_audit(path).to_dict()
             entry = {**{key: found[key] for key in _AUDIT_KEYS}, "version": found["audit_version"]}
-            audits += [entry] if entry not in audits else []
+            is_asked = asked is None or answers(found, asked, found["images"])
+            audits += [entry] if is_asked and entry not in audits else []
     return audits
 
 
@@ -175,9 +269,11 @@ def covers(record: Record, asked: Spec) -> bool:
     made = {*record.facts["attacks"], *record.transfers}
     if not made >= set(asked.attacks) or (asked.audit is not None and record.audit is None):
         return False
-    if "asked" in record.facts:
-        return bool(record.facts["asked"] == asked.content_hash)
-    return None not in descriptions(asked).values() and not made_otherwise(record, asked)
+    if record.facts.get("asked") == asked.content_hash:
+        return True
+    noted = record.facts.get("settings", {}).get("attacks", {})
+    known = all(made is not None or name in noted for name, made in descriptions(asked).items())
+    return known and not made_otherwise(record, asked)
 
 
 def made_otherwise(record: Record, asked: Spec) -> list[str]:
@@ -185,16 +281,26 @@ def made_otherwise(record: Record, asked: Spec) -> list[str]:
     if record.facts.get("asked") == asked.content_hash:
         return []
     attacks, images = descriptions(asked), record.facts["test"]["images"]
-    found = [] if _holds(record.facts["spec"], _network_of(asked)) else [NETWORK]
+    noted, wanted_now = record.facts.get("settings", {}), settings_of(asked)
+    if NETWORK in noted:
+        is_network = noted[NETWORK] == wanted_now[NETWORK]
+    else:
+        is_network = _holds(record.facts["spec"], _network_of(asked))
+    found = [] if is_network else [NETWORK]
     for name, described in attacks.items():
         table = asked.attacks[name]
+        if name in noted.get("attacks", {}):
+            found += [name] if noted["attacks"][name] != wanted_now["attacks"][name] else []
+            continue
         limit, seen = table.get("limit", asked.data.test_limit), len(record.arrays.get(f"{name}.label", ()))
         is_other = described is not None and record.facts["attacks"].get(name, described) != described
         wanted = seen if "data" in table else images if limit is None else min(limit, images)
         if is_other or seen not in (0, wanted):
             found.append(name)
     audit = asked.audit
-    if audit is not None and record.audit is not None:
+    if audit is not None and record.audit is not None and AUDIT in noted:
+        found += [AUDIT] if noted[AUDIT] != wanted_now[AUDIT] else []
+    elif audit is not None and record.audit is not None:
         # How many images another dataset has is not known here.
         limit = audit.limit if audit.data is None else None
         if not answers(record.audit, audit, record.audit["images"] if limit is None else min(limit, images)):
@@ -204,10 +310,12 @@ def made_otherwise(record: Record, asked: Spec) -> list[str]:
 
 def _network_of(asked: Spec) -> dict[str, Any]:
     """The tables of a spec that decide the network, in the form that the spec of a run has."""
-    recipe = dataclasses.asdict(resolve_recipe(asked.train["recipe"])) if "recipe" in asked.train else {}
-    train = {name: recipe[name] for name in ("epochs", "batch_size", "optimizer", "lr", "schedule") if recipe}
     given = asked.to_dict()
-    given["train"] = {**train, **{key: value for key, value in asked.train.items() if key != "recipe"}}
+    if "recipe" in asked.train:
+        recipe = dataclasses.asdict(resolve_recipe(asked.train["recipe"]))
+        train = {name: value for name, value in recipe.items() if name not in _LEFT_TO_KINDS}
+        train |= {"attack": None, "val_attack": None}
+        given["train"] = {**train, **{key: value for key, value in asked.train.items() if key != "recipe"}}
     given["data"].pop("test_limit", None)
     return {name: given[name] for name in ("seed", "data", "code", "model", "train") if name in given}
 

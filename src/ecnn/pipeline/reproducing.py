@@ -25,16 +25,22 @@ from ecnn.pipeline.evaluating import evaluate_run, plan_evaluation
 from ecnn.pipeline.opening import open_model
 from ecnn.pipeline.recording import (
     AUDITS,
-    TRANSFERS,
+    NETWORK,
+    Record,
     answers,
+    check_settings,
     covers,
     made_otherwise,
+    network_spec,
+    note_settings,
     place_of,
     read_record,
+    read_settings,
+    transfer_path,
     version_of,
     write_record,
 )
-from ecnn.pipeline.training import AnyPath, load_test_images, train_run
+from ecnn.pipeline.training import AnyPath, load_spec_data, load_test_images, plan, train_run
 from ecnn.plots import plot_audit
 from ecnn.progress import Progress
 from ecnn.spec import AuditTable, Spec, make_attack
@@ -69,8 +75,7 @@ class Task:
     @property
     def network(self) -> Spec:
         """The part of the spec that decides the network: without attacks, audit and their number of images."""
-        bare = dataclasses.replace(self.spec, attacks={}, audit=None)
-        return dataclasses.replace(bare, data=dataclasses.replace(bare.data, test_limit=None))
+        return network_spec(self.spec)
 
     @property
     def folder(self) -> Path:
@@ -79,7 +84,10 @@ class Task:
 
     def is_done(self) -> bool:
         """Whether its record holds all that the arm asks for."""
-        record = read_record(self.folder)
+        try:
+            record = read_record(self.folder)
+        except InputError:
+            return False  # running the task tells what is damaged
         return record is not None and covers(record, self.spec)
 
     def is_trained(self) -> bool:
@@ -125,10 +133,12 @@ def run_task(
         files.tidy(task.folder)
         return
     record = read_record(task.folder)
-    if record is not None and (others := made_otherwise(record, task.spec)):
-        raise InputError(
-            f"{task.folder} holds numbers of other settings ({', '.join(others)}): choose another folder (--out)."
-        )
+    if record is not None:
+        _check_record(task, record)
+        if not task.is_trained():
+            raise InputError(
+                f"{task.folder} has a record but no network to attack: reproduce it in another folder (--out)."
+            )
     with files.locked(task.folder, "reproduction"):
         _run_stages(task, root, device, stages, progress)
 
@@ -143,14 +153,20 @@ def _run_stages(
             if task.is_done():
                 return
         run = train_run(task.network, out=folder, root=root, device=device, progress=progress)
+        note_settings(folder, spec, NETWORK)
         if not run.was_finished:  # otherwise nothing was trained now, and there is no time to note
             epochs = (json.loads(line) for line in files.read_bytes(folder / LOG).splitlines())
             _note_time(folder, "train", sum(epoch["seconds"] for epoch in epochs))
+    else:
+        _check_trained(task, root)
     if "attack" in stages:
         for name, table in spec.attacks.items():
+            check_settings(folder, spec, name)
             with _timed(folder, name):
                 _attack(task, name, table, root, device, progress)
+            note_settings(folder, spec, name)
     if "audit" in stages and spec.audit is not None:
+        check_settings(folder, spec, AUDIT)
         opened = open_model(str(folder), data=spec.audit.data, root=root, device=device)
         made = plan_audit(spec.audit, opened)
         if not _is_audited(folder, spec.audit, made.images):
@@ -158,7 +174,26 @@ def _run_stages(
                 audit_run(made, out=folder, progress=progress)
         elif not files.exists(folder / PICTURE):  # a kill came between the audit and its picture
             plot_audit(load_audit(folder / RESULT), folder / PICTURE)
+        note_settings(folder, spec, AUDIT)
     _write_record(task)
+
+
+def _check_record(task: Task, record: Record) -> None:
+    """Raises InputError if the record in the task's folder was made with other settings."""
+    if others := made_otherwise(record, task.spec):
+        raise InputError(
+            f"{task.folder} holds numbers of other settings ({', '.join(others)}): choose another folder (--out)."
+        )
+
+
+def _check_trained(task: Task, root: AnyPath) -> None:
+    """Raises InputError unless the folder holds the finished network of the task's spec."""
+    if not task.is_trained():
+        raise InputError(f"{task.folder} has no trained network yet: train it first (--stage train).")
+    if NETWORK in read_settings(task.folder):
+        check_settings(task.folder, task.spec, NETWORK)
+    elif not runs.holds(task.folder, plan(task.network, load_spec_data(task.network, root)).spec):
+        raise InputError(f"{task.folder} holds another network: choose another folder (--out).")
 
 
 def _is_audited(folder: Path, table: AuditTable, images: int) -> bool:
@@ -185,7 +220,7 @@ def _attack(
         return
     if "source" in table:
         other = task.source(table["source"])
-        if not other.is_trained():
+        if not other.is_done():  # else its record says that it has these settings
             run_task(other, root=root, device=device, stages=("train",), progress=progress)
         table = {**table, "source": str(other.folder)}
     limit = task.spec.data.test_limit
@@ -201,7 +236,7 @@ def _transfer(
     task: Task, name: str, table: Mapping[str, Any], root: AnyPath, device: str, progress: Progress | None
 ) -> None:
     """Measures how each member classifies images crafted on each other member, and writes the matrix once."""
-    path = task.folder / TRANSFERS / f"{name}.json"
+    path = transfer_path(task.folder, name)
     if files.exists(path):
         return
     attack = make_attack({"kind": name, **table})
@@ -228,6 +263,7 @@ def audit_again(
     record, table = read_record(task.folder), task.spec.audit
     if record is None or table is None:
         return False
+    _check_record(task, record)
     if record.audit is not None and (
         version_of(record.audit) >= AUDIT_VERSION or record.audit["accuracy"] == 0
     ):
@@ -236,6 +272,7 @@ def audit_again(
         raise InputError(
             f"{task.folder} has a record but no network to audit again: reproduce it in another folder (--out)."
         )
+    _check_trained(task, root)
     made = plan_audit(table, open_model(str(task.folder), data=table.data, root=root, device=device))
     with _timed(task.folder, f"{AUDIT} {AUDIT_VERSION}"):
         audit_run(made, out=task.folder / AUDITS / str(AUDIT_VERSION), progress=progress)
