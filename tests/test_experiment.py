@@ -577,7 +577,7 @@ def test_whoever_ends_several_processes_ends_them_all(tmp_path: Path, number: si
     program = tmp_path / "program.py"
     program.write_text(
         "import sys\nfrom ecnn.pipeline.spreading import _run_here\n"
-        f"_run_here([[sys.executable, '-c', {told!r}, path] for path in sys.argv[1:]], 2)\n"
+        f"_run_here([[sys.executable, '-c', {told!r}, path] for path in sys.argv[1:]], 2, print)\n"
     )
     paths = [tmp_path / name for name in ("first", "second", "third")]
     started = start(*map(str, paths), program=program)

@@ -233,6 +233,23 @@ def test_an_experiment_that_names_no_folder_is_refused(name: str) -> None:
         dataclasses.replace(experiment(), name=name)
 
 
+def test_audited_values_of_different_images_are_not_put_together() -> None:
+    both = {"pgd": BALL, "signs": {"kind": "pgd", **BALL, "data": "mnist"}}
+    tables = {
+        "title": "T",
+        "paper": "tab:none",
+        "rows": ["clean", "pgd"],
+        "arms": [{"name": "a", "title": "A"}],
+    }
+    spec = {**SPEC, "attacks": both}
+    with pytest.raises(InputError, match=r"audited\.pgd: pgd, signs are made on different images"):
+        from_tables("tiny", {**tables, "spec": spec, "audited": {"pgd": ["pgd", "signs"]}})
+    with pytest.raises(InputError, match=r"audited\.clean"):
+        from_tables("tiny", {**tables, "spec": spec, "audited": {"clean": "nonsense"}})
+    with pytest.raises(InputError, match="an attack cannot be called 'audit'"):
+        experiment(attacks={"pgd": BALL, "audit": {"kind": "pgd", **BALL}})
+
+
 def test_settings_tell_the_parts_apart() -> None:
     spec = experiment().arms[0].spec
     found = settings_of(spec)

@@ -22,9 +22,9 @@ def main() -> None:
 
 
 def shrink(path: Path) -> None:
-    """Reduces a figure to 128 colours, which makes the file a third as large."""
+    """Reduces a figure to 64 colours, which makes the file a third as large."""
     with Image.open(path) as picture:
-        few = picture.convert("RGB").quantize(128, dither=Image.Dither.NONE)
+        few = picture.convert("RGB").quantize(64, dither=Image.Dither.NONE)
     few.save(path, optimize=True)
 
 

@@ -152,8 +152,12 @@ class Experiment:
         for row in self.rows:
             check_choice("a row", row, [CLEAN, *made])
         for row, sources in self.audited.items():
-            for source in sources if row in made else ():
+            for source in sources:
                 check_choice(f"audited.{row}", source, [AUDIT, *made])
+            for arm in self.arms:
+                others = [name for name in self.audited_by(row, arm) if name != AUDIT]
+                if len({arm.spec.attacks[name].get("data") for name in others}) > 1:
+                    raise InputError(f"audited.{row}: {', '.join(others)} are made on different images.")
 
     def _check(self, arm: Arm) -> None:
         owner = f"the arm {arm.name!r}"
@@ -171,6 +175,8 @@ class Experiment:
         for row, value in arm.paper.items():
             check_number(f"{owner}: paper.{row}", value, most=math.inf if row == PARAMETERS else 100)
         check_names(list(arm.spec.attacks))
+        if taken := {AUDIT, "network", "train"} & set(arm.spec.attacks):
+            raise InputError(f"{owner}: an attack cannot be called {taken.pop()!r}: give it another name.")
         for name, table in arm.spec.attacks.items():
             if isinstance(table.get("eps"), list):
                 raise InputError(

@@ -18,8 +18,10 @@ from ecnn.evaluation.cluster import CLUSTERS as CLUSTERS
 from ecnn.evaluation.cluster import connect_ray
 from ecnn.pipeline.reproducing import Task
 
-#: Runs commands, and returns the exit status and the whole output of each.
-Runner = Callable[[Sequence[Sequence[str]]], list[tuple[int, str]]]
+#: Is told the number of a command that has ended, its exit status and its whole output.
+Ended = Callable[[int, int, str], None]
+#: Runs commands and tells of each when it ends.
+Runner = Callable[[Sequence[Sequence[str]], Ended], None]
 
 
 def run_tasks(
@@ -40,8 +42,10 @@ def run_tasks(
         cluster: "ray" makes each process a task of the Ray cluster that RAY_ADDRESS names, or of a local one with
             `jobs` CPUs. If the cluster has GPUs, each task asks for one. All machines must see the same folders.
     """
-    start: Runner = _ray_runner(jobs) if cluster == "ray" else lambda commands: _run_here(commands, jobs)
-    failed = []
+    start: Runner = (
+        _ray_runner(jobs) if cluster == "ray" else lambda commands, ended: _run_here(commands, jobs, ended)
+    )
+    failed: list[Task] = []
     for wave, more in waves(tasks):
         ecnn = [sys.executable, "-m", "ecnn", "reproduce"]
         commands = [
@@ -57,9 +61,13 @@ def run_tasks(
             ]
             for task in wave
         ]
-        for task, (status, said) in zip(wave, start(commands), strict=True):
-            files.write_text(task.folder / "log.txt", said)
-            failed += [task] if status and task not in failed else []
+
+        def ended(number: int, status: int, said: str, wave: Sequence[Task] = wave) -> None:
+            files.write_text(wave[number].folder / "log.txt", said)
+            if status and wave[number] not in failed:
+                failed.append(wave[number])
+
+        start(commands, ended)
     return [task for task in tasks if task in failed]
 
 
@@ -108,24 +116,24 @@ def _finish(process: subprocess.Popen[str]) -> tuple[int, str]:
     return process.returncode, said + complained
 
 
-def _run_here(commands: Sequence[Sequence[str]], jobs: int) -> list[tuple[int, str]]:
+def _run_here(commands: Sequence[Sequence[str]], jobs: int, ended: Ended) -> None:
     """Runs commands, `jobs` at a time; an exception here, as from Ctrl-C or SIGTERM, terminates those that run."""
     gpus = torch.cuda.device_count()
     running: list[subprocess.Popen[str]] = []
     guard = threading.Lock()
     is_over = False
 
-    def run_one(command: Sequence[str], number: int) -> tuple[int, str]:
+    def run_one(command: Sequence[str], number: int) -> None:
         with guard:
             if is_over:
-                return 1, ""
+                return
             running.append(_start(command, number % gpus if gpus > 1 else None))
             process = running[-1]
-        return _finish(process)
+        ended(number, *_finish(process))
 
     with ThreadPoolExecutor(jobs) as pool, _ending_when_asked():
         try:
-            return list(pool.map(run_one, commands, range(len(commands))))
+            list(pool.map(run_one, commands, range(len(commands))))
         except BaseException:
             with guard:
                 is_over = True
@@ -159,8 +167,12 @@ def _ray_runner(jobs: int) -> Runner:
     has_gpus = ray.cluster_resources().get("GPU", 0) > 0
     remote = ray.remote(num_cpus=1, num_gpus=1 if has_gpus else 0)(run_command)
 
-    def start(commands: Sequence[Sequence[str]]) -> list[tuple[int, str]]:
-        results: list[tuple[int, str]] = ray.get([remote.remote(command) for command in commands])
-        return results
+    def start(commands: Sequence[Sequence[str]], ended: Ended) -> None:
+        numbers = {remote.remote(command): number for number, command in enumerate(commands)}
+        waiting = list(numbers)
+        while waiting:
+            done, waiting = ray.wait(waiting)
+            for one in done:
+                ended(numbers[one], *ray.get(one))
 
     return start
