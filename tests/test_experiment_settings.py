@@ -116,6 +116,15 @@ def test_a_setting_that_is_changed_added_or_removed_is_seen(
     assert not (task.folder / "record.json").exists()
 
 
+@pytest.mark.parametrize("settings", [[], {"attacks": {"pgd": 1}}, {"network": 3}])
+def test_a_record_with_settings_of_another_form_is_damaged(out: Path, settings: Any) -> None:
+    folder = only_task(experiment(), out).folder
+    facts = files.read_json(folder / "record.json")
+    files.write_json(folder / "record.json", {**facts, "settings": settings})
+    with pytest.raises(InputError, match=r"record\.json.*settings"):
+        read_record(folder)
+
+
 def test_what_only_spells_the_same_differently_is_done(out: Path) -> None:
     made = experiment(attacks={**ATTACKS, "pgd": {"kind": "pgd", **BALL, "eps": "0.1", "limit": 10}})
     record = read_record(only_task(made, out).folder)

@@ -433,7 +433,8 @@ def _read_record(folder: Path) -> Record:
                 f"{folder / OUTCOMES} is damaged: {name!r} is not a column of {dtype or 'outcomes'}."
             )
     whole = _with_repeats(arrays)
-    check_entries(owner, facts, {"outcomes": dict[str, str] | None})
+    check_entries(owner, facts, {"outcomes": dict[str, str] | None, "settings": dict | None})
+    check_entries(f"{owner}: settings", facts.get("settings") or {}, _SETTINGS_KINDS)
     known = facts.get("outcomes", {})
     try:
         is_own = known.items() <= _digests(whole).items()
