@@ -259,6 +259,21 @@ def test_audited_values_of_different_images_are_not_put_together() -> None:
         experiment(attacks={"pgd": BALL, "audit": {"kind": "pgd", **BALL}})
 
 
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"audit": {**SPEC["audit"], "eps": 8}}, "eps"),
+        ({"code": {"code_length": 10, "objective": "energi"}}, "did you mean 'energy'"),
+        ({"code": {"code_length": 10, "steps": -1}}, r"code\.steps"),
+        ({"code": {"code_length": 10, "seed": -1}}, r"code\.seed"),
+        ({"data": {"name": "digits", "val_fraction": 2.0}}, r"data\.val_fraction"),
+    ],
+)
+def test_mistakes_are_told_when_the_file_is_read(changes: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(InputError, match=sentence):
+        experiment(**changes)
+
+
 def test_settings_tell_the_parts_apart() -> None:
     spec = experiment().arms[0].spec
     found = settings_of(spec)

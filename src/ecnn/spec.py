@@ -21,11 +21,13 @@ import hashlib
 import json
 import os
 import tomllib
+import typing
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from ecnn import files
+from ecnn.annealing.design import CodeObjective
 from ecnn.attacks import ATTACKS, Attack
 from ecnn.attacks.norms import NORMS
 from ecnn.checks import (
@@ -35,6 +37,7 @@ from ecnn.checks import (
     check_entries,
     check_fields,
     check_kind,
+    check_number,
     check_options,
     check_shares,
     is_needed,
@@ -77,6 +80,7 @@ class DataTable:
 
     def __post_init__(self) -> None:
         check_fields("[data]", self)
+        check_number("data.val_fraction", self.val_fraction, most=1, below=True)
         for name in ("test_limit", "num_classes", "in_channels"):
             if getattr(self, name) is not None:
                 check_count(f"data.{name}", getattr(self, name))
@@ -126,6 +130,11 @@ class CodeTable:
             raise InputError(
                 "[code] with a name takes no arity, objective, steps or seed: those are for a code to be designed."
             )
+        if self.objective is not None:
+            check_choice("code.objective", self.objective, typing.get_args(CodeObjective))
+        for name, least in (("code_length", 1), ("arity", 2), ("steps", 1), ("seed", 0)):
+            if getattr(self, name) is not None:
+                check_count(f"code.{name}", getattr(self, name), least=least)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,7 +157,7 @@ class AuditTable:
     def __post_init__(self) -> None:
         check_fields("[audit]", self)
         check_choice("norm", self.norm, NORMS)
-        parse_eps(self.eps)
+        parse_eps(self.eps, most=NORMS[self.norm].longest)
         check_shares(claim=self.claim, min_accuracy=self.min_accuracy)
         if self.limit is not None:
             check_count("limit", self.limit)
