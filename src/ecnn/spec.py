@@ -132,7 +132,7 @@ class CodeTable:
             )
         if self.objective is not None:
             check_choice("code.objective", self.objective, typing.get_args(CodeObjective))
-        for name, least in (("code_length", 1), ("arity", 2), ("steps", 1), ("seed", 0)):
+        for name, least in (("steps", 1), ("seed", 0)):
             if getattr(self, name) is not None:
                 check_count(f"code.{name}", getattr(self, name), least=least)
 

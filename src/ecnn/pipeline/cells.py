@@ -9,10 +9,11 @@ from pathlib import Path
 
 import numpy as np
 
+from ecnn import files
 from ecnn.errors import InputError
 from ecnn.evaluation import Rate
 from ecnn.experiment import AUDIT, CLEAN, Arm, Experiment
-from ecnn.pipeline.recording import NETWORK, Record, made_otherwise, read_record, version_of
+from ecnn.pipeline.recording import NETWORK, RECORD, Record, made_otherwise, read_record, version_of
 
 
 @dataclass(frozen=True)
@@ -82,6 +83,8 @@ def read_cells(experiment: Experiment, out: Path) -> list[Cell]:
         folders = {seed: out / experiment.name / arm.name / str(seed) for seed in arm.seeds}
         found, is_damaged = [], False
         for seed, folder in folders.items():
+            if not files.exists(folder / RECORD):  # raises where the folder cannot be read
+                continue
             try:
                 record = read_record(folder)
             except InputError:  # running the arm tells what is damaged

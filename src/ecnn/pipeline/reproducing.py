@@ -26,6 +26,7 @@ from ecnn.pipeline.opening import open_model
 from ecnn.pipeline.recording import (
     AUDITS,
     NETWORK,
+    RECORD,
     Record,
     answers,
     check_settings,
@@ -84,6 +85,8 @@ class Task:
 
     def is_done(self) -> bool:
         """Whether its record holds all that the arm asks for."""
+        if not files.exists(self.folder / RECORD):  # raises where the folder cannot be read
+            return False
         try:
             record = read_record(self.folder)
         except InputError:
