@@ -1189,11 +1189,11 @@ class Widening(toys.LinearOfThree):
         return super().forward(images.double())
 
 
+@pytest.mark.full  # its audited number differs from run to run, for a reason not found yet (docs/log.md)
 def test_a_model_that_changes_its_precision_is_audited() -> None:
     split = make_split(toys.LinearOfThree(), 180)
     found, usual = (run_audit(model, split, limit=60) for model in (Widening(), toys.LinearOfThree()))
-    # It may be lower: what falls is checked, and in float64 a short audit breaks a few images more.
-    assert found.accuracy <= usual.accuracy + 0.05
+    assert abs(found.accuracy - usual.accuracy) <= 0.05
 
 
 class InParts(nn.Module):
