@@ -1189,7 +1189,6 @@ class Widening(toys.LinearOfThree):
         return super().forward(images.double())
 
 
-@pytest.mark.full  # its audited number differs from run to run, for a reason not found yet (docs/log.md)
 def test_a_model_that_changes_its_precision_is_audited() -> None:
     split = make_split(toys.LinearOfThree(), 180)
     found, usual = (run_audit(model, split, limit=60) for model in (Widening(), toys.LinearOfThree()))

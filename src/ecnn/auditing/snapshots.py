@@ -183,16 +183,17 @@ class _Memory:
 
     def __init__(self, storage: Any) -> None:
         self.storage, self.kept = storage, storage.clone()
-        self.layouts: list[tuple[Tensor, int, torch.Size, tuple[int, ...]]] = []
+        self.layouts: list[tuple[Tensor, torch.dtype, int, torch.Size, tuple[int, ...]]] = []
 
     def add(self, tensor: Tensor) -> None:
-        self.layouts.append((tensor, int(tensor.storage_offset()), tensor.shape, tensor.stride()))
+        layout = (int(tensor.storage_offset()), tensor.shape, tensor.stride())
+        self.layouts.append((tensor, tensor.dtype, *layout))
 
     def restore(self) -> None:
         """Makes the tensors share a copy of the recorded storage. An autograd graph may still need the present one."""
         storage = self.kept.clone()
-        for tensor, *layout in self.layouts:
-            tensor.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(storage, *layout)
+        for tensor, dtype, *layout in self.layouts:  # the recorded dtype: the tensor may have been cast since
+            tensor.data = torch.empty(0, dtype=dtype, device=tensor.device).set_(storage, *layout)
 
 
 def _lies_in_memory(value: Tensor) -> bool:
